@@ -1,0 +1,89 @@
+"""Every knob of the engine, once: name, unit, default, allowed range, why.
+
+The command line, profiles and error messages are made from these fields, so a knob is added here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from llmsched.engine.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cuda", "cpu"]
+
+
+def knob(
+    default: Any,
+    why: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field that carries its own documentation and range (both ends included)."""
+    return field(default=default, metadata={"why": why, "unit": unit, "low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. None means: chosen from the model and the device, and printed at start-up.
+
+    Raises ConfigError when a value is outside its range.
+    """
+
+    model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
+    dtype: DType = knob(
+        "auto",
+        "type of weights and KV; auto is bfloat16 where the device computes in it, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: Device = knob("auto", "auto takes the GPU when there is one", choices=("auto", "cuda", "cpu"))
+    max_model_len: int | None = knob(
+        None, "prompt and output of one request together; default: the model's own limit", unit="tokens", low=1
+    )
+    max_num_seqs: int = knob(128, "requests that run at the same time", low=1, high=65536)
+    max_num_batched_tokens: int | None = knob(
+        None,
+        "tokens computed in one step: larger steps prefill faster, smaller ones keep the gaps between tokens short; "
+        "default: 2048 on a GPU, 256 on a CPU",
+        unit="tokens",
+        low=1,
+        high=1 << 20,
+    )
+    block_size: int = knob(16, "tokens of one KV block", unit="tokens", low=1, high=256)
+    gpu_memory_utilization: float = knob(
+        0.9, "share of the GPU's memory that weights, activations and KV may take together", low=0.01, high=1.0
+    )
+    kv_cache_memory_bytes: int | None = knob(
+        None, "memory for KV blocks; default: what utilisation leaves over (on a CPU: at most 4 GiB)", unit="bytes", low=1
+    )
+    num_gpu_blocks_override: int | None = knob(
+        None, "exact number of KV blocks, for tests and experiments with a small pool", unit="blocks", low=1
+    )
+    enable_prefix_caching: bool = knob(True, "reuse the KV of prompts that begin alike")
+    max_queue_size: int = knob(2048, "waiting requests beyond which new ones are refused with 429", low=1)
+    seed: int | None = knob(None, "seed for requests that bring none; default: a fresh one per request", low=0)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_knob(f.name, getattr(self, f.name), f.metadata)
+
+
+def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `value` obeys the knob's `rule` (choices, finite, low, high)."""
+    if value is None or isinstance(value, bool):
+        return
+    if rule["choices"] and value not in rule["choices"]:
+        raise ConfigError(name, f"{value!r} is not one of {', '.join(rule['choices'])}")
+    if isinstance(value, str):
+        return
+    low, high = rule["low"], rule["high"]
+    unit = f" {rule['unit']}" if rule["unit"] else ""
+    if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+        span = f"from {low} to {high}" if high is not None else f"{low} or more"
+        raise ConfigError(name, f"{value}{unit} is out of range; allowed is {span}")

@@ -1,0 +1,187 @@
+"""What is asked of the engine and what comes back: sampling parameters, sequences, requests, outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from llmsched.engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from llmsched.engine.kv.manager import BlockTable
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+SEED_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Ranges and meaning follow the OpenAI API; the rest follows vLLM's names.
+
+    `temperature` 0 is greedy whatever the filters say. `top_k` 0 is off. `logprobs` k asks for the chosen token's
+    log-probability and the k best (None: nothing). `max_tokens` 0 only computes the prompt.
+
+    Raises RequestError naming the field and the allowed range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        within("n", self.n, 1, MAX_N)
+        within("temperature", self.temperature, 0, 2)
+        within("top_p", self.top_p, 0, 1)
+        within("top_k", self.top_k, 0, None)
+        within("min_p", self.min_p, 0, 1)
+        within("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        within("presence_penalty", self.presence_penalty, -2, 2)
+        within("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            within("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        within("max_tokens", self.max_tokens, 0, None)
+        within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                within(name, count, 0, MAX_LOGPROBS)
+        for bias in self.logit_bias.values():
+            within("logit_bias", bias, -100, 100)
+        within("number of stop strings in stop", len(self.stop), 0, MAX_STOPS, param="stop")
+        for stop in self.stop:
+            within("length of a stop string in stop", len(stop), 1, MAX_STOP_LENGTH, param="stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
+    """Raise RequestError unless low <= value <= high; not-a-number is refused too."""
+    if math.isnan(value) or value < low or (high is not None and value > high):
+        span = f"from {low} to {high}" if high is not None else f"{low} or more"
+        raise RequestError(param or name, f"{name} is {value}; allowed is {span}")
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """STOP: end-of-sequence, stop token or stop string. LENGTH: max_tokens or max_model_len. ERROR: see the message."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The tokens of one output and how to continue them: all that an executor may know of a request.
+
+    `token_ids` is the prompt followed by the output; it only ever grows, also across preemption, so whoever counts
+    generated tokens (penalties, min_tokens, the random stream) counts from `num_prompt_tokens`.
+    `stop_ids` are the ids that end the sequence (end-of-sequence ids unless ignored, and stop_token_ids); the sampler
+    bars them until min_tokens are there. `seed` is always set: the request's own, mixed with the index of its choice.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Request(Sequence):
+    """One sequence on its way through the scheduler. An API request with n > 1 becomes n of these.
+
+    Invariant: num_computed_tokens <= num_tokens; the KV of the first num_computed_tokens is in `block_table`.
+    A running request is caught up by computing tokens num_computed_tokens..num_tokens; a new token is sampled only when
+    that reaches the end. Times are seconds of the engine's clock.
+    """
+
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    block_table: BlockTable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural, of the distribution before temperature, penalties and filters) of one token.
+
+    `top` are the best (token id, log-probability) pairs, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one sequence of a request gained since the last output.
+
+    `text` and `token_ids` are deltas. `pieces` are the parts of the text that each token of `token_ids` added (an
+    incomplete character adds ""), so they join to `text` unless a stop string cut it. `prompt_logprobs` has one entry per prompt token (the first
+    is None) and comes once, with the first output.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
