@@ -60,7 +60,10 @@ class EngineConfig:
         0.9, "share of the GPU's memory that weights, activations and KV may take together", low=0.01, high=1.0
     )
     kv_cache_memory_bytes: int | None = knob(
-        None, "memory for KV blocks; default: what utilisation leaves over (on a CPU: at most 4 GiB)", unit="bytes", low=1
+        None,
+        "memory for KV blocks; default: what utilisation leaves over (on a CPU: at most 4 GiB)",
+        unit="bytes",
+        low=1,
     )
     num_gpu_blocks_override: int | None = knob(
         None, "exact number of KV blocks, for tests and experiments with a small pool", unit="blocks", low=1

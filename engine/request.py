@@ -164,8 +164,8 @@ class RequestOutput:
     """What one sequence of a request gained since the last output.
 
     `text` and `token_ids` are deltas. `pieces` are the parts of the text that each token of `token_ids` added (an
-    incomplete character adds ""), so they join to `text` unless a stop string cut it. `prompt_logprobs` has one entry per prompt token (the first
-    is None) and comes once, with the first output.
+    incomplete character adds ""), so they join to `text` unless a stop string cut it. `prompt_logprobs` has one entry
+    per prompt token (the first is None) and comes once, with the first output.
     """
 
     request_id: str
