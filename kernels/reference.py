@@ -1,0 +1,83 @@
+"""The specification of every op in plain torch: slow and obviously right. Other backends are compared with it.
+
+A packed batch holds T new tokens of B sequences, one sequence after the other: those of sequence b are rows
+cu_seqlens_q[b] .. cu_seqlens_q[b + 1], q_len_b of them. A prefill chunk has many, a decode has one, and they mix freely.
+
+The KV cache is cut into blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
+sequence b lives in block block_tables[b, p // block_size] at offset p % block_size. Blocks come in any order and may be
+shared by sequences; table entries beyond the context are never read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a packed batch over a paged KV cache that already holds the new tokens' keys and values.
+
+    query [T, heads, D], key_cache [num_blocks, kv_heads, block_size, D], value_cache [num_blocks, kv_heads, block_size,
+    Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32 (tokens in all, the new
+    ones included), sinks [heads]. Returns [T, heads, Dv] in the query's dtype; the softmax is computed in float32.
+
+    Query i of sequence b stands at position p = context_lens[b] - q_len_b + i and sees keys 0..p, or with a `window`
+    keys p - window + 1..p (transformers' `sliding_window`). Query head h reads KV head h // (heads // kv_heads).
+    `softcap` c turns a scaled score s into c * tanh(s / c) (Gemma-2). A sink is a logit per head that joins the
+    softmax's denominator and has no value (gpt-oss).
+    """
+    group = query.shape[1] // key_cache.shape[1]
+    output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    bounds = cu_seqlens_q.tolist()
+    for sequence, context in enumerate(context_lens.tolist()):
+        rows = slice(bounds[sequence], bounds[sequence + 1])
+        keys = gather(key_cache, block_tables[sequence], context).repeat_interleave(group, dim=1)
+        values = gather(value_cache, block_tables[sequence], context).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys.float()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        key_positions = torch.arange(context, device=query.device)
+        query_positions = key_positions[context - scores.shape[1] :, None]
+        hidden = key_positions > query_positions
+        if window is not None:
+            hidden |= key_positions <= query_positions - window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink_column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sink_column], dim=2)
+        weights = torch.softmax(scores, dim=2)[:, :, :context]
+        output[rows] = torch.einsum("hqk,khd->qhd", weights, values.float()).to(output.dtype)
+    return output
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] into the cache, in place.
+
+    slot_mapping [T] int64: token t goes to block slot // block_size at offset slot % block_size. A negative slot
+    marks padding, which is not written. No slot may be named twice.
+    """
+    real = slot_mapping >= 0
+    slots = slot_mapping[real]
+    block_size = key_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key[real].to(key_cache.dtype)
+    value_cache[blocks, :, offsets] = value[real].to(value_cache.dtype)
+
+
+def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:
+    """Keys or values of one sequence's first `context` positions, [context, kv_heads, head_dim]."""
+    num_blocks = -(-context // cache.shape[2])
+    blocks = cache[block_table[:num_blocks].long()]
+    return blocks.transpose(1, 2).flatten(0, 1)[:context]
