@@ -1,0 +1,69 @@
+"""Stop strings: where the text of an output ends, and what must be held back until that is certain."""
+
+from __future__ import annotations
+
+
+class StopMatcher:
+    """Cuts a text, arriving in pieces of any size, at the first stop string.
+
+    The first match is the one that is complete first; of several that end at the same character the longest counts, so
+    the result does not depend on how the text is cut into pieces. Text is held back only while it is the beginning of
+    some stop string. Each stop string is matched with its own Knuth-Morris-Pratt automaton: the cost per character does
+    not depend on the lengths of the stop strings.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
+        self._stops = stops
+        self._include_stop = include_stop
+        self._borders = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)
+        self.held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take more text; return what is now certain to be emitted and the stop string that was met, if any.
+
+        After a match nothing may be pushed any more.
+        """
+        if not self._stops:
+            return text, None
+        buffer = self.held + text
+        for end, char in enumerate(text, len(self.held) + 1):
+            if stop := self._advance(char):
+                self.held = ""
+                return buffer[: end if self._include_stop else end - len(stop)], stop
+        certain = len(buffer) - max(self._matched)
+        self.held = buffer[certain:]
+        return buffer[:certain], None
+
+    def flush(self) -> str:
+        """The text held back, at the end of an output that met no stop string."""
+        held, self.held = self.held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        """Feed one character to every automaton; return the longest stop string that it completes."""
+        met = ""
+        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            matched = self._matched[i]
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            if stop[matched] == char:
+                matched += 1
+            self._matched[i] = matched
+            if matched == len(stop):
+                met = max(met, stop, key=len)
+        return met or None
+
+
+def _borders(pattern: str) -> list[int]:
+    """For each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = borders[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        borders[i] = length
+    return borders
