@@ -1,0 +1,152 @@
+"""Small random-weight models of many architectures, with a byte-level tokenizer and a chat template beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+#: More ids than the tokenizer names (about 300): the vocabulary is padded, as that of most real models.
+VOCAB_SIZE = 320
+MAX_POSITION = 512
+WINDOW = 8
+
+BOS, IM_START, IM_END, PAD = "<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_TEXT = "The quick brown fox jumps over the lazy dog. There is nothing either good or bad, but thinking makes it so. "
+
+#: For most architectures alike. A wide initial range makes logits differ enough for parity to mean something.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+
+#: Architecture -> (transformers model type, what differs from _COMMON; None removes a key).
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 16}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": WINDOW, "num_hidden_layers": 7},
+    ),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": None, "rotary_pct": 0.25}),
+    "gpt2": (
+        "gpt2",
+        {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "max_position_embeddings": None,
+            "hidden_size": None,
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "n_positions": MAX_POSITION,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+def build_config(arch: str, **overrides: Any) -> Any:
+    """The configuration of a small model of architecture `arch`; overrides win, None removes a key."""
+    model_type, changes = ARCHITECTURES[arch]
+    merged = {**_COMMON, **changes, **overrides}
+    keep = {"sliding_window", "eos_token_id", "bos_token_id", "pad_token_id"}
+    values = {key: value for key, value in merged.items() if value is not None or key in keep}
+    return AutoConfig.for_model(model_type, **values)
+
+
+def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """A model in evaluation mode, fp32, random weights of the given seed (biases and sinks too)."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(build_config(arch, **overrides)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".bias", ".sinks")) or "norm" in name or ".ln_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def build_tokenizer(*, bos: bool = False, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of about 300 ids; with `bos`, encoding prepends <|bos|>."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in (BOS, IM_START, IM_END, PAD)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([_TEXT * 4], trainer)
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=BOS, eos_token=IM_END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def save_tiny_model(
+    path: Path,
+    arch: str,
+    *,
+    seed: int = 0,
+    bos: bool = False,
+    chat_template: str | None = CHAT_TEMPLATE,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write model and tokenizer into `path` as a Hugging Face directory and return it."""
+    model = build_model(arch, seed=seed, **overrides)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    build_tokenizer(bos=bos, chat_template=chat_template).save_pretrained(path)
+    return path
