@@ -1,0 +1,142 @@
+"""Tuned profiles: the settings that `tune` found, in a TOML file that a person can read and `serve --profile` loads.
+
+created = 2026-01-31T12:00:00+00:00
+reason = "256 gives the most tokens per second of the values that meet the SLOs"
+trials = [ { max_num_batched_tokens = 128, ... }, ... ]     the whole curve
+
+[engine]                   fields of EngineConfig, by their names
+max_num_batched_tokens = 256
+
+[slo]  [workload]  [model]  [device]  [versions]            what the choice is good for
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import tomli_w
+
+Scalar = str | int | float | bool
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TABLES = ("engine", "slo", "workload", "model", "device", "versions")
+_KEYS = {"created", "reason", "trials", *_TABLES}
+
+
+class ProfileError(ValueError):
+    """A profile cannot be found, read or written; the message is one line for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedProfile:
+    """Settings and what they were found for. Only `engine` is binding, the rest is for people and for warnings.
+
+    `engine` maps field names of EngineConfig to values. `slo` is in milliseconds (ttft_ms, itl_ms, ...), `trials` holds
+    one mapping per measured setting. `created` is in UTC. Values are never None: what is unknown is left out.
+    """
+
+    engine: Mapping[str, Scalar]
+    slo: Mapping[str, Scalar] = field(default_factory=dict)
+    workload: Mapping[str, Scalar] = field(default_factory=dict)
+    model: Mapping[str, Scalar] = field(default_factory=dict)
+    device: Mapping[str, Scalar] = field(default_factory=dict)
+    versions: Mapping[str, Scalar] = field(default_factory=dict)
+    trials: tuple[Mapping[str, Scalar], ...] = ()
+    reason: str = ""
+    created: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+
+
+def profile_dir() -> Path:
+    """Where profiles live that are called by name: LLMSCHED_PROFILES, else the user's configuration directory."""
+    if given := os.environ.get("LLMSCHED_PROFILES"):
+        return Path(given).expanduser()
+    return Path(platformdirs.user_config_dir("llmsched")) / "profiles"
+
+
+def profile_path(name_or_path: str) -> Path:
+    """The file of a profile: a path if it has a slash or ends in .toml, else a name in profile_dir().
+
+    Raises ProfileError for a name that could not be a file's.
+    """
+    if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
+        return Path(name_or_path).expanduser()
+    if not _NAME.fullmatch(name_or_path):
+        raise ProfileError(f"profile {name_or_path!r}: a name has letters, digits, '.', '_' and '-'; or give a path")
+    return profile_dir() / f"{name_or_path}.toml"
+
+
+def list_profiles() -> list[str]:
+    """Names of the profiles in profile_dir(), sorted."""
+    return sorted(path.stem for path in profile_dir().glob("*.toml"))
+
+
+def load_profile(name_or_path: str) -> TunedProfile:
+    """Read a profile. Raises ProfileError when it is not there or not a profile, naming the key."""
+    path = profile_path(name_or_path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as missing:
+        known = ", ".join(list_profiles()) or "none yet; `llmsched tune` writes one"
+        raise ProfileError(f"profile {name_or_path!r}: no file {path} (profiles by name: {known})") from missing
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ProfileError(f"profile {path}: {_one_line(problem)}") from problem
+    return _validated(path, content)
+
+
+def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
+    """Write a profile, replacing an older one at once or not at all. Returns its path; raises ProfileError."""
+    path = profile_path(name_or_path)
+    content = {"created": profile.created, "reason": profile.reason}
+    content |= {table: dict(getattr(profile, table)) for table in _TABLES}
+    content["trials"] = [dict(trial) for trial in profile.trials]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
+            part.write(tomli_w.dumps(content))
+        os.chmod(part.name, 0o644)
+        os.replace(part.name, path)
+    except OSError as problem:
+        raise ProfileError(f"profile {path} cannot be written: {_one_line(problem)}") from problem
+    return path
+
+
+def _validated(path: Path, content: Mapping[str, Any]) -> TunedProfile:
+    if unknown := sorted(content.keys() - _KEYS):
+        raise ProfileError(f"profile {path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+    if "engine" not in content:
+        raise ProfileError(f"profile {path}: the table [engine] with the settings is missing")
+    for table in _TABLES:
+        _check_table(path, table, content.get(table, {}))
+    trials = content.get("trials", [])
+    if not isinstance(trials, list):
+        raise ProfileError(f"profile {path}: trials is not a list of tables")
+    for index, trial in enumerate(trials):
+        _check_table(path, f"trials[{index}]", trial)
+    reason, created = content.get("reason", ""), content.get("created", datetime.fromtimestamp(0, UTC))
+    if not isinstance(reason, str):
+        raise ProfileError(f"profile {path}: reason is not a text")
+    if not isinstance(created, datetime):
+        raise ProfileError(f"profile {path}: created is not a date and time such as 2026-01-31T12:00:00Z")
+    tables = {table: content.get(table, {}) for table in _TABLES}
+    return TunedProfile(**tables, trials=tuple(trials), reason=reason, created=created)
+
+
+def _check_table(path: Path, name: str, table: Any) -> None:
+    if not isinstance(table, dict):
+        raise ProfileError(f"profile {path}: {name} is not a table")
+    for key, value in table.items():
+        if not isinstance(value, Scalar):
+            raise ProfileError(f"profile {path}: {name}.{key} is neither a text, a number nor true/false")
+
+
+def _one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())

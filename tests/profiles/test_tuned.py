@@ -1,0 +1,98 @@
+"""Profiles survive the way to disk and back, and a bad one is refused in one line that names the key."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from llmsched.profiles.tuned import ProfileError, TunedProfile, list_profiles, load_profile, profile_path, save_profile
+
+PROFILE = TunedProfile(
+    engine={"max_num_batched_tokens": 256, "max_num_seqs": 16, "enable_prefix_caching": True},
+    slo={"ttft_ms": 800.0},
+    workload={"input_len": 256, "arrivals": "closed loop"},
+    model={"name": 'quoted "name" \\ ünïcode'},
+    device={"name": "cpu"},
+    versions={"llmsched": "0.1.0"},
+    trials=({"max_num_batched_tokens": 128, "feasible": False, "reason": "P99 TTFT"}, {"max_num_batched_tokens": 256}),
+    reason="256 has the most throughput",
+    created=datetime(2026, 1, 31, 12, 0, tzinfo=UTC),
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_round_trip_by_name_and_by_path(home: Path, tmp_path: Path) -> None:
+    assert list_profiles() == []
+    assert save_profile(PROFILE, "chat-fast") == home / "chat-fast.toml"
+    assert load_profile("chat-fast") == PROFILE
+    assert list_profiles() == ["chat-fast"]
+
+    path = save_profile(PROFILE, str(tmp_path / "deep" / "er.toml"))
+    assert load_profile(str(path)) == PROFILE
+
+
+def test_saving_replaces_the_older_one_and_leaves_nothing_else(home: Path) -> None:
+    save_profile(PROFILE, "a")
+    save_profile(TunedProfile(engine={"max_num_seqs": 1}), "a")
+    assert load_profile("a").engine == {"max_num_seqs": 1}
+    assert [path.name for path in home.iterdir()] == ["a.toml"]
+
+
+def test_the_default_directory_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLMSCHED_PROFILES")
+    assert profile_path("a").parts[-3:] == ("llmsched", "profiles", "a.toml")
+
+
+def test_a_missing_profile_names_those_that_exist() -> None:
+    save_profile(PROFILE, "there")
+    with pytest.raises(ProfileError, match=r"no file .*away.toml \(profiles by name: there\)"):
+        load_profile("away")
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "x\ny"])
+def test_names_that_cannot_be_files(name: str) -> None:
+    with pytest.raises(ProfileError):
+        load_profile(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine", "end of a table"),
+        ("", r"\[engine\]"),
+        ("engine = 3", "engine is not a table"),
+        ("[engine]\nmax_num_seqs = [1]", "engine.max_num_seqs"),
+        ("[engine]\n[engines]", "unknown key 'engines'"),
+        ("trials = 3\n[engine]", "trials is not a list"),
+        ("trials = [3]\n[engine]", r"trials\[0\] is not a table"),
+        ("reason = 3\n[engine]", "reason"),
+        ("created = 'today'\n[engine]", "created"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=message) as problem:
+        load_profile(str(path))
+    assert "\n" not in str(problem.value)
+    assert str(path) in str(problem.value)
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError, match="utf-8"):
+        load_profile(str(path))
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="cannot be written"):
+        save_profile(PROFILE, str(tmp_path / "file" / "a.toml"))
