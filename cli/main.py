@@ -1,0 +1,123 @@
+"""The Typer app: registers the commands and nothing else. A command's module is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from llmsched.cli import render
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError, LlmschedError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a command lives: `function` of `module`; `summary` is its line in the help."""
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Entry("llmsched.cli.serve.command", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
+    "bench": Entry("llmsched.cli.bench.command", "bench", "Load a server or a model and measure latency and goodput."),
+    "kv-budget": Entry("llmsched.cli.kv_budget", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."),
+    "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
+    "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
+}
+
+HELP = """Serve a language model well from one GPU, or without one from the CPU.
+
+MODEL is a Hugging Face directory, a hub id, a .gguf file, or demo (a small real chat model, fetched once).
+Where it is left out it comes from LLMSCHED_MODEL, else it is demo.
+"""
+
+EPILOG = """\b
+Examples:
+  llmsched serve demo
+  llmsched bench http://localhost:8000 --request-rate 4 --num-prompts 200
+  llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
+  llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
+  llmsched verify demo
+
+llmsched COMMAND --help explains a command and its options.
+"""
+
+
+class LazyGroup(TyperGroup):
+    """Lists the commands by their summaries and imports only the one that is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name, help=entry.summary) for name, entry in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
+
+
+def load(name: str) -> Any:
+    """Import the command `name` and build it."""
+    entry = COMMANDS[name]
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name)(getattr(importlib.import_module(entry.module), entry.function))
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    help=HELP,
+    epilog=EPILOG,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        render.say(f"llmsched {version('llmsched')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """Console entry. Exit codes: 0 done, 1 the answer is no, 2 bad input (one line on stderr), 130 interrupted."""
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except LlmschedError as problem:
+        render.error(_message(problem))
+        sys.exit(2)
+    except typer.TyperException as problem:
+        render.error(problem.format_message())
+        sys.exit(problem.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+
+
+def _message(problem: LlmschedError) -> str:
+    """The error's text, with a knob's name written as the flag that sets it."""
+    text = str(problem)
+    if isinstance(problem, ConfigError) and problem.field in {f.name for f in fields(EngineConfig)}:
+        return text.replace(problem.field, "--" + problem.field.replace("_", "-"), 1)
+    return text

@@ -1,0 +1,169 @@
+"""Parameter types that commands share, and engine flags generated from EngineConfig.
+
+Quantities are written with their unit ("800ms", "24GiB", "90%") and arrive in base units (seconds, bytes, a fraction).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from llmsched.cli import render
+from llmsched.engine.config import EngineConfig
+
+R = TypeVar("R")
+
+#: The MODEL argument of every command; give it the default None and pass it to resolve_model.
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        show_default="$LLMSCHED_MODEL, else demo",
+        help="Hugging Face directory, hub id, .gguf file, or demo (a small chat model, fetched once).",
+    ),
+]
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BYTES = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
+
+
+def duration(text: str | float) -> float:
+    """Seconds of "800ms", "1.5s", "2min" or "1h". A plain number is refused: its unit would be a guess."""
+    if not isinstance(text, str):
+        return text
+    number, unit = _split(text, "a duration such as 800ms or 1.5s")
+    if unit not in _SECONDS:
+        raise typer.BadParameter(f"{text!r} needs a unit: us, ms, s, min or h (800ms, 1.5s)")
+    if number < 0:
+        raise typer.BadParameter(f"{text!r} is negative; a duration is 0 or more")
+    return number * _SECONDS[unit]
+
+
+def size(text: str | int) -> int:
+    """Bytes of "24GiB" (1024^3), "24GB" (1000^3), "512MiB" or, where written as a plain whole number, of itself.
+
+    A plain number below one MiB is refused: it is a size whose unit was forgotten.
+    """
+    if not isinstance(text, str):
+        return text
+    number, unit = _split(text, "a size such as 24GiB or 512MiB")
+    known = {name.lower(): factor for name, factor in _BYTES.items()}
+    if number <= 0:
+        raise typer.BadParameter(f"{text!r} is not above zero; write a size such as 24GiB")
+    if not unit and number.is_integer() and number >= 1 << 20:
+        return int(number)
+    if unit.lower() not in known:
+        raise typer.BadParameter(f"{text!r} needs a unit: GiB (1024^3 bytes) or GB (1000^3 bytes), likewise K, M, T")
+    return int(number * known[unit.lower()])
+
+
+def fraction(text: str | float) -> float:
+    """A share written as "0.9" or "90%"."""
+    if not isinstance(text, str):
+        return text
+    number, unit = _split(text, "a share such as 0.9 or 90%")
+    if unit not in ("", "%"):
+        raise typer.BadParameter(f"{text!r} is not a share such as 0.9 or 90%")
+    return number / 100 if unit else number
+
+
+def _split(text: str, wanted: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or not math.isfinite(float(match[1])):
+        raise typer.BadParameter(f"{text!r} is not {wanted}")
+    return float(match[1]), match[2]
+
+
+def resolve_model(argument: str | None) -> str:
+    """The model to use: the argument, else LLMSCHED_MODEL, else demo; says which on stderr when it was left out."""
+    if argument:
+        return argument
+    if model := os.environ.get("LLMSCHED_MODEL"):
+        render.note(f"model {model} (from LLMSCHED_MODEL)")
+        return model
+    render.note("model demo (no MODEL given, LLMSCHED_MODEL not set)")
+    return "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The engine flags that were given on the command line; what is not in `given` was left out."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
+        """Flag, else `defaults` (a profile's), else EngineConfig's default. Raises ConfigError naming the knob."""
+        return EngineConfig(**{**(defaults or {}), **self.given, "model": model})
+
+
+def with_engine_options(exclude: Collection[str] = ()) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a Typer command one option per knob of EngineConfig (except `model` and `exclude`).
+
+    The command takes a keyword `engine_options: EngineOptions` in their place.
+    """
+    types = get_type_hints(EngineConfig)
+    knobs = [f for f in fields(EngineConfig) if f.name not in {"model", *exclude}]
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for name, p in own.items() if name != "engine_options"]
+        parameters += [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_flag(f, types[f.name]))
+            for f in knobs
+        ]
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> R:
+            flags = {f.name: values.pop(f.name, None) for f in knobs}
+            given = {name: value for name, value in flags.items() if value is not None}
+            return command(**values, engine_options=EngineOptions(given))
+
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _flag(knob: Field[Any], annotation: Any) -> Any:
+    """The annotation that makes Typer build the option of a knob; None stands for "not given"."""
+    rule = knob.metadata
+    parser: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    if rule["unit"] == "bytes":
+        parser, metavar = size, "SIZE"
+    elif rule["unit"] == "seconds":
+        parser, metavar = duration, "DURATION"
+    elif annotation is float and rule["high"] == 1.0:
+        parser, metavar = fraction, "SHARE"
+    option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
+    return Annotated[annotation | None, option]
+
+
+def _help(knob: Field[Any]) -> str:
+    """The knob's reason, then what it may be and what it is."""
+    rule = knob.metadata
+    low, high = rule["low"], rule["high"]
+    facts = []
+    if high is not None:
+        facts.append(f"{low} to {high} {rule['unit']}".strip())
+    elif low is not None:
+        facts.append(f"{low} or more {rule['unit']}".strip())
+    if isinstance(knob.default, bool):
+        facts.append(f"default: {'on' if knob.default else 'off'}")
+    elif knob.default is not None:
+        facts.append(f"default: {knob.default}")
+    return f"{rule['why']}  [{'; '.join(facts)}]" if facts else str(rule["why"])

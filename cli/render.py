@@ -1,0 +1,177 @@
+"""How things look: tables, bars, progress, units, JSON. Plain text wherever the stream is not a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from llmsched.engine.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Width of tables written to a file or pipe, where nothing may be cut off.
+_PLAIN_WIDTH = 200
+_PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
+
+
+def stdout() -> Console:
+    """The console for results."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+
+
+def stderr() -> Console:
+    """The console for everything that is not a result: notes, errors, progress."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _PLAIN_WIDTH)
+
+
+def say(text: str = "") -> None:
+    """Print a line of the result; text is taken literally."""
+    stdout().print(text, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Tell, on stderr, what was decided for the user."""
+    stderr().print(f"note: {text}", markup=False, style="dim", soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Tell, on stderr, what may go wrong."""
+    stderr().print(f"warning: {text}", markup=False, style="yellow", soft_wrap=True)
+
+
+def error(text: str) -> None:
+    """Tell, on stderr and in one line, what went wrong."""
+    stderr().print(f"error: {' '.join(text.split())}", markup=False, style="bold red", soft_wrap=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
+    """Print a table; the first `text_columns` columns are words (left), the others figures (right)."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = stdout()
+    look = box.SIMPLE_HEAD if console.is_terminal else None
+    drawn = Table(title=Text(title), title_justify="left", box=look, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        drawn.add_column(Text(column), justify="left" if index < text_columns else "right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    console.print(drawn)
+
+
+def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
+    """Draw labelled byte counts as shares of `total` bytes in one bar, with a legend.
+
+    What the parts leave over is drawn as dots. Shares too small for a cell appear only in the legend.
+    """
+    from rich.text import Text
+
+    console = stdout()
+    ends = _cumulative_cells([count for _, count in parts], total, width)
+    bar, legend, start = Text(), Text(), 0
+    for index, ((label, count), end) in enumerate(zip(parts, ends, strict=True)):
+        letter, colour = label[0].upper(), _PALETTE[index % len(_PALETTE)]
+        bar.append(("█" if console.is_terminal else letter) * (end - start), style=colour)
+        legend.append("  " if index else "")
+        legend.append("■ " if console.is_terminal else f"{letter} ", style=colour)
+        legend.append(f"{label} {human_bytes(count)}")
+        start = end
+    bar.append("·" * (width - start))
+    console.print(Text("[") + bar + Text(f"] {human_bytes(total)}"))
+    console.print(legend)
+
+
+def _cumulative_cells(counts: Sequence[int], total: int, width: int) -> list[int]:
+    running, ends = 0, []
+    for count in counts:
+        running += count
+        ends.append(min(width, round(width * running / total)) if total else 0)
+    return ends
+
+
+def human_bytes(count: int | float) -> str:
+    """A byte count in binary units with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{_three_figures(value)} {unit}"
+        value /= 1024
+    return f"{_three_figures(value)} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """A time with three significant figures: 12.3 ms, 1.50 s."""
+    if seconds < 1:
+        return f"{_three_figures(seconds * 1e3)} ms"
+    return f"{_three_figures(seconds)} s"
+
+
+def _three_figures(value: float) -> str:
+    size = abs(value)
+    return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"
+
+
+def emit_json(value: Any) -> None:
+    """Write one JSON document to stdout. Not-a-number is a fault of the caller (ValueError), never written."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False, default=_plain) + "\n")
+    sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Yield the Progress callback of long work: bars on a terminal, else a line per stage and per quarter of it."""
+    if not sys.stderr.isatty():
+        yield _PlainProgress()
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=stderr(), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total or None)
+            bars.update(tasks[stage], completed=done, total=total or None)
+
+        yield advance
+
+
+class _PlainProgress:
+    """Progress for logs: says each stage once, then when a further quarter is done."""
+
+    def __init__(self) -> None:
+        self._quarters: dict[str, int] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        quarter = 4 * done // total if total else 0
+        if quarter <= self._quarters.get(stage, -1):
+            return
+        self._quarters[stage] = quarter
+        share = f" {25 * quarter} %" if quarter else ""
+        print(f"{stage} ...{share}", file=sys.stderr, flush=True)
