@@ -1,0 +1,120 @@
+"""Each definition on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmsched.engine.latency import (
+    Arrival,
+    RequestLatency,
+    Slo,
+    goodput,
+    itl_samples,
+    request_latency,
+    steady_rate,
+    summarise,
+    tpot,
+)
+
+
+def stream(*arrivals: tuple[float, int]) -> list[Arrival]:
+    return [Arrival(*arrival) for arrival in arrivals]
+
+
+def latency(ttft: float = 0.5, e2e: float = 1.0, itl: tuple[float, ...] = (0.1,)) -> RequestLatency:
+    return RequestLatency(ttft, e2e, tpot=0.1 if itl else None, itl=itl, worst_stall=None)
+
+
+def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
+    """F01."""
+    single = itl_samples(stream(*((0.1 * n, 1) for n in range(1, 51))))
+    chunks = itl_samples(stream(*((1.0 * n, 10) for n in range(1, 6))))
+    assert len(single) == 49
+    assert len(chunks) == 40
+    assert single == pytest.approx([0.1] * 49)
+    assert chunks == pytest.approx([0.1] * 40)
+
+
+def test_empty_chunks_are_no_token() -> None:
+    """F02."""
+    got = request_latency(0.0, stream((0.01, 0), (0.02, 0), (0.5, 1), (0.6, 1), (0.7, 1), (0.8, 1), (0.9, 1), (2.0, 0)))
+    assert got is not None
+    assert got.ttft == 0.5
+    assert got.e2e == 0.9
+    assert got.tpot == pytest.approx(0.1)
+    assert got.itl == pytest.approx([0.1] * 4)
+    assert got.worst_stall == pytest.approx(0.1)
+
+
+def test_a_stall_is_seen_in_itl_and_named() -> None:
+    got = request_latency(10.0, stream((11.0, 1), (11.1, 1), (14.1, 1), (14.2, 1)))
+    assert got is not None
+    assert got.worst_stall == pytest.approx(3.0)
+    assert max(got.itl) == pytest.approx(3.0)
+    assert got.tpot == pytest.approx(3.2 / 3)
+
+
+def test_one_token_has_neither_tpot_nor_itl() -> None:
+    """F10."""
+    got = request_latency(0.0, stream((0.5, 1)))
+    assert got == RequestLatency(ttft=0.5, e2e=0.5, tpot=None, itl=(), worst_stall=None)
+    assert tpot(0.5, 0.5, 1) is None
+    assert tpot(0.0, 0.0, 0) is None
+
+
+def test_no_token_has_no_figure() -> None:
+    assert request_latency(0.0, []) is None
+    assert request_latency(0.0, stream((1.0, 0))) is None
+
+
+def test_percentiles_interpolate_linearly() -> None:
+    got = summarise([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (got.count, got.mean, got.p50, got.max) == (5, 3.0, 3.0, 5.0)
+    assert got.p95 == pytest.approx(4.8)
+    assert got.p99 == pytest.approx(4.96)
+
+
+def test_no_sample_is_null_and_not_zero() -> None:
+    got = summarise([])
+    assert (got.count, got.mean, got.p50, got.p95, got.p99, got.max) == (0, None, None, None, None, None)
+
+
+def test_goodput_keeps_failures_in_the_denominator() -> None:
+    got = goodput(Slo(ttft=0.5), [latency(0.4), latency(0.6)], failed=2, duration=10.0)
+    assert got is not None
+    assert got.requests_per_s == pytest.approx(0.1)
+    assert got.attainment == {"ttft": 0.25, "all": 0.25}
+
+
+def test_goodput_counts_requests_that_met_every_slo() -> None:
+    requests = [latency(0.4, e2e=9.0), latency(0.6, e2e=1.0), latency(0.4, e2e=1.0)]
+    got = goodput(Slo(ttft=0.5, e2e=2.0), requests, failed=0, duration=1.0)
+    assert got is not None
+    assert got.requests_per_s == 1.0
+    assert got.attainment == pytest.approx({"ttft": 2 / 3, "e2e": 2 / 3, "all": 1 / 3})
+
+
+def test_goodput_of_zero_is_zero_and_without_slo_it_is_null() -> None:
+    """F06: 0.0 is a figure, null is the lack of one."""
+    got = goodput(Slo(ttft=0.0), [latency()], failed=0, duration=1.0)
+    assert got is not None
+    assert got.requests_per_s == 0.0
+    assert goodput(Slo(), [latency()], failed=0, duration=1.0) is None
+    assert goodput(Slo(ttft=1.0), [], failed=0, duration=1.0) is None
+    assert goodput(Slo(ttft=1.0), [latency()], failed=0, duration=0.0) is None
+
+
+def test_the_itl_slo_looks_at_a_requests_own_p99() -> None:
+    steady, stalled = latency(itl=(0.01,) * 50), latency(itl=(0.01,) * 49 + (2.0,))
+    assert Slo(itl=0.05).met_by(steady) == {"itl": True}
+    assert Slo(itl=0.05).met_by(stalled) == {"itl": False}
+    assert Slo(itl=0.05, tpot=0.05).met_by(latency(itl=())) == {"itl": True, "tpot": True}
+
+
+def test_steady_rate_leaves_out_the_ramp() -> None:
+    """F12."""
+    assert steady_rate([10.0, 10.5, 11.0, 11.5]) == 2.0
+    assert steady_rate([11.5, 10.0, 11.0, 10.5]) == 2.0
+    assert steady_rate([10.0]) is None
+    assert steady_rate([10.0, 10.0]) is None
+    assert steady_rate([]) is None
