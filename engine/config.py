@@ -76,6 +76,11 @@ class EngineConfig:
         for f in fields(self):
             check_knob(f.name, getattr(self, f.name), f.metadata)
 
+    @classmethod
+    def knob_rule(cls, name: str) -> Mapping[str, Any]:
+        """Documentation and range of the knob `name`."""
+        return next(f.metadata for f in fields(cls) if f.name == name)
+
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     """Raise ConfigError unless `value` obeys the knob's `rule` (choices, finite, low, high)."""

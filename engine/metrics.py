@@ -81,9 +81,9 @@ class EngineMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def preempted(self, recomputed_tokens: int) -> None:
-        """A request lost its blocks; `recomputed_tokens` must be computed once more."""
-        self._preemptions.inc()
+    def preempted(self, requests: int, recomputed_tokens: int) -> None:
+        """`requests` requests lost their blocks; `recomputed_tokens` were scheduled once more because of it."""
+        self._preemptions.inc(requests)
         self._recomputed_tokens.inc(recomputed_tokens)
 
     def prefix(self, queried_tokens: int, hit_tokens: int) -> None:

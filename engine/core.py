@@ -1,0 +1,302 @@
+"""The engine: schedule -> execute -> update -> emit, one step at a time, in one thread."""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from llmsched.engine.config import EngineConfig, check_knob
+from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
+from llmsched.engine.executor.base import Executor
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.metrics import EngineMetrics
+from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.output import OutputStream
+from llmsched.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.scheduler.scheduler import Scheduler, SchedulerCounters, SchedulerLimits
+
+if TYPE_CHECKING:
+    from llmsched.engine.kv.budget import MemoryPlan
+    from llmsched.engine.text.tokenizer import Tokenizer
+
+_SEED_MASK = (1 << 64) - 1
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A consistent picture of the engine after a step. Counters are totals since the start."""
+
+    num_running: int
+    num_waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    recomputed_tokens: int
+    num_preemptions: int
+    finished: dict[FinishReason, int]
+    steps: int
+
+
+class Engine:
+    """A model being served: takes requests, and with each `step` brings them one forward pass further.
+
+    Not thread-safe; AsyncEngine runs it in a thread of its own. `config` is resolved: max_model_len and
+    max_num_batched_tokens are set, and both together with max_num_seqs are within what `plan` reserved memory for.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        num_blocks: int,
+        *,
+        plan: MemoryPlan | None = None,
+        metrics: EngineMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert config.max_model_len is not None
+        assert config.max_num_batched_tokens is not None
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.plan = plan
+        self.executor = executor
+        self.max_model_len = config.max_model_len
+        self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
+        self._clock = clock
+        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+        kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.scheduler = Scheduler(kv, limits, clock)
+        self._streams: dict[str, OutputStream] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._seeds = random.Random(config.seed) if config.seed is not None else None
+        self._finish_times: deque[float] = deque(maxlen=64)
+        self._finished = dict.fromkeys(FinishReason, 0)
+        self._prompt_tokens = self._generation_tokens = self._steps = 0
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
+        """Raise RequestError for what can never be served. Reads only what never changes: any thread may call."""
+        if not prompt_token_ids:
+            raise RequestError("prompt", "the prompt has no tokens; at least one is needed")
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.model.vocab_size:
+                wrong = next(i for i in ids if not 0 <= i < self.model.vocab_size)
+                raise RequestError(
+                    name, f"{name} has the token id {wrong}; allowed is from 0 to {self.model.vocab_size - 1}"
+                )
+        self._check_length(len(prompt_token_ids), sampling.max_tokens)
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        asked = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}"
+        if num_prompt_tokens + max_tokens > self.max_model_len:
+            raise RequestError(
+                "max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
+                f"the context of this server is {self.max_model_len} tokens; {asked}, "
+                f"{num_prompt_tokens + max_tokens} in all; shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        if not self.scheduler.fits_alone(num_prompt_tokens, max_tokens):
+            kv = self.scheduler.kv
+            raise RequestError(
+                "max_tokens",
+                f"{asked}: that needs more than the {kv.pool.num_blocks} KV blocks of {kv.block_size} tokens "
+                f"({kv.pool.num_blocks * kv.block_size} tokens) that this server has",
+                code="context_length_exceeded",
+            )
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request; its n choices are served as n sequences.
+
+        Raises RequestError for what can never be served, QueueFullError when too many wait.
+        """
+        if request_id in self._groups:
+            raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
+        self.check(prompt_token_ids, sampling)
+        if len(self.scheduler.waiting) + sampling.n > self.config.max_queue_size:
+            raise QueueFullError(
+                f"{len(self.scheduler.waiting)} requests are waiting; at most {self.config.max_queue_size} may",
+                self.retry_after(),
+            )
+        arrival = self._clock() if arrival_time is None else arrival_time
+        seed = self._seed_of(sampling)
+        eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
+        names = [f"{request_id}/{index}" for index in range(sampling.n)]
+        for index, name in enumerate(names):
+            request = Request(
+                request_id=name,
+                token_ids=list(prompt_token_ids),
+                num_prompt_tokens=len(prompt_token_ids),
+                sampling=sampling,
+                seed=_choice_seed(seed, index),
+                stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
+                arrival_time=arrival,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
+            self.scheduler.add(request)
+        self._groups[request_id] = names
+        self._prompt_tokens += len(prompt_token_ids)
+        self._update_gauges()
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request in whatever state it is; unknown or ended ones are ignored. Returns the last outputs."""
+        outputs = []
+        for name in list(self._groups.get(request_id, ())):
+            stream = self._streams[name]
+            self.scheduler.finish(stream.request, FinishReason.ABORT)
+            outputs.append(stream.end(FinishReason.ABORT))
+            self._end(stream, FinishReason.ABORT)
+        self._update_gauges()
+        return outputs
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def retry_after(self) -> float:
+        """Seconds until the queue will have moved on by one place, from the rate at which requests ended lately."""
+        if len(self._finish_times) < 2:
+            return 1.0
+        span = self._finish_times[-1] - self._finish_times[0]
+        return max(1.0, math.ceil(span / (len(self._finish_times) - 1)))
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One forward pass over whatever is due; returns what the requests gained by it.
+
+        An exception means that the engine cannot go on.
+        """
+        before = replace(self.scheduler.counters)
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
+        result = self.executor.execute(plan)
+        updates = self.scheduler.update(plan, result)
+        now = self._clock()
+        outputs = []
+        for update in updates:
+            stream = self._streams[update.request.request_id]
+            if (output := stream.take(update)) is not None:
+                outputs.append(output)
+                self._account(stream, output, now)
+        self._steps += 1
+        self.metrics.step(plan.num_tokens)
+        self._book_counters(before)
+        self._update_gauges()
+        return outputs
+
+    def _account(self, stream: OutputStream, output: RequestOutput, now: float) -> None:
+        if output.token_ids:
+            self._generation_tokens += len(output.token_ids)
+            stream.record(self.metrics, now)
+        if output.finish_reason is not None:
+            self.scheduler.finish(stream.request, output.finish_reason)
+            self._end(stream, output.finish_reason)
+
+    def _end(self, stream: OutputStream, reason: FinishReason) -> None:
+        now = self._clock()
+        stream.record_end(self.metrics, reason, now)
+        self._finished[reason] += 1
+        self._finish_times.append(now)
+        name = stream.request.request_id
+        del self._streams[name]
+        self._groups[stream.group_id].remove(name)
+        if not self._groups[stream.group_id]:
+            del self._groups[stream.group_id]
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        pool, counters = self.scheduler.kv.pool, self.scheduler.counters
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            blocks_total=pool.num_blocks,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            blocks_free=pool.num_free,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
+            num_preemptions=counters.num_preemptions,
+            finished=dict(self._finished),
+            steps=self._steps,
+        )
+
+    def reconfigure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
+        """Change the limits of a step while no request runs, within what memory was reserved for at the start.
+
+        Raises ConfigError for more than that.
+        """
+        if self.scheduler.running:
+            raise ConfigError("max_num_batched_tokens", "cannot be changed while requests run; wait until they end")
+        for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
+            if value is None:
+                continue
+            check_knob(name, value, {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)})
+            setattr(self.scheduler.limits, name, value)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of all prompts that are not running."""
+        self.scheduler.kv.reset_prefix_cache()
+        self._update_gauges()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block or a request is lost."""
+        self.scheduler.check_integrity()
+        waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
+        assert waiting + running == len(self._streams), f"{len(self._streams)} streams, {running}+{waiting} requests"
+
+    def _seed_of(self, sampling: SamplingParams) -> int:
+        if sampling.seed is not None:
+            return sampling.seed
+        return self._seeds.getrandbits(63) if self._seeds is not None else secrets.randbits(63)
+
+    def _book_counters(self, before: SchedulerCounters) -> None:
+        after = self.scheduler.counters
+        queried = after.prefix_queried_tokens - before.prefix_queried_tokens
+        self.metrics.prefix(queried, after.prefix_hit_tokens - before.prefix_hit_tokens)
+        self.metrics.preempted(
+            after.num_preemptions - before.num_preemptions, after.recomputed_tokens - before.recomputed_tokens
+        )
+
+    def _update_gauges(self) -> None:
+        pool = self.scheduler.kv.pool
+        self.metrics.gauges(len(self.scheduler.running), len(self.scheduler.waiting), pool.num_used, pool.num_cached)
+
+
+def _choice_seed(seed: int, index: int) -> int:
+    """An independent stream for each choice; the first has the request's own seed, so that n does not change it."""
+    return (seed + index * _GOLDEN_RATIO) & _SEED_MASK

@@ -1,0 +1,136 @@
+"""From sampled tokens to what the client sees: text, stop strings, log-probabilities, latencies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmsched.engine.metrics import EngineMetrics
+from llmsched.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
+from llmsched.engine.scheduler.scheduler import Update
+from llmsched.engine.text.detokenizer import Detokenizer
+from llmsched.engine.text.stop import StopMatcher
+
+if TYPE_CHECKING:
+    from llmsched.engine.text.tokenizer import Tokenizer
+
+
+class OutputStream:
+    """The growing output of one sequence, `index` among the choices of the API request `group_id`."""
+
+    def __init__(self, request: Request, group_id: str, index: int, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.group_id = group_id
+        self.index = index
+        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
+        self._stops = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        self._prompt_logprobs_due = sampling.prompt_logprobs is not None
+        self._last_token_time: float | None = None
+
+    def take(self, update: Update) -> RequestOutput | None:
+        """The output that a step's result adds; None if there is nothing to tell.
+
+        A stop string ends the output here: `finish_reason` is set, and the caller tells the scheduler.
+        """
+        result = update.result
+        self._collect_prompt_logprobs(update)
+        if result.token_id is None and self.request.finish_reason is None:
+            return None
+        output = self._new_output()
+        output.error = result.error
+        if result.token_id is not None:
+            self._add_token(output, result.token_id, result.logprob)
+        if output.finish_reason is not None and output.stop_reason is None:
+            self._flush(output)
+        return output
+
+    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """The last output of a request that is ended from outside (abort, engine failure)."""
+        output = self._new_output()
+        output.finish_reason = reason
+        output.error = error
+        return output
+
+    def record(self, metrics: EngineMetrics, now: float) -> None:
+        """Book the latency of a token that has just come."""
+        request = self.request
+        if self._last_token_time is None:
+            request.first_token_time = now
+            metrics.first_token(now - request.arrival_time)
+            if request.first_scheduled_time is not None:
+                metrics.scheduled(request.first_scheduled_time - request.arrival_time)
+        else:
+            metrics.token_gap(now - self._last_token_time)
+        self._last_token_time = now
+
+    def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
+        """Book the latencies of the whole request."""
+        request, last = self.request, self._last_token_time
+        prefill = decode = tpot = None
+        if request.first_token_time is not None and request.first_scheduled_time is not None and last is not None:
+            prefill = request.first_token_time - request.first_scheduled_time
+            decode = last - request.first_token_time
+            if request.num_output_tokens > 1:
+                tpot = decode / (request.num_output_tokens - 1)
+        metrics.finished(
+            reason,
+            e2e_s=now - request.arrival_time,
+            prefill_s=prefill,
+            decode_s=decode,
+            tpot_s=tpot,
+            prompt_tokens=request.num_prompt_tokens if self.index == 0 else 0,
+            output_tokens=request.num_output_tokens,
+        )
+
+    def _new_output(self) -> RequestOutput:
+        request = self.request
+        output = RequestOutput(
+            request_id=self.group_id,
+            index=self.index,
+            text="",
+            token_ids=[],
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+            finish_reason=request.finish_reason,
+        )
+        if self._prompt_logprobs_due:
+            output.prompt_logprobs, self._prompt_logprobs_due = self._prompt_logprobs, False
+        return output
+
+    def _collect_prompt_logprobs(self, update: Update) -> None:
+        """Keep those entries that are new: after preemption the prompt is computed, and reported, once more."""
+        known = len(self._prompt_logprobs) - (update.start + 1)
+        self._prompt_logprobs.extend(update.result.prompt_logprobs[max(0, known) :])
+
+    def _add_token(self, output: RequestOutput, token_id: int, logprob: TokenLogprob | None) -> None:
+        request = self.request
+        output.token_ids = [token_id]
+        output.logprobs = None if logprob is None else [logprob]
+        stopped_by_id = request.finish_reason is FinishReason.STOP
+        if stopped_by_id:
+            output.stop_reason = None if token_id not in request.sampling.stop_token_ids else token_id
+        silent = stopped_by_id and not request.sampling.include_stop_str_in_output
+        piece = "" if silent else self._detokenizer.push(token_id)
+        output.pieces = [piece]
+        self._add_text(output, piece)
+
+    def _add_text(self, output: RequestOutput, piece: str) -> None:
+        """Pass text through the stop strings, which count only once min_tokens are there."""
+        if self.request.num_output_tokens <= self.request.sampling.min_tokens:
+            output.text += piece
+            return
+        text, stop = self._stops.push(piece)
+        output.text += text
+        if stop is not None:
+            output.finish_reason, output.stop_reason = FinishReason.STOP, stop
+
+    def _flush(self, output: RequestOutput) -> None:
+        """Give out what was held back, an incomplete character first, then a stop string that never came."""
+        tail = self._detokenizer.flush()
+        if output.pieces:
+            output.pieces[-1] += tail
+        self._add_text(output, tail)
+        if not isinstance(output.stop_reason, str):
+            output.text += self._stops.flush()
