@@ -15,7 +15,7 @@ from llmsched.engine.request import Request
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. The first `num_findable` are in the prefix tree, the last of them as `node`."""
+    """The blocks of one sequence, in order. The first `num_findable` are findable, the last of them as `node`."""
 
     __slots__ = ("_ids", "_size", "node", "num_findable")
 

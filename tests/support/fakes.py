@@ -7,9 +7,12 @@ import zlib
 import numpy as np
 
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.request import Request, SamplingParams
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 VOCAB = 1000
+BLOCK = 16
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -65,3 +68,47 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: flo
         arrival_time=arrival,
         **more,  # type: ignore[arg-type]
     )
+
+
+class Harness:
+    """A scheduler with a fake executor, stepped by hand."""
+
+    def __init__(self, num_blocks: int, budget: int = 64, max_num_seqs: int = 16, caching: bool = True) -> None:
+        self.time = 0.0
+        kv = KVManager(num_blocks, BLOCK, caching)
+        self.scheduler = Scheduler(kv, SchedulerLimits(max_num_seqs, budget), lambda: self.time)
+        self.executor = FakeExecutor(num_blocks, BLOCK)
+
+    def add(self, request: Request) -> Request:
+        assert self.scheduler.fits_alone(request.num_prompt_tokens, request.sampling.max_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        assert plan.rows, "no progress"
+        assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+        self.scheduler.update(plan, self.executor.execute(plan))
+        self.scheduler.check_integrity()
+        self.time += 1.0
+
+    def run(self, limit: int = 10_000) -> int:
+        """Step until idle; returns the number of steps."""
+        for steps in range(limit):
+            if not self.scheduler.has_work():
+                return steps
+            self.step()
+        raise AssertionError(f"not idle after {limit} steps")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt of `count` ids that no other seed begins with."""
+    return [(seed * 7919 + i * 31 + seed) % 1000 for i in range(count)]
+
+
+def assert_right(*requests: Request) -> None:
+    for request in requests:
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        output = request.token_ids[request.num_prompt_tokens :]
+        assert output == reference(prompt, request.sampling.max_tokens), request.request_id
+        assert request.finish_reason is FinishReason.LENGTH

@@ -1,0 +1,65 @@
+"""The shape of the house: which way imports point, what is light, what gets installed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("cli", "engine", "kernels", "profiles")
+MAY_IMPORT = {
+    "cli": {"engine", "kernels", "profiles"},
+    "engine": {"kernels", "profiles"},
+    "kernels": set(),
+    "profiles": set(),
+}
+NO_TORCH = ("engine/scheduler/", "engine/kv/pool.py", "engine/kv/prefix.py", "engine/kv/manager.py")
+HEAVY = ("torch", "transformers", "numba", "triton")
+FACES = {"typer", "click", "rich", "fastapi", "starlette", "uvicorn"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows_point_one_way(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    part = name.split("/")[0]
+    for target in imports(path):
+        top, _, rest = target.partition(".")
+        if top == "llmsched":
+            other = rest.split(".")[0]
+            assert other == part or other in MAY_IMPORT.get(part, ()), f"{name} imports {target}"
+        assert top not in PARTS, f"{name} imports {target}: say llmsched.{target}"
+        assert part != "engine" or top not in FACES, f"{name} imports {target}"
+        assert not name.startswith(NO_TORCH) or top not in {"torch", "transformers"}, f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("module", ["llmsched.engine", "llmsched.kernels", "llmsched.profiles", "llmsched.cli.main"])
+def test_faces_are_light(module: str) -> None:
+    code = f"import sys, {module}; sys.exit([name for name in {HEAVY} if name in sys.modules] or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_package_is_installed_and_nothing_else() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = [path.parent.relative_to(ROOT) for path in modules() if path.name == "__init__.py"]
+    assert set(settings["packages"]) == {".".join(("llmsched", *folder.parts)) for folder in folders}
+    assert set(settings["package-dir"]) == {f"llmsched.{part}" for part in PARTS}
