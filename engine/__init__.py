@@ -1,0 +1,35 @@
+"""The serving engine: Engine (synchronous), AsyncEngine (in a thread of its own), and what goes in and out of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from llmsched.engine.build import build_engine
+    from llmsched.engine.core import Engine, EngineStats
+    from llmsched.engine.service import AsyncEngine
+
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "FinishReason",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "build_engine",
+]
+
+_LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "core", "build_engine": "build"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the running parts when they are first asked for: planning and parsing need none of them."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
