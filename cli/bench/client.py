@@ -1,0 +1,254 @@
+"""What can be loaded: the protocol of a target, and any OpenAI-compatible server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from llmsched.cli.bench.load import PlannedRequest
+from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.sse import Event, EventParser
+
+Endpoint = Literal["completions", "chat"]
+
+#: Values of `owned_by` in /v1/models of the servers that can state usage with every chunk.
+_COUNTING_SERVERS = {"llmsched", "vllm", "sglang"}
+_LOOKUP_TIMEOUT_S = 10.0
+_DETAIL_LENGTH = 300
+
+#: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
+_LINGER_S = 0.5
+
+
+class Target(Protocol):
+    """Something that can be loaded."""
+
+    name: str
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
+        ...
+
+    async def preemptions(self) -> int | None:
+        """Preemptions since the target started; None where it does not tell."""
+        ...
+
+
+class TargetUnreachableError(Exception):
+    """No connection to the server can be made, so there is no use in sending it anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """How to talk to a server. `url` may end in /v1 or not; `model` None asks the server for its first."""
+
+    url: str
+    endpoint: Endpoint = "completions"
+    model: str | None = None
+    api_key: str | None = None
+    ignore_eos: bool = True
+
+
+class HttpTarget:
+    """An OpenAI-compatible server. Call `connect` first, `close` last."""
+
+    def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.name = options.model or options.url
+        self._options = options
+        self._root = options.url.rstrip("/").removesuffix("/v1")
+        self._model = options.model
+        self._counts_chunks = False
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else None,
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            transport=transport,
+        )
+
+    async def connect(self) -> None:
+        """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""
+        try:
+            response = await self._client.get(f"{self._root}/v1/models", timeout=_LOOKUP_TIMEOUT_S)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
+            raise TargetUnreachableError(_detail(problem)) from problem
+        except httpx.RequestError:
+            return
+        first = _first_model(response)
+        self._counts_chunks = first.get("owned_by") in _COUNTING_SERVERS
+        if self._model is None and isinstance(name := first.get("id"), str):
+            self.name = self._model = name
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        now = asyncio.get_running_loop().time
+
+        async def trace(event: str, info: dict[str, Any]) -> None:
+            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                record.connected = now()
+
+        path = "chat/completions" if self._options.endpoint == "chat" else "completions"
+        outgoing = self._client.build_request(
+            "POST", f"{self._root}/v1/{path}", json=self._body(request), extensions={"trace": trace}
+        )
+        record.sent = now()
+        try:
+            response = await self._client.send(outgoing, stream=True)
+            try:
+                await _read_response(response, record, now)
+            finally:
+                await response.aclose()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
+            raise RequestFailed("connect", _detail(problem)) from problem
+        except httpx.RequestError as problem:
+            reason = "cut without [DONE]" if record.chunks else "connection lost"
+            raise RequestFailed(reason, _detail(problem)) from problem
+
+    def _body(self, request: PlannedRequest) -> dict[str, Any]:
+        prompt = request.prompt
+        body: dict[str, Any] = {
+            "max_tokens": request.output_len,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._counts_chunks:
+            body["stream_options"]["continuous_usage_stats"] = True
+        if self._model is not None:
+            body["model"] = self._model
+        if self._options.ignore_eos:
+            body["ignore_eos"] = True
+        if self._options.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            body["prompt"] = prompt.text if prompt.token_ids is None else list(prompt.token_ids)
+        return body
+
+    async def preemptions(self) -> int | None:
+        try:
+            response = await self._client.get(f"{self._root}/metrics", timeout=_LOOKUP_TIMEOUT_S)
+        except httpx.RequestError:
+            return None
+        return _preemptions_in(response.text) if response.status_code == httpx.codes.OK else None
+
+
+def _first_model(response: httpx.Response) -> dict[str, Any]:
+    """The first entry of a list of models; empty if the answer is none."""
+    try:
+        first = response.json()["data"][0]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return first if isinstance(first, dict) else {}
+
+
+def _preemptions_in(metrics: str) -> int | None:
+    """The counter that llmsched and vLLM call <prefix>:num_preemptions, summed over its labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        values = [
+            sample.value
+            for family in text_string_to_metric_families(metrics)
+            for sample in family.samples
+            if sample.name.endswith((":num_preemptions_total", ":num_preemptions"))
+        ]
+    except ValueError:
+        return None
+    return int(sum(values)) if values else None
+
+
+async def _read_response(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
+    if response.status_code != httpx.codes.OK:
+        await response.aread()
+        raise RequestFailed(f"http {response.status_code}", _shorten(response.text))
+    try:
+        async with asyncio.timeout(None) as patience:
+            async for event in _events(response):
+                if record.end is not None:
+                    continue
+                if event.data == "[DONE]":
+                    record.end = now()
+                    patience.reschedule(record.end + _LINGER_S)
+                else:
+                    _note_event(event, record, now())
+    except (TimeoutError, httpx.RequestError):
+        if record.end is None:
+            raise
+    if not any(chunk.text or chunk.tokens for chunk in record.chunks):
+        raise RequestFailed("empty stream", "the response ended without a token")
+    if record.end is None:
+        raise RequestFailed("cut without [DONE]", f"after {len(record.chunks)} chunks")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[Event]:
+    parser = EventParser()
+    async for received in response.aiter_bytes():
+        for event in parser.feed(received):
+            yield event
+    if (last := parser.close()) is not None:
+        yield last
+
+
+def _note_event(event: Event, record: RequestRecord, time: float) -> None:
+    """Put one event on the record; only a chunk with choices can hold a token."""
+    if event.type == "error":
+        raise RequestFailed("error event", _shorten(event.data))
+    try:
+        content = json.loads(event.data)
+    except ValueError as problem:
+        raise RequestFailed("not understood", _shorten(event.data)) from problem
+    if not isinstance(content, dict):
+        raise RequestFailed("not understood", _shorten(event.data))
+    if content.get("error") is not None or content.get("object") == "error":
+        raise RequestFailed("error event", _shorten(event.data))
+    counted = None
+    if isinstance(usage := content.get("usage"), dict):
+        before, record.usage = record.usage, _usage(usage, record.usage)
+        if record.usage.output_tokens is not None:
+            counted = max(0, record.usage.output_tokens - (before.output_tokens or 0))
+    choices = content.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        record.chunks.append(Chunk(time, _text(choices[0]), counted))
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """All the output in a choice, whether answer, reasoning or the arguments of a tool call."""
+    if isinstance(text := choice.get("text"), str):
+        return text
+    if not isinstance(delta := choice.get("delta"), dict):
+        return ""
+    parts = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
+    for call in delta.get("tool_calls") or ():
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+            parts += [function.get("name"), function.get("arguments")]
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _usage(usage: dict[str, Any], before: Usage) -> Usage:
+    """The counts of a usage object; what it leaves out stays as it was stated before."""
+    details = usage.get("prompt_tokens_details")
+    return Usage(
+        prompt_tokens=_count(usage.get("prompt_tokens"), before.prompt_tokens),
+        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None, before.cached_tokens),
+        output_tokens=_count(usage.get("completion_tokens"), before.output_tokens),
+    )
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else otherwise
+
+
+def _detail(problem: Exception) -> str:
+    return _shorten(str(problem)) or type(problem).__name__
+
+
+def _shorten(text: str) -> str:
+    """One line of what a server said."""
+    line = " ".join(text.split())
+    return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."

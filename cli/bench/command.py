@@ -1,0 +1,226 @@
+"""`llmsched bench`: load a server or a model in this process, measure, report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from llmsched.cli import render
+from llmsched.cli.bench.client import Endpoint, HttpOptions, HttpTarget, TargetUnreachableError
+from llmsched.cli.bench.inprocess import EngineTarget, running_engine
+from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.measure import CountTokens, Measurement, measure
+from llmsched.cli.bench.options import (
+    DEFAULT_TIMEOUT_S,
+    ApiKey,
+    Arrivals,
+    InputLen,
+    MaxConcurrency,
+    NumPrompts,
+    OutputLen,
+    PrefixLen,
+    RequestRate,
+    Seed,
+    ServedModelName,
+    ServerEndpoint,
+    SloE2e,
+    SloItl,
+    SloTpot,
+    SloTtft,
+    StopAtEos,
+    TextPrompts,
+    Timeout,
+    TokenizerOf,
+    Warmup,
+)
+from llmsched.cli.bench.prompts import COMMON_IDS, usable_ids
+from llmsched.cli.bench.record import RequestFailed, RequestRecord
+from llmsched.cli.bench.report import Subject, as_json, show
+from llmsched.cli.bench.run import run_workload, warm_up
+from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import Progress
+
+Outcome = tuple[Subject, Measurement]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do to a target, whichever it is."""
+
+    workload: Workload
+    slo: Slo
+    timeout: float
+    warmup: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """Flags that only a URL has use for; None or False: not given."""
+
+    endpoint: Endpoint | None
+    served_model_name: str | None
+    api_key: str | None
+    tokenizer: str | None
+    text_prompts: bool
+    stop_at_eos: bool
+
+
+@with_engine_options(exclude=("seed",))
+def bench(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL or URL]",
+            show_default="$LLMSCHED_MODEL, else demo",
+            help="http://... of an OpenAI-compatible server, or a model to run in this process.",
+        ),
+    ] = None,
+    request_rate: RequestRate = None,
+    arrivals: Arrivals = "poisson",
+    max_concurrency: MaxConcurrency = None,
+    num_prompts: NumPrompts = 100,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 64,
+    prefix_len: PrefixLen = 0,
+    seed: Seed = 0,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    warmup: Warmup = None,
+    slo_ttft: SloTtft = None,
+    slo_itl: SloItl = None,
+    slo_tpot: SloTpot = None,
+    slo_e2e: SloE2e = None,
+    endpoint: ServerEndpoint = None,
+    served_model_name: ServedModelName = None,
+    api_key: ApiKey = None,
+    tokenizer: TokenizerOf = None,
+    text_prompts: TextPrompts = False,
+    stop_at_eos: StopAtEos = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well.")
+    ] = None,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    engine_options: EngineOptions,
+) -> None:
+    """Load a server or a model and measure latency and goodput.
+
+    With neither --request-rate nor --max-concurrency, all requests are sent at once. Exit code 1 if a request failed.
+    """
+    workload = Workload(
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        seed=seed,
+        request_rate=request_rate,
+        arrivals=arrivals,
+        max_concurrency=max_concurrency,
+        prefix_len=prefix_len,
+    )
+    plan = Plan(workload, Slo(slo_ttft, slo_itl, slo_tpot, slo_e2e), timeout, warmup)
+    flags = ServerFlags(endpoint, served_model_name, api_key, tokenizer, text_prompts, stop_at_eos)
+    with render.progress_bar() as progress:
+        if target is not None and target.startswith(("http://", "https://")):
+            outcome = asyncio.run(_bench_server(_http_options(target, flags, engine_options), plan, flags, progress))
+        else:
+            _refuse_server_flags(flags)
+            outcome = asyncio.run(_bench_model(resolve_model(target), engine_options, plan, progress))
+    report = as_json(*outcome)
+    if save is not None:
+        _write(save, report)
+    if as_json_:
+        render.emit_json(report)
+    else:
+        show(*outcome)
+    if outcome[1].failed or not outcome[1].completed:
+        raise typer.Exit(1)
+
+
+async def _bench_model(model: str, options: EngineOptions, plan: Plan, progress: Progress) -> Outcome:
+    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_prompts)})
+    warmup = 1 if plan.warmup is None else plan.warmup
+    async with running_engine(config, progress) as engine:
+        ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
+        await warm_up(target, plan.workload, warmup, ids=ids, timeout=plan.timeout)
+        await engine.reset_prefix_cache()
+        figures = await run_workload(target, plan.workload, plan.slo, ids=ids, timeout=plan.timeout, progress=progress)
+        settings = {name: value for name, value in asdict(engine.config).items() if value is not None}
+    return Subject(target.name, "in process", plan.workload, plan.slo, warmup, settings), figures
+
+
+async def _bench_server(options: HttpOptions, plan: Plan, flags: ServerFlags, progress: Progress) -> Outcome:
+    ids, count_tokens = _vocabulary(flags.tokenizer)
+    target = HttpTarget(options)
+    warmup = plan.warmup or 0
+    try:
+        await target.connect()
+        words = options.endpoint == "chat" or flags.text_prompts
+        await warm_up(target, plan.workload, warmup, ids=None if words else ids, timeout=plan.timeout)
+        figures = await run_workload(
+            target,
+            plan.workload,
+            plan.slo,
+            ids=None if words else ids,
+            timeout=plan.timeout,
+            progress=progress,
+            count_tokens=count_tokens,
+        )
+    except TargetUnreachableError as problem:
+        figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
+    finally:
+        await target.close()
+    return Subject(target.name, options.url, plan.workload, plan.slo, warmup), figures
+
+
+def _none_sent(workload: Workload, why: str) -> list[RequestRecord]:
+    """The records of a run against a server that nobody can connect to."""
+    failure = RequestFailed("connect", f"nothing was sent: {why}")
+    return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_prompts)]
+
+
+def _http_options(url: str, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
+    if engine_options.given:
+        names = ", ".join("--" + name.replace("_", "-") for name in engine_options.given)
+        raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
+    try:
+        host = httpx.URL(url).host
+    except httpx.InvalidURL as problem:
+        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
+    if not host:
+        raise LlmschedError(f"{url!r} names no host; write http://host:port")
+    return HttpOptions(
+        url, flags.endpoint or "completions", flags.served_model_name, flags.api_key, ignore_eos=not flags.stop_at_eos
+    )
+
+
+def _refuse_server_flags(flags: ServerFlags) -> None:
+    """OPENAI_API_KEY may stand in the environment for other reasons, so a key is no sign of a mistake."""
+    given = [name for name, value in asdict(flags).items() if value and name != "api_key"]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise LlmschedError(f"{names}: only of use with the URL of a server, and the target is a model in this process")
+
+
+def _vocabulary(model: str | None) -> tuple[Sequence[int], CountTokens | None]:
+    """Ids to draw prompts from, and a counter of tokens where a tokenizer was named."""
+    if model is None:
+        return COMMON_IDS, None
+    from llmsched.engine.model.load import load_tokenizer, locate
+
+    known = load_tokenizer(locate(model))
+    return usable_ids(known, known.vocab_size), lambda text: len(known.encode(text, add_special_tokens=False))
+
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise LlmschedError(f"--save {path}: {problem.strerror}") from problem

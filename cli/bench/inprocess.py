@@ -1,0 +1,66 @@
+"""The engine in this process as a target: no HTTP in between, token counts exact."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from llmsched.cli.bench.load import PlannedRequest
+from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.progress import Progress
+from llmsched.engine.request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from llmsched.engine.service import AsyncEngine
+
+
+@asynccontextmanager
+async def running_engine(config: EngineConfig, progress: Progress) -> AsyncIterator[AsyncEngine]:
+    """Build an engine and run it. Raises ModelError and ConfigError."""
+    from llmsched.engine.build import build_engine
+    from llmsched.engine.service import AsyncEngine
+
+    engine = AsyncEngine(build_engine(config, progress))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+class EngineTarget:
+    """Loads an AsyncEngine with prompts of token ids."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.name = engine.model.name
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        now = asyncio.get_running_loop().time
+        assert request.prompt.token_ids is not None
+        sampling = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+        record.sent = now()
+        try:
+            stream = self._engine.submit(f"bench-{next(self._numbers)}", list(request.prompt.token_ids), sampling)
+            async with stream:
+                async for output in stream:
+                    record.chunks.append(Chunk(now(), output.text, len(output.token_ids)))
+                    record.usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+                    if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                        raise RequestFailed(f"ended by {output.finish_reason}", output.error or "")
+        except EngineDeadError as problem:
+            raise RequestFailed("engine failed", str(problem)) from problem
+        except LlmschedError as problem:
+            raise RequestFailed("refused", str(problem)) from problem
+        record.end = now()
+        if not record.usage.output_tokens:
+            raise RequestFailed("empty stream", "the request ended without a token")
+
+    async def preemptions(self) -> int:
+        return self._engine.stats().num_preemptions

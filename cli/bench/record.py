@@ -1,0 +1,56 @@
+"""What is noted of each request while it runs; the figures are worked out afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
+    """A request ended without being served. `reason` is a short, countable name, `detail` what the server said."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of the output. `tokens` is None where the target does not tell how many tokens a chunk holds."""
+
+    time: float
+    text: str
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the target states them; None: not stated."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. Times are seconds of the event loop's clock, None for what did not happen.
+
+    `scheduled` is when it should have been sent; `ready` when a slot of --max-concurrency was free (never before
+    scheduled); `sent` when the client did send; `connected` when a new connection stood (None: an open one was used);
+    `end` when the response was over or failed.
+    """
+
+    index: int
+    scheduled: float
+    ready: float | None = None
+    sent: float | None = None
+    connected: float | None = None
+    end: float | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    failure: RequestFailed | None = None
+
+    @property
+    def completed(self) -> bool:
+        return self.end is not None and self.failure is None

@@ -1,0 +1,67 @@
+"""Server-sent events, parsed from bytes that may be split anywhere (WHATWG HTML, section 9.2.6)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """One event: its type ("message" unless named) and its data lines joined by newlines."""
+
+    type: str
+    data: str
+
+
+class EventParser:
+    """Takes bytes as they come and gives the events that are complete.
+
+    Lines end in LF, CRLF or CR; comments are skipped. Other than the standard asks, an event that the stream's end
+    leaves without its blank line is still given, by `close`, because servers do end that way.
+    """
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._after_cr = False
+        self._at_start = True
+        self._type = ""
+        self._data: list[str] = []
+
+    def feed(self, received: bytes) -> list[Event]:
+        """The events completed by these bytes."""
+        if self._after_cr and received:
+            received = received.removeprefix(b"\n")
+            self._after_cr = False
+        self._after_cr = received.endswith(b"\r")
+        *lines, rest = received.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        events = []
+        for line in lines:
+            self._line += line
+            if event := self._end_line():
+                events.append(event)
+        self._line += rest
+        return events
+
+    def close(self) -> Event | None:
+        """The event that was still open when the stream ended."""
+        return (self._end_line() if self._line else None) or self._end_event()
+
+    def _end_line(self) -> Event | None:
+        line = self._line.decode("utf-8", errors="replace")
+        self._line.clear()
+        if self._at_start:
+            line, self._at_start = line.removeprefix("\ufeff"), False
+        if not line:
+            return self._end_event()
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "data":
+            self._data.append(value)
+        elif name == "event":
+            self._type = value
+        return None
+
+    def _end_event(self) -> Event | None:
+        event = Event(self._type or "message", "\n".join(self._data)) if self._data else None
+        self._type = ""
+        self._data.clear()
+        return event
