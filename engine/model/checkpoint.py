@@ -1,0 +1,131 @@
+"""Weights on disk as a dictionary of tensors that are read when needed, with every inconsistency named."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.source import first_line
+from llmsched.engine.progress import Progress
+
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_NAMED = 5
+
+
+class LazyTensor:
+    """A tensor that is read when sliced, which is how transformers' loader takes its tensors (`tensor[...]`)."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self.read = read
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.read()[index]
+
+
+StateDict = Mapping[str, LazyTensor]
+
+
+def open_checkpoint(directory: Path) -> StateDict:
+    """The tensors of a Hugging Face directory: safetensors, else pytorch .bin; one file or shards.
+
+    Raises ModelError naming missing, damaged or inconsistent files and tensors.
+    """
+    for single, index, reader in (
+        (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
+        (PICKLE, PICKLE_INDEX, _open_pickle),
+    ):
+        if (directory / index).is_file():
+            return _open_shards(directory / index, reader)
+        if (directory / single).is_file():
+            return reader(directory / single)
+    raise ModelError(
+        f"model {directory}: no weights: none of {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE}, {PICKLE_INDEX} is there"
+    )
+
+
+def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
+    """The same tensors, each of which reports itself once read. Readers may run in several threads."""
+    lock, done, total = threading.Lock(), 0, len(state)
+
+    def reported(tensor: LazyTensor) -> LazyTensor:
+        def read() -> torch.Tensor:
+            nonlocal done
+            value = tensor.read()
+            with lock:
+                done += 1
+                progress(stage, done, total)
+            return value
+
+        return LazyTensor(read)
+
+    return {name: reported(tensor) for name, tensor in state.items()}
+
+
+def some(names: set[str] | list[str]) -> str:
+    """The first few names in order, and how many more there are."""
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
+    return ", ".join(ordered[:_NAMED]) + rest
+
+
+def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -> StateDict:
+    weight_map = _read_weight_map(index)
+    files = set(weight_map.values())
+    if absent := {name for name in files if not (index.parent / name).is_file()}:
+        raise ModelError(f"{index}: {len(absent)} of {len(files)} shards missing: {some(absent)}; download them again")
+    state: dict[str, LazyTensor] = {}
+    for file in sorted(files):
+        shard = reader(index.parent / file)
+        if twice := state.keys() & shard.keys():
+            raise ModelError(f"{index.parent / file}: tensors that another shard holds too: {some(twice)}")
+        if unknown := {name for name, where in weight_map.items() if where == file and name not in shard}:
+            raise ModelError(f"{index.parent / file}: lacks tensors that the index places there: {some(unknown)}")
+        state.update(shard)
+    return state
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name in the index's own directory."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{index}: is no valid index (JSON with a weight_map): {first_line(error)}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index}: weight_map must map tensor names to file names")
+    if outside := {name for name in weight_map.values() if Path(name).name != name}:
+        raise ModelError(f"{index}: shards must lie beside the index, not at {some(outside)}")
+    return weight_map
+
+
+def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path}: cannot be read, it may be cut short ({first_line(error)}); download it again"
+        ) from error
+
+    def lazy(name: str) -> LazyTensor:
+        return LazyTensor(lambda: file.get_tensor(name))
+
+    return {name: lazy(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def _open_pickle(path: Path) -> dict[str, LazyTensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises a different type for each kind of damage
+        raise ModelError(f"{path}: cannot be read as tensors only ({first_line(error)})") from error
+
+    def lazy(tensor: torch.Tensor) -> LazyTensor:
+        return LazyTensor(lambda: tensor)
+
+    return {name: lazy(tensor) for name, tensor in tensors.items()}

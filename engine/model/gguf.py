@@ -1,0 +1,90 @@
+"""Reading .gguf files: metadata and quantised tensors, over gguf-py's reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, GGUFValueType
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.source import first_line
+
+#: GGUF architecture -> (transformers model type, its class for causal language modelling).
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """An open file. `tensors` are gguf-py's ReaderTensor (memory-mapped, shape reversed); metadata is plain Python."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own section, e.g. get("block_count") reads llama.block_count."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def require(self, key: str) -> Any:
+        """As get, but a missing value raises ModelError."""
+        value = self.get(key)
+        if value is None:
+            raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")
+        return value
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Open a .gguf file. Raises ModelError if it is damaged, split or of an architecture that is not supported.
+
+    A file is parsed once; a changed one (time or size) again.
+    """
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({first_line(error)})") from error
+    return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: _value(field) for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise ModelError(
+            f"{path}: is no readable GGUF file, or is cut short ({first_line(error)}); download it again"
+        ) from error
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(f"{path}: is one part of a split file; join the parts with llama-gguf-split --merge")
+    found = metadata.get("general.architecture")
+    if found not in ARCHITECTURES:
+        raise ModelError(f"{path}: GGUF architecture {found!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    file = GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+    if file.get("expert_count"):
+        raise ModelError(f"{path}: mixture-of-experts GGUF files are not supported; use the Hugging Face directory")
+    return file
+
+
+def _value(field: Any) -> Any:
+    """The field's value. A single float32 becomes the shortest decimal that means it: 9.99999974e-06 is 1e-05."""
+    value = field.contents()
+    if field.types == [GGUFValueType.FLOAT32]:
+        return float(str(np.float32(value)))
+    return value

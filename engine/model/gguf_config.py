@@ -1,0 +1,184 @@
+"""The transformers configuration that a GGUF file's metadata describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, PretrainedConfig
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.gguf import ARCHITECTURES, GGUFFile
+
+Fields = dict[str, Any]
+
+#: Rope scaling settings that are understood; others would change the result in silence.
+_SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned", "attn_factor"})
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+#: Layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_GEMMA3_LOCAL_THETA = 10000.0
+_GEMMA3_PATTERN = 6
+
+
+def gguf_config(file: GGUFFile) -> PretrainedConfig:
+    """The configuration of the model in `file`. Raises ModelError for missing or unknown settings."""
+    model_type, class_name = ARCHITECTURES[file.architecture]
+    fields = _common(file)
+    fields["rope_parameters"] = _rope(file, fields)
+    special = _SPECIAL.get(file.architecture)
+    if special is not None:
+        fields.update(special(file, fields))
+    return AutoConfig.for_model(model_type, architectures=[class_name], **fields)
+
+
+def gguf_generation_config(file: GGUFFile) -> Fields:
+    """What generation_config.json would hold: the token ids, with every id that ends a turn or a text."""
+    token = file.metadata.get
+    ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return {
+        "bos_token_id": token("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+        "pad_token_id": token("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _common(file: GGUFFile) -> Fields:
+    heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
+    kv_heads = heads if kv_heads is None else kv_heads
+    hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
+    if any(isinstance(value, list) for value in (heads, kv_heads, feed_forward)):
+        raise ModelError(f"{file.path}: layers of different shapes are not supported in GGUF files")
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path}: lacks token_embd.weight: it holds a vocabulary or an adapter, no model")
+    head_dim = file.get("attention.key_length", hidden // heads)
+    if (value_dim := file.get("attention.value_length", head_dim)) != head_dim:
+        raise ModelError(f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions are not supported")
+    token = file.metadata.get
+    return {
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": file.require("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": file.require("context_length"),
+        "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": token("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": token("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": token("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _rope(file: GGUFFile, fields: Fields) -> Fields:
+    """rope_parameters from the base frequency, the scaling settings and tables of factors."""
+    prefix = f"{file.architecture}.rope.scaling."
+    if unknown := {k for k in file.metadata if k.startswith(prefix) and k.removeprefix(prefix) not in _SCALING_KEYS}:
+        raise ModelError(f"{file.path}: rope settings {', '.join(sorted(unknown))} are not supported")
+    theta = float(file.get("rope.freq_base", 10000.0))
+    kind = file.get("rope.scaling.type", "none")
+    factor = file.get("rope.scaling.factor", file.get("rope.scale_linear"))
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, fields, theta)
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_rope(file, fields, theta)
+    if kind == "none" and "rope.scaling.type" not in file.metadata and factor not in (None, 0, 1):
+        kind = "linear"
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
+    if kind == "yarn":
+        original = file.require("rope.scaling.original_context_length")
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": float(factor),
+            "original_max_position_embeddings": original,
+        }
+    raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
+
+
+def _llama3_rope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
+    """Llama 3.1's scaling, recognised in the table of frequency divisors that the converter made of it."""
+    divisors = np.asarray(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
+    factor = float(divisors.max())
+    rotary = fields["head_dim"]
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary, 2) / rotary)
+    smooth = (_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    expected = 1 / ((1 - np.clip(smooth, 0, 1)) / factor + np.clip(smooth, 0, 1))
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        raise ModelError(f"{file.path}: rope_freqs.weight is no table of Llama 3.1's scaling; others are not supported")
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+
+
+def _longrope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
+    original = file.require("rope.scaling.original_context_length")
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "long_factor": file.tensors["rope_factors_long.weight"].data.tolist(),
+        "short_factor": file.tensors["rope_factors_short.weight"].data.tolist(),
+        "factor": fields["max_position_embeddings"] / original,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _phi3(file: GGUFFile, fields: Fields) -> Fields:
+    rotary = file.get("rope.dimension_count", fields["head_dim"]) / fields["head_dim"]
+    changes: Fields = {"sliding_window": file.get("attention.sliding_window") or None}
+    changes["rope_parameters"] = {**fields["rope_parameters"], "partial_rotary_factor": rotary}
+    if fields["rope_parameters"]["rope_type"] == "longrope":
+        changes["original_max_position_embeddings"] = fields["rope_parameters"]["original_max_position_embeddings"]
+    return changes
+
+
+def _gemma2(file: GGUFFile, fields: Fields) -> Fields:
+    return {
+        "query_pre_attn_scalar": _gemma_scalar(file, fields),
+        "sliding_window": file.require("attention.sliding_window"),
+        "attn_logit_softcapping": file.require("attn_logit_softcapping"),
+        "final_logit_softcapping": file.require("final_logit_softcapping"),
+    }
+
+
+def _gemma3(file: GGUFFile, fields: Fields) -> Fields:
+    """Five sliding layers with their own base frequency, then a full one; scaling is for the full ones."""
+    pattern = file.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    if isinstance(pattern, list):
+        slides = pattern
+    else:
+        slides = [bool((layer + 1) % pattern) for layer in range(fields["num_hidden_layers"])]
+    local = file.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)
+    return {
+        "query_pre_attn_scalar": _gemma_scalar(file, fields),
+        "sliding_window": file.require("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": fields["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def _gemma_scalar(file: GGUFFile, fields: Fields) -> float:
+    """Queries are scaled by 1/sqrt of this; GGUF does not store it."""
+    if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
+        return float(fields["hidden_size"] / fields["num_attention_heads"])
+    return float(fields["head_dim"])
+
+
+_SPECIAL: dict[str, Callable[[GGUFFile, Fields], Fields]] = {"phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3}

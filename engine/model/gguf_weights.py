@@ -1,0 +1,106 @@
+"""GGUF tensors under transformers' names: dequantised, and put back into the order that transformers uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import dequantize
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.checkpoint import LazyTensor, StateDict, some
+from llmsched.engine.model.gguf import GGUFFile
+
+Array = npt.NDArray[np.float32]
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BY_ARCHITECTURE = {
+    "gemma2": _SANDWICH_NORMS,
+    "gemma3": _SANDWICH_NORMS,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+#: Tables of rope factors: part of the configuration, not of the weights.
+_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ADDED_ONE = ("gemma", "gemma2", "gemma3")
+
+
+def gguf_state_dict(file: GGUFFile) -> StateDict:
+    """Every tensor of `file` as float32 under its name in transformers. Raises ModelError for one that is unknown."""
+    names = {name: _name(file, name) for name in file.tensors if name not in _TABLES}
+    if unknown := [name for name, target in names.items() if target is None]:
+        raise ModelError(f"{file.path}: tensors unknown to architecture {file.architecture}: {some(unknown)}")
+    return {target: _lazy(file, name) for name, target in names.items() if target is not None}
+
+
+def _name(file: GGUFFile, name: str) -> str | None:
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    if (match := _BLOCK.fullmatch(name)) is None:
+        return None
+    layer, part, kind = match.groups()
+    target = (_LAYER | _BY_ARCHITECTURE.get(file.architecture, {})).get(part)
+    return None if target is None else f"model.layers.{layer}.{target}.{kind}"
+
+
+def _lazy(file: GGUFFile, name: str) -> LazyTensor:
+    tensor, restore = file.tensors[name], _restore(file, name)
+
+    def read() -> torch.Tensor:
+        return torch.from_numpy(restore(_dequantized(file, tensor)))
+
+    return LazyTensor(read)
+
+
+def _dequantized(file: GGUFFile, tensor: Any) -> Array:
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{file.path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+            "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
+        ) from error
+    # float32 tensors are views of the read-only file
+    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
+
+
+def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
+    """What undoes the change that the converter to GGUF made to this tensor."""
+    if file.architecture == "llama" and ".attn_q." in name:
+        return lambda values: _unpermute(values, file.require("attention.head_count"))
+    if file.architecture == "llama" and ".attn_k." in name:
+        heads = file.get("attention.head_count_kv", file.require("attention.head_count"))
+        return lambda values: _unpermute(values, heads)
+    if file.architecture in _ADDED_ONE and name.endswith("norm.weight"):
+        return lambda values: values - np.float32(1)
+    return lambda values: values
+
+
+def _unpermute(values: Array, heads: int) -> Array:
+    """Rows of each head from interleaved rope pairs (x0, y0, x1, y1, ...) to halves (x0, x1, ..., y0, y1, ...)."""
+    half = values.shape[0] // heads // 2
+    return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

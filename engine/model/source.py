@@ -1,0 +1,82 @@
+"""Where a model is: demo, a Hugging Face directory, a .gguf file, or a hub id that is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.progress import Progress, silent
+
+#: Files of a hub repository that serving needs; other formats of the same weights stay where they are.
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on this machine's disk.
+
+    `spec` is what the user typed, `name` what clients call the model by default, `path` the directory or .gguf file.
+    """
+
+    spec: str
+    name: str
+    path: Path
+    kind: Literal["directory", "gguf"]
+
+
+def locate(spec: str, progress: Progress = silent) -> ModelSource:
+    """Find `spec` on disk, fetching it first if it is `demo` or a hub id. Raises ModelError."""
+    if spec == "demo":
+        from llmsched.engine.model.demo import demo_directory
+
+        return ModelSource(spec, "demo", demo_directory(progress), "directory")
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return ModelSource(spec, path.resolve().name, path, "directory")
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {spec}: there is no such file")
+        return ModelSource(spec, path.stem, path, "gguf")
+    if path.exists():
+        raise ModelError(
+            f"model {spec}: expected a directory, a .gguf file, a hub id or demo, found another kind of file"
+        )
+    return ModelSource(spec, spec, _download(spec, progress), "directory")
+
+
+def _download(repo_id: str, progress: Progress) -> Path:
+    """The local snapshot of a hub repository, downloaded if need be; an unreachable hub falls back to the cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS)))
+    except HFValidationError:
+        reason = "there is no such directory, and it is no hub id (organisation/name)"
+    except GatedRepoError:
+        reason = "the hub asks for consent: accept the model's terms on its page and log in with `hf auth login`"
+    except RepositoryNotFoundError:
+        reason = "there is no such directory, and the hub has no such model (if it is private: `hf auth login`)"
+    except LocalEntryNotFoundError:
+        reason = (
+            "there is no such directory, the hub cannot be reached and its cache here lacks the model; "
+            "give a local directory, a .gguf file or demo"
+        )
+    except (HfHubHTTPError, OSError) as error:
+        reason = f"the hub cannot be read: {first_line(error)}"
+    raise ModelError(f"model {repo_id}: {reason}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error's message, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

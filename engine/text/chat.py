@@ -1,0 +1,62 @@
+"""Chat messages to the token ids of a prompt, by the model's own template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmsched.engine.errors import RequestError
+from llmsched.engine.text.tokenizer import Tokenizer, check_unicode
+
+Message = Mapping[str, Any]
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
+    """Token ids of `messages` with the opening of the assistant's turn.
+
+    The template writes every special token itself, so none is added when its text is tokenised. It runs in
+    transformers' sandbox. `template_kwargs` (tools, enable_thinking, ...) reach the template.
+
+    Raises RequestError when the model has no template, or the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise RequestError(
+            "messages", "this model has no chat template, so it cannot chat; send text to /v1/completions instead"
+        )
+    flat = [_flatten(message, position) for position, message in enumerate(messages)]
+    text = _render(tokenizer, flat, template_kwargs)
+    check_unicode(text, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    options = {"add_generation_prompt": True, **template_kwargs}
+    try:
+        rendered = tokenizer.fast.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        reason = str(error).strip().splitlines()
+        raise RequestError(
+            "messages",
+            f"the model's chat template refuses these messages: {reason[0] if reason else type(error).__name__}; "
+            "change the messages, or send the whole prompt as text to /v1/completions",
+        ) from error
+    return str(rendered)
+
+
+def _flatten(message: Message, position: int) -> dict[str, Any]:
+    """The message with a list of text parts joined into one string. Other kinds of parts are refused."""
+    content = message.get("content")
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return dict(message)
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise RequestError(
+                "messages", f"messages[{position}].content has a part of type {kind}; only text parts are supported"
+            )
+        texts.append(text)
+    return {**message, "content": "".join(texts)}

@@ -1,0 +1,114 @@
+"""Text to token ids and back, over the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from llmsched.engine.errors import RequestError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
+
+_SPIECE_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer of one model; thread-safe.
+
+    `vocab_size` is one more than the largest id it can name. A model's vocabulary may be larger (padding): such ids, and
+    ids without a name in between, have no text. `eos_token_ids` are the tokenizer's own; ModelInfo has the whole set.
+    `byte_level` says that tokens stand for bytes through the byte-level alphabet of GPT-2.
+    """
+
+    def __init__(self, fast: PreTrainedTokenizerBase) -> None:
+        self.fast = fast
+        self.backend: tokenizers.Tokenizer = fast.backend_tokenizer
+        # tokenizer.json may carry truncation and padding from training: a prompt must not be cut in silence.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size: int = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_token_id: int | None = fast.bos_token_id
+        self.eos_token_ids = frozenset[int]() if fast.eos_token_id is None else frozenset({int(fast.eos_token_id)})
+        self._added = self.backend.get_added_tokens_decoder()
+        decoders = _decoder_parts(self.backend)
+        self.byte_level = any(part["type"] == "ByteLevel" for part in decoders)
+        self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoders)
+        self._spiece = any(_SPIECE_SPACE in json.dumps(part, ensure_ascii=False) for part in decoders)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template for chats; where the model brings several, the one called default."""
+        template = self.fast.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised. With `add_special_tokens`, those that
+        the tokenizer puts around a text (often one BOS) are added.
+
+        Raises RequestError for text that is no valid Unicode (a lone surrogate).
+        """
+        check_unicode(text, "prompt")
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, exactly as the tokens spell it (spaces before punctuation stay). Ids without a name add
+        nothing; bytes that form no character become U+FFFD."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, special tokens included; b"" for an id without a name."""
+        if (added := self._added.get(token_id)) is not None:
+            return str(added.content).encode()
+        token = self.backend.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:
+            return b""
+        if self.byte_level:
+            alphabet = _byte_of_char()
+            return b"".join(bytes((alphabet[char],)) if char in alphabet else char.encode() for char in token)
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decode(skip_special_tokens=True) leaves this id out though it has a name."""
+        added = self._added.get(token_id)
+        return added is not None and bool(added.special)
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raise RequestError if `text` cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            param,
+            f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; "
+            "only valid Unicode text is allowed",
+        ) from error
+
+
+def _decoder_parts(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The steps of the tokenizer's decoder, as tokenizer.json writes them."""
+    if backend.decoder is None:
+        return []
+    decoder = json.loads(backend.decoder.__getstate__())
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return parts
+
+
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """The byte-level alphabet (GPT-2): printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + position): byte for position, byte in enumerate(others)})
+    return alphabet
