@@ -34,8 +34,8 @@ class Arrival(NamedTuple):
 class RequestLatency:
     """The figures of one request that got at least one token.
 
-    `itl` has one sample per token after the first arrival, `worst_stall` is the longest gap between two arrivals. `tpot`
-    and `worst_stall` are None where there is only one token (one arrival).
+    `itl` has one sample per token after the first arrival; `worst_stall` is the longest gap between two arrivals, None
+    if there was only one. `tpot` is None for one token.
     """
 
     ttft: float
@@ -119,7 +119,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """How well the SLOs were met. `attainment` has the share of all requests per target, and of those that met "all"."""
+    """How well the SLOs were met. `attainment` has the share of requests that met each target, and that met "all"."""
 
     requests_per_s: float
     attainment: dict[str, float]
