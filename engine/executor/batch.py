@@ -1,0 +1,107 @@
+"""Packing: the rows of a step become a few flat arrays, without padding and without a loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llmsched.engine.executor.base import ScheduledRow
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """T tokens of B rows, one row after the other.
+
+    input_ids, positions, slot_mapping [T]; block_tables [B, max_blocks] (0 beyond a row's context); cu_seqlens_q
+    [B + 1]; context_lens [B], the new tokens included. `logit_rows` are the packed tokens whose logits are needed:
+    first the last token of each row in `sampling_rows` (indices of the rows that sample), then the positions that
+    predict prompt tokens; `prompt_counts` [B] says how many of those each row has.
+    """
+
+    input_ids: Int64
+    positions: Int64
+    slot_mapping: Int64
+    block_tables: Int32
+    cu_seqlens_q: Int32
+    context_lens: Int32
+    logit_rows: Int64
+    sampling_rows: list[int]
+    prompt_counts: list[int]
+
+
+def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
+    """Pack at least one row."""
+    lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    starts = np.array([row.start for row in rows], dtype=np.int64)
+    bounds = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    contexts = starts + lengths
+    widths = -(-contexts // block_size)
+    input_ids = np.empty(bounds[-1], dtype=np.int64)
+    block_tables = np.zeros((len(rows), int(widths.max())), dtype=np.int32)
+    for index, row in enumerate(rows):
+        input_ids[bounds[index] : bounds[index + 1]] = row.sequence.token_ids[row.start : row.start + row.num_tokens]
+        block_tables[index, : widths[index]] = row.block_table[: widths[index]]
+    owner = np.repeat(np.arange(len(rows)), lengths)
+    positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[owner]
+    blocks = block_tables[owner, positions // block_size].astype(np.int64)
+    sampling_rows = [index for index, row in enumerate(rows) if row.sample]
+    prompt_counts = [num_prompt_predictions(row) for row in rows]
+    predictions = [np.arange(bounds[i], bounds[i] + count) for i, count in enumerate(prompt_counts) if count]
+    return PackedBatch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        block_tables=block_tables,
+        cu_seqlens_q=bounds.astype(np.int32),
+        context_lens=contexts.astype(np.int32),
+        logit_rows=np.concatenate([bounds[1:][sampling_rows] - 1, *predictions]),
+        sampling_rows=sampling_rows,
+        prompt_counts=prompt_counts,
+    )
+
+
+def num_prompt_predictions(row: ScheduledRow) -> int:
+    """How many of the row's positions predict a prompt token whose log-probability was asked for (the first ones)."""
+    if row.sequence.sampling.prompt_logprobs is None:
+        return 0
+    end = min(row.start + row.num_tokens, row.sequence.num_prompt_tokens - 1)
+    return max(0, end - row.start)
+
+
+def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
+    """Cut a step into parts whose logits for prompt tokens number at most max_predictions; nearly always one part.
+
+    Yields (index into `rows`, row or piece of it). Pieces of one row come in order, and only the last one samples, so
+    computing the parts one after the other is the same as computing the step (chunks are exact at any boundary).
+    """
+    part: list[tuple[int, ScheduledRow]] = []
+    room = max_predictions
+    for index, whole in enumerate(rows):
+        rest = whole
+        while (wanted := num_prompt_predictions(rest)) > room:
+            if room:
+                part.append((index, replace(rest, num_tokens=room, sample=False)))
+                rest = replace(rest, start=rest.start + room, num_tokens=rest.num_tokens - room)
+            yield part
+            part, room = [], max_predictions
+        part.append((index, rest))
+        room -= wanted
+    if part:
+        yield part
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """The array on `device`; to a GPU by way of pinned memory, so that the copy does not wait for the stream."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,121 @@
+"""What is added to, barred from or scaled in logits before sampling: bias, min_tokens, penalties. Sparse throughout.
+
+A row touches the few hundred ids that it names or has seen, so the work is by seen ids, never by vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llmsched.engine.executor.batch import to_device
+from llmsched.engine.request import SamplingParams, Sequence
+
+
+def uses_penalties(sampling: SamplingParams) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def bars_stop(sequence: Sequence) -> bool:
+    """Whether min_tokens still keeps the sequence from ending."""
+    return sequence.num_output_tokens < sequence.sampling.min_tokens
+
+
+class SeenTokens:
+    """The distinct ids of one sequence, prompt and output, sorted, and how often each is in the output."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.ids: npt.NDArray[np.int64] = np.unique(np.array(sequence.token_ids, dtype=np.int64))
+        output = np.array(sequence.token_ids[sequence.num_prompt_tokens :], dtype=np.int64)
+        self.output_counts = np.zeros(len(self.ids), dtype=np.float32)
+        np.add.at(self.output_counts, np.searchsorted(self.ids, output), 1)
+        self._num_counted = sequence.num_tokens
+
+    def catch_up(self) -> None:
+        """Count the output tokens that have come since."""
+        for token in self.sequence.token_ids[self._num_counted :]:
+            place = int(np.searchsorted(self.ids, token))
+            if place == len(self.ids) or self.ids[place] != token:
+                self.ids = np.insert(self.ids, place, token)
+                self.output_counts = np.insert(self.output_counts, place, 0)
+            self.output_counts[place] += 1
+        self._num_counted = self.sequence.num_tokens
+
+
+class LogitEditor:
+    """Changes logits in place, in this order: logit_bias, min_tokens, repetition_penalty, presence and frequency.
+
+    - logit_bias is added; below min_tokens the sequence's `stop_ids` get -inf.
+    - repetition_penalty covers prompt and output, once per distinct id: a logit above 0 is divided, others multiplied.
+    - presence and frequency cover the output: logit - frequency * count - presence * (count > 0).
+
+    Counts are kept per sequence and built anew from its tokens when there are none, so nothing hangs on them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, SeenTokens] = {}
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._seen.pop(request_id, None)
+
+    def needs(self, sequence: Sequence) -> bool:
+        """Whether the sequence's logits would be changed."""
+        return bool(sequence.sampling.logit_bias) or uses_penalties(sequence.sampling) or bars_stop(sequence)
+
+    def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
+        """Change logits [R, vocabulary] fp32 in place. Ids of logit_bias must be within the vocabulary."""
+        self._add_bias(logits, sequences)
+        self._bar_stop(logits, sequences)
+        self._penalise(logits, sequences)
+
+    def _add_bias(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
+        biases = [(row, sequence.sampling.logit_bias) for row, sequence in enumerate(sequences)]
+        ids = [np.fromiter(bias.keys(), np.int64, len(bias)) for _, bias in biases]
+        values = [np.fromiter(bias.values(), np.float32, len(bias)) for _, bias in biases]
+        if where := locate(logits, [row for row, _ in biases], ids):
+            logits[where] += to_device(np.concatenate(values), logits.device)
+
+    def _bar_stop(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
+        rows = [row for row, sequence in enumerate(sequences) if bars_stop(sequence) and sequence.stop_ids]
+        width = logits.shape[1]
+        barred = [[token for token in sequences[row].stop_ids if 0 <= token < width] for row in rows]
+        if where := locate(logits, rows, [np.array(tokens, dtype=np.int64) for tokens in barred]):
+            logits[where] = float("-inf")
+
+    def _penalise(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
+        rows = [row for row, sequence in enumerate(sequences) if uses_penalties(sequence.sampling)]
+        seen = [self._seen_by(sequences[row]) for row in rows]
+        if not (where := locate(logits, rows, [each.ids for each in seen])):
+            return
+        counts = to_device(np.concatenate([each.output_counts for each in seen]), logits.device)
+        samplings = [sequence.sampling for sequence in sequences]
+        settings = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplings]
+        table = to_device(np.array(settings, dtype=np.float32), logits.device)
+        repetition, presence, frequency = table[where[0]].unbind(1)
+        old = logits[where]
+        repeated = torch.where(old > 0, old / repetition, old * repetition)
+        logits[where] = repeated - frequency * counts - presence * (counts > 0)
+
+    def _seen_by(self, sequence: Sequence) -> SeenTokens:
+        known = self._seen.get(sequence.request_id)
+        if known is None or known.sequence is not sequence:
+            known = self._seen[sequence.request_id] = SeenTokens(sequence)
+        known.catch_up()
+        return known
+
+
+def locate(
+    logits: torch.Tensor, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Index of the entries ids[i] of row rows[i], for all i; None if there are none. No entry is named twice."""
+    lengths = [len(each) for each in ids]
+    if not sum(lengths):
+        return None
+    flat_rows = np.repeat(np.array(rows, dtype=np.int64), lengths)
+    return to_device(flat_rows, logits.device), to_device(np.concatenate(ids), logits.device)

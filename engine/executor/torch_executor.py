@@ -1,0 +1,170 @@
+"""The executor that computes for real: packs a step, runs the model over the paged cache, samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as ListLike
+from itertools import accumulate
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
+from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
+from llmsched.engine.executor.sampler import Sampler
+from llmsched.engine.model.paged import KVCache, PagedContext
+from llmsched.engine.model.probe import position_limit
+from llmsched.engine.model.transformers_model import TransformersModel
+from llmsched.engine.request import SamplingParams, Sequence
+
+#: Bound of one fp32 copy of logits: what sampling and log-probabilities need grows with it, not with the step.
+LOGITS_BYTES = 128 << 20
+
+
+class TorchExecutor:
+    """One model and its KV cache on one device. Not thread-safe: the engine's thread alone calls it.
+
+    The same row gives the same token alone and in a batch as far as matrix products do: their rounding depends on the
+    number of rows, so logits differ by about 1e-6 (fp32) or a bf16 ulp between batch sizes; nothing else differs.
+
+    Raises ModelError when the model cannot be computed exactly, or not up to max_model_len tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str,
+        kv_dtype: torch.dtype,
+        max_model_len: int | None = None,
+    ) -> None:
+        limit = position_limit(model.config)
+        if limit is not None and max_model_len is not None and max_model_len > limit:
+            raise ModelError(
+                f"{type(model).__name__} changes its rotary embeddings beyond {limit} tokens, which sequences that "
+                f"share a batch cannot follow; max_model_len is {max_model_len}, choose {limit} or less"
+            )
+        self.device = torch.device(device)
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._model = TransformersModel(model)
+        self._cache = KVCache.allocate(self._model.layers, num_blocks, block_size, kv_dtype, self.device)
+        self._sampler = Sampler()
+        self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits: ids below it can be sampled, others must not be asked for."""
+        return self._model.vocab_size
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step (see `Executor.execute`). `elapsed` is wall time, until the tokens are on the host."""
+        started = time.perf_counter()
+        self._sampler.forget(plan.finished)
+        results = [RowResult() for _ in plan.rows]
+        with torch.inference_mode():
+            for part in split(plan.rows, self._logits_at_once):
+                indices, rows = zip(*part, strict=True)
+                for index, found in zip(indices, self._compute(rows), strict=True):
+                    earlier = results[index]
+                    found.prompt_logprobs = earlier.prompt_logprobs + found.prompt_logprobs
+                    found.error = earlier.error or found.error
+                    results[index] = found
+        return StepResult(results, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Release model and cache; the executor cannot be used afterwards."""
+        del self._model, self._cache
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
+        """One forward pass and what it yields for each row."""
+        batch = pack(rows, self.block_size)
+        logits = self._forward(batch)
+        results = [RowResult() for _ in rows]
+        sampling = [rows[index].sequence for index in batch.sampling_rows]
+        for low in range(0, len(sampling), self._logits_at_once):
+            part = slice(low, low + self._logits_at_once)
+            chosen = self._sampler.sample(logits[: len(sampling)][part], sampling[part])
+            for index, result in zip(batch.sampling_rows[part], chosen, strict=True):
+                results[index] = result
+        self._add_prompt_logprobs(rows, batch, logits[len(sampling) :], results)
+        return results
+
+    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, vocab_size] of the batch's `logit_rows`."""
+        input_ids, positions, slot_mapping, block_tables, cu_seqlens_q, context_lens = (
+            to_device(array, self.device)
+            for array in (
+                batch.input_ids,
+                batch.positions,
+                batch.slot_mapping,
+                batch.block_tables,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+            )
+        )
+        # A step of decodes alone needs every token's logits, in order: then there is nothing to select.
+        everything = len(batch.sampling_rows) == len(batch.input_ids)
+        logit_rows = None if everything else to_device(batch.logit_rows, self.device)
+        context = PagedContext(self._cache, slot_mapping, block_tables, cu_seqlens_q, context_lens)
+        return self._model.forward(input_ids, positions, context, logit_rows)
+
+    def _add_prompt_logprobs(
+        self, rows: ListLike[ScheduledRow], batch: PackedBatch, logits: torch.Tensor, results: list[RowResult]
+    ) -> None:
+        """Hand the log-probabilities of prompt tokens, predicted by logits [sum of prompt_counts, V], to their rows."""
+        if not len(logits):
+            return
+        targets: list[int] = []
+        wanted: list[int] = []
+        for row, count in zip(rows, batch.prompt_counts, strict=True):
+            targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
+            wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
+        token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
+        found = prompt_logprobs(logits, token_ids, wanted, self._logits_at_once)
+        for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
+            result.prompt_logprobs = found[end - count : end]
+            if unusable(result.prompt_logprobs):
+                result.error = "the model computed logits that are not numbers for the prompt of this sequence"
+
+    def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
+        """Run the largest steps the scheduler may plan, once: a full prefill and a full batch of decodes.
+
+        Compiles kernels and, on CUDA, measures: returns the most bytes that were allocated beyond weights and cache.
+        None on other devices, where torch does not count. Overwrites the cache: call it before anything is served.
+        """
+        num_rows = min(max_num_seqs, max_num_batched_tokens)
+        num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
+        lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]
+        before = 0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        self.execute(StepPlan([self._dummy_row(row, length) for row, length in enumerate(lengths)]))
+        self.execute(StepPlan([self._dummy_row(row, 1) for row in range(num_rows)]))
+        self._sampler.forget(str(row) for row in range(num_rows))
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _dummy_row(self, row: int, num_tokens: int) -> ScheduledRow:
+        """A row of the warm-up, sampling with everything switched on. Rows may share blocks: the result is not used."""
+        sampling = SamplingParams(
+            temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
+        )
+        sequence = Sequence(str(row), [0] * num_tokens, num_tokens, sampling, seed=row, stop_ids=frozenset())
+        width = -(-num_tokens // self.block_size)
+        blocks = (np.arange(width, dtype=np.int32) + row * width) % self.num_blocks
+        return ScheduledRow(sequence, 0, num_tokens, blocks, sample=True)

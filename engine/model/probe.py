@@ -1,0 +1,179 @@
+"""Finds out, by two tiny forward passes, how a transformers model uses attention; refuses what would come out wrong.
+
+During the passes attention is replaced by a function that notes its arguments and returns zeros. That shows
+- the KV heads and widths of every layer, and that every layer has exactly one attention;
+- the mask that transformers' own attention would apply. Masks are made from functions of (query, key) positions, so
+  they can be tried at positions far apart; only causal ones pass, with the same window that attention is told of;
+- whether tokens meet anywhere but in attention (recurrent state, convolution, an attention of the model's own): with
+  attention silenced, other tokens before it must not change the last token's logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.paged import LayerShape
+
+IMPLEMENTATION = "llmsched_probe"
+
+#: Keywords, besides the window, that our attention takes into account.
+HONOURED_KEYWORDS = frozenset({"scaling", "softcap", "s_aux"})
+#: Keywords that models hand to attention and that do not change its result.
+NEUTRAL_KEYWORDS = frozenset(
+    {"position_ids", "cache", "past_key_values", "cache_position", "use_cache", "output_attentions"}
+    | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
+)
+
+#: Query positions at which a mask is tried: early ones, and ones around a multiple of any power-of-two chunk.
+TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
+#: What our mask function fills the mask with: the window, or one of these.
+FULL, UNKNOWN = 0, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """`layers` by layer index; `vocab_size` is the width of the logits (it may exceed what the tokenizer names)."""
+
+    layers: list[LayerShape]
+    vocab_size: int
+
+
+def probe(model: PreTrainedModel) -> Probed:
+    """Probe `model`, leaving the probing attention in it. Raises ModelError if it cannot be computed exactly."""
+    name = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        raise ModelError(f"{name} takes no position_ids or no further keywords, so it cannot compute a packed batch")
+    set_attention(model, IMPLEMENTATION)
+    layers, logits = silenced_pass(model, (1, 2, 5))
+    _, other_logits = silenced_pass(model, (3, 4, 5))
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if unlike := set(range(num_layers)) ^ set(layers):
+        raise ModelError(
+            f"{name}: of {num_layers} layers, {len(layers)} use transformers' attention interface; "
+            f"layer {min(unlike)} does not fit, so the model cannot be served"
+        )
+    tolerance = 1e-2 * float(logits.abs().max())
+    if not torch.allclose(logits, other_logits, rtol=0, atol=tolerance, equal_nan=True):
+        raise ModelError(f"{name} mixes tokens outside attention (recurrent state, convolution): it cannot be served")
+    return Probed([layers[layer] for layer in range(num_layers)], logits.shape[0])
+
+
+def silenced_pass(model: PreTrainedModel, token_ids: tuple[int, ...]) -> tuple[dict[int, LayerShape], torch.Tensor]:
+    """Run the tokens with attention silenced. Returns the layers' shapes and the last token's logits in fp32."""
+    layers: dict[int, LayerShape] = {}
+    with torch.inference_mode():
+        output = model(
+            input_ids=torch.tensor([token_ids], device=model.device),
+            position_ids=torch.arange(len(token_ids), device=model.device)[None],
+            use_cache=False,
+            paged_context=layers,
+        )
+    return layers, output.logits[0, -1].float()
+
+
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Switch the attention function of `model`. Raises ModelError if its code has attention of its own."""
+    model.set_attn_implementation(implementation)
+    if model.config._attn_implementation != implementation:
+        raise ModelError(f"{type(model).__name__} does not use transformers' attention interface: it cannot be served")
+
+
+def noting_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_context: dict[int, LayerShape],
+    sliding_window: int | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Note the layer's shape in `paged_context`, check window and keywords, return zeros [1, T, heads, value_dim]."""
+    layer: Any = module.layer_idx
+    name = f"{type(module).__name__} of layer {layer}"
+    if layer in paged_context:
+        raise ModelError(f"{name} computes attention twice in one pass: the model cannot be served")
+    check_keywords(module, {name: given for name, given in keywords.items() if name not in HONOURED_KEYWORDS})
+    if attention_mask is not None:
+        window = int(attention_mask.flatten()[0]) if attention_mask.dtype == torch.int64 else UNKNOWN
+        told = sliding_window if sliding_window is not None and sliding_window <= TRIED_POSITIONS[-1] else FULL
+        if window == UNKNOWN:
+            raise ModelError(
+                f"{name} has a mask that is neither causal nor a sliding window: the model cannot be served"
+            )
+        if window != told:
+            raise ModelError(
+                f"{name} is told a sliding window of {told or 'no'} tokens but its mask has {window or 'none'}: "
+                "the model cannot be served"
+            )
+    paged_context[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    """Raise ModelError for a keyword that may change the result of attention and that we do not know."""
+    for keyword, given in keywords.items():
+        harmless = given is None or keyword in NEUTRAL_KEYWORDS
+        harmless |= (keyword == "dropout" and given == 0) or (keyword == "is_causal" and given is True)
+        if not harmless:
+            raise ModelError(
+                f"{type(module).__name__} hands {keyword!r} to attention, which is not supported: "
+                "the model cannot be served"
+            )
+
+
+def describing_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
+) -> torch.Tensor:
+    """A mask in transformers' shape that says what it is: every entry is the window, FULL or UNKNOWN."""
+    return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
+
+
+def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) -> int:
+    """The sliding window of a causal mask, FULL if it has none, UNKNOWN if it is no such mask."""
+    firsts: dict[int, int] = {}
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    for position in TRIED_POSITIONS:
+        keys = torch.arange(position + 4, device=device)
+        try:
+            seen = mask_function(zero, zero, zero + position, keys).expand(keys.shape)
+        except (IndexError, RuntimeError):  # it reads a table made for this batch, so it is more than positions
+            return UNKNOWN
+        first = int(seen.int().argmax())
+        if not torch.equal(seen, (keys >= first) & (keys <= position)):
+            return UNKNOWN
+        firsts[position] = first
+    last = TRIED_POSITIONS[-1]
+    window = last - firsts[last] + 1 if firsts[last] else FULL
+    fits = all(first == (max(0, position - window + 1) if window else 0) for position, first in firsts.items())
+    return window if fits else UNKNOWN
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """The context (tokens) up to which sequences can share a batch exactly; None if there is no such limit.
+
+    Models with `longrope` or `dynamic` rotary embeddings change their frequencies when the longest position of a batch
+    passes the original context: for every sequence of it, and unlike what older keys in the cache were made with.
+    """
+    text = config.get_text_config()
+    given = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for rope in given.values() if all(isinstance(v, dict) for v in given.values()) else [given]:
+        if "dynamic" in (kind := rope.get("rope_type", "default")) or kind == "longrope":
+            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            original = original or getattr(text, "original_max_position_embeddings", None)
+            limits.append(original or text.max_position_embeddings)
+    return min(limits, default=None)
+
+
+AttentionInterface.register(IMPLEMENTATION, noting_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, describing_mask)

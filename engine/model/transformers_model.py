@@ -1,0 +1,102 @@
+"""Any decoder of transformers that uses its attention interface, computed over our paged KV cache.
+
+The model's own code runs on a packed batch [1, T]; only attention is ours. What it needs travels as keyword
+`paged_context` through the model call, so nothing is global and several engines can live in one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.paged import LayerShape, PagedContext
+from llmsched.engine.model.probe import check_keywords, probe, set_attention
+from llmsched.kernels.dispatch import paged_attention, write_kv
+
+IMPLEMENTATION = "llmsched_paged"
+
+
+class TransformersModel:
+    """Wraps a model in evaluation mode on its device and switches its attention to ours.
+
+    `layers` are the KV shapes, `vocab_size` is the width of the logits. Raises ModelError when the architecture cannot
+    be computed exactly this way, saying why (see `probe`).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        probed = probe(model)
+        set_attention(model, IMPLEMENTATION)
+        self.layers: list[LayerShape] = probed.layers
+        self.vocab_size: int = probed.vocab_size
+        self._model = model
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
+
+        `logit_rows` [R] are the tokens whose logits are needed; None stands for all T of them.
+        """
+        selected = {"logits_to_keep": logit_rows} if self._selects_logits and logit_rows is not None else {}
+        output = self._model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            paged_context=context,
+            **selected,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._selects_logits or logit_rows is None else logits[logit_rows]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_context: PagedContext,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function over the paged cache.
+
+    query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], after rotation; returns
+    [1, T, heads, Dv]. `s_aux` are attention sinks. Raises ModelError for a mask or a keyword that it does not know.
+    """
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} makes a mask of its own: the model cannot be served")
+    check_keywords(module, others)
+    layer: Any = module.layer_idx
+    keys, values = paged_context.cache.keys[layer], paged_context.cache.values[layer]
+    write_kv(packed(key), packed(value), keys, values, paged_context.slot_mapping)
+    output = paged_attention(
+        packed(query),
+        keys,
+        values,
+        paged_context.block_tables,
+        paged_context.cu_seqlens_q,
+        paged_context.context_lens,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output[None], None
+
+
+def packed(states: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] -> [T, heads, D], contiguous; no copy for most models, whose projections are laid out so."""
+    return states[0].transpose(0, 1).contiguous()
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_forward)
