@@ -1,0 +1,29 @@
+"""API keys."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from fastapi import Request
+
+from llmsched.cli.serve.errors import ApiError
+
+
+def require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that lets a request pass only with `Authorization: Bearer <api_key>`; None lets everyone pass."""
+
+    async def check(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Compared as bytes and in constant time: how long it takes tells nothing of the key.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    return check

@@ -1,0 +1,68 @@
+"""Errors in OpenAI's shape, and which HTTP status each kind of error becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
+
+
+class ApiError(LlmschedError):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error object, as it is sent in an answer or as the last event of a stream."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+def api_error(error: Exception) -> ApiError:
+    """The answer to an error; one that was not foreseen is a 500 that tells nothing of the inside."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case QueueFullError():
+            seconds = str(math.ceil(error.retry_after))
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
+        case EngineDeadError():
+            return ApiError(503, str(error), code="engine_unavailable")
+        case _:
+            return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`content` as strict JSON."""
+    return Response(to_json(content), status, headers, "application/json")

@@ -1,0 +1,154 @@
+"""One HTTP request on the engine: its prompts submitted, their outputs as a whole answer or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmsched.cli.serve.choices import Gain, Style
+from llmsched.cli.serve.errors import ApiError, api_error
+from llmsched.cli.serve.sse import DONE, event
+from llmsched.engine.request import FinishReason, RequestOutput
+from llmsched.engine.service import AsyncEngine, RequestStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one HTTP request. A prompt counts once, however many choices it has."""
+
+    prompt: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    completion: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def count(self, prompt_index: int, output: RequestOutput) -> None:
+        self.prompt[prompt_index] = output.num_prompt_tokens
+        self.completion[prompt_index, output.index] = output.num_output_tokens
+        if output.index == 0:
+            self.cached[prompt_index] = output.num_cached_tokens
+
+    def body(self) -> dict[str, Any]:
+        prompt, completion = sum(self.prompt.values()), sum(self.completion.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+class Generation:
+    """Submits all prompts when made. `abort` ends what still runs; both ways of answering do so themselves at the end.
+
+    Raises RequestError, QueueFullError or EngineDeadError; then nothing stays submitted.
+    """
+
+    def __init__(self, engine: AsyncEngine, style: Style, model_name: str) -> None:
+        self.id = f"{style.id_prefix}-{uuid.uuid4().hex}"
+        self._style = style
+        self._head = {"created": int(time.time()), "model": model_name}
+        self._usage = Usage()
+        self._streams: list[RequestStream] = []
+        request = style.request
+        options = request.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        try:
+            for index, prompt in enumerate(style.prompts):
+                stream = engine.submit(
+                    self.id if len(style.prompts) == 1 else f"{self.id}-{index}",
+                    prompt.token_ids,
+                    prompt.sampling,
+                    priority=request.priority or 0,
+                    cache_salt=request.cache_salt or "",
+                )
+                self._streams.append(stream)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End what still runs."""
+        for stream in self._streams:
+            stream.abort()
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece. Raises ApiError or EngineDeadError if it does not come to its end."""
+        gains: dict[int, Gain] = {}
+        try:
+            async for gain in self._gains():
+                if gain.index in gains:
+                    gains[gain.index].add(gain)
+                else:
+                    gains[gain.index] = gain
+        finally:
+            self.abort()
+        choices = [self._style.whole(gains[index]) for index in sorted(gains)]
+        return self._envelope(self._style.whole_object, choices) | {"usage": self._usage.body()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. After a failure the last one is an error, without [DONE]."""
+        try:
+            for choice in self._style.opening():
+                yield self._chunk([choice])
+            async for gain in self._gains():
+                if (choice_or_none := self._style.chunk(gain)) is not None:
+                    yield self._chunk([choice_or_none])
+            if self._include_usage:
+                yield event(self._envelope(self._style.chunk_object, []) | {"usage": self._usage.body()})
+            yield DONE
+        except Exception as error:
+            known = api_error(error)
+            if known.code == "internal_error":
+                logger.exception("request %s failed", self.id)
+            yield event(known.body())
+        finally:
+            self.abort()
+
+    async def _gains(self) -> AsyncIterator[Gain]:
+        async for prompt_index, output in _merged(self._streams):
+            if output.finish_reason is FinishReason.ERROR:
+                raise ApiError(500, f"the request failed: {output.error}", code="generation_failed")
+            if output.finish_reason is FinishReason.ABORT:
+                raise ApiError(503, "the request was ended by the server", code="aborted")
+            self._usage.count(prompt_index, output)
+            yield self._style.gain(prompt_index, output)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        chunk = self._envelope(self._style.chunk_object, choices)
+        return event(chunk | {"usage": None} if self._include_usage else chunk)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, **self._head, "choices": choices}
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of all streams as they come, each with the index of its stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {_next_of(stream): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                if (gained := task.result()) is not None:
+                    waiting[_next_of(streams[index])] = index
+                    yield index, gained
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _next_of(stream: RequestStream) -> asyncio.Task[RequestOutput | None]:
+    async def take() -> RequestOutput | None:
+        return await anext(stream, None)
+
+    return asyncio.create_task(take())

@@ -1,0 +1,145 @@
+"""The life of a serving process: listen, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.service import AsyncEngine
+
+_HEALTH_CHECK_S = 0.2
+#: After the engine's death the process stays this long, so that waiting clients and probes get their answers.
+_LINGER_S = 2.0
+#: Idle connections are kept longer than the usual clients keep theirs, so that the client is the one to close.
+_KEEP_ALIVE_S = 75
+#: What clients that read slowly are given at the very end.
+_CLOSING_S = 5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class PortInUseError(LlmschedError):
+    """The address to listen on cannot be had."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening; port 0 takes any free one.
+
+    Raises PortInUseError: to be called before a model is loaded for minutes.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise PortInUseError(f"cannot listen on {host}: {error.strerror or error}") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise PortInUseError(
+            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another --port"
+        ) from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but signals are ours and readiness can be waited for."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+async def run(
+    app: FastAPI,
+    engine: AsyncEngine,
+    listener: socket.socket,
+    *,
+    grace_s: float,
+    on_ready: Callable[[], Any] = lambda: None,
+    on_drain: Callable[[], Any] = lambda: None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serve until a signal comes (or `stop` is set) or the engine dies; returns the exit code of the process.
+
+    The first SIGTERM or SIGINT drains: readiness goes, new requests get 503, those that run may finish for `grace_s`
+    seconds, the rest ends with an error. A second one ends the process at once.
+    """
+    stop = stop or asyncio.Event()
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSING_S,
+        )
+    )
+    with _signals(stop):
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.ready.wait()
+        on_ready()
+        died = await _stopped_or_died(stop, engine)
+        if died:
+            await asyncio.sleep(_LINGER_S)
+        else:
+            on_drain()
+            await engine.drain(grace_s)
+        await engine.stop()
+        server.should_exit = True
+        await serving
+    return 1 if died else 0
+
+
+async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine) -> bool:
+    """Wait for either; True if the engine died."""
+    while not stop.is_set():
+        if not engine.healthy:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _HEALTH_CHECK_S)
+    return False
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first signal sets `stop`, the second ends the process. Only the main thread can listen to signals."""
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    try:
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, handle, number)
+    except (ValueError, RuntimeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

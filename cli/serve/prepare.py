@@ -1,0 +1,88 @@
+"""From a validated request to what the engine takes: prompts as token ids, and sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from llmsched.engine import AsyncEngine, SamplingParams
+from llmsched.engine.errors import RequestError
+from llmsched.engine.text.chat import render_chat
+
+#: What /v1/completions generates where max_tokens is left out (less if the context ends before).
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """One prompt, tokenised. `text` is None where the client sent token ids or messages."""
+
+    token_ids: list[int]
+    text: str | None
+    sampling: SamplingParams
+
+
+class Preparer:
+    """Tokenises and completes requests for one model. Runs in worker threads: the event loop must not wait for it."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._tokenizer = engine.tokenizer
+        self._max_model_len = engine.max_model_len
+        self._defaults = dict(engine.model.sampling_defaults)
+        ids = range(self._tokenizer.vocab_size)
+        self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)
+
+    def completion(self, request: CompletionRequest) -> list[PreparedPrompt]:
+        """One PreparedPrompt per prompt of the request. Raises RequestError."""
+        extra: dict[str, Any] = {"logprobs": request.logprobs}
+        if request.echo:
+            extra["prompt_logprobs"] = request.logprobs
+        prepared = []
+        for prompt in request.prompt:
+            token_ids = self._token_ids(prompt)
+            left = max(1, self._max_model_len - len(token_ids))
+            max_tokens = min(DEFAULT_MAX_TOKENS, left) if request.max_tokens is None else request.max_tokens
+            sampling = self._sampling(request, max_tokens, extra)
+            prepared.append(PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling))
+        return prepared
+
+    def chat(self, request: ChatRequest) -> list[PreparedPrompt]:
+        """The messages as one prompt; without max_tokens the answer may fill the context. Raises RequestError."""
+        self._refuse_surely_too_long(sum(_size(message.content) for message in request.messages), "messages")
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        token_ids = render_chat(self._tokenizer, messages, **(request.chat_template_kwargs or {}))
+        max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._max_model_len - len(token_ids))
+        extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+        return [PreparedPrompt(token_ids, None, self._sampling(request, max_tokens, extra))]
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        self._refuse_surely_too_long(len(prompt), "prompt")
+        return self._tokenizer.encode(prompt)
+
+    def _refuse_surely_too_long(self, characters: int, param: str) -> None:
+        """A text that is too long even if every token were the longest is not worth tokenising."""
+        at_least = characters // self._longest_token
+        if at_least > self._max_model_len:
+            raise RequestError(
+                param,
+                f"the context of this server is {self._max_model_len} tokens; "
+                f"{param} with {characters} characters has more than {at_least}",
+                code="context_length_exceeded",
+            )
+
+    def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
+        """What the request says, else generation_config.json, else the API's defaults."""
+        return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})
+
+
+def _size(content: str | Sequence[dict[str, Any]]) -> int:
+    """Characters of a message; parts that are no text count nothing, they are refused later."""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(text) for part in content if isinstance(text := part.get("text"), str))

@@ -1,0 +1,273 @@
+"""Request schemas of the OpenAI API and the fields that llmsched adds to it.
+
+Strict: a bool is no number, "1.0" is no number, a number is finite, a field that is not known is refused by name. null
+is the same as leaving the field out. Ranges are checked where the parameters live, in SamplingParams and the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+from llmsched.engine.errors import RequestError
+
+#: Choices (prompts x n) that one HTTP request may ask for.
+MAX_CHOICES = 1024
+_INT64 = 1 << 63
+
+#: OpenAI's codes for pydantic's kinds of error.
+_CODES = {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter"}
+
+Prompt = str | list[int]
+R = TypeVar("R", bound="GenerationRequest")
+
+
+class Schema(BaseModel):
+    """Strict base: no conversions, no unknown fields, no NaN or infinity."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, value: Any) -> Any:
+        """Stops at the first unknown field; pydantic's own check would list all of a hostile body's."""
+        if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
+            raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
+        return value
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong_value", "{message}", {"message": message})
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """One prompt or several, each a text or token ids. Checked by hand: a union of lists reports every element."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong("must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
+    if all(type(item) is int for item in value):
+        return [value]
+    if len(value) > MAX_CHOICES:
+        raise _wrong(f"has {len(value)} prompts; at most {MAX_CHOICES} are allowed")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
+        return value
+    raise _wrong("must be a text, a list of texts, a list of token ids or a list of such lists")
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _int64(value: int) -> int:
+    if not -_INT64 <= value < _INT64:
+        raise _wrong(f"{value:.3e} is out of range; allowed are 64-bit integers")
+    return value
+
+
+def _token_biases(value: Any) -> dict[int, float]:
+    """OpenAI's logit_bias has token ids as JSON keys, that is as strings."""
+    if not isinstance(value, dict):
+        raise _wrong('must be an object such as {"464": -100}')
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
+            raise _wrong(f"{key[:40]!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise _wrong(f"the bias of token {key} must be a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+Int = Annotated[int, AfterValidator(_int64)]
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(Schema):
+    """What completions and chat have in common."""
+
+    #: Fields of the API that this server cannot honour, refused by name unless they have the value given here.
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+
+    model: str | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_biases)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    return_token_ids: bool | None = None
+
+    # Taken and of no consequence here: notes for the provider's own books and hints to its caches.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The fields of SamplingParams that this request sets, max_tokens apart."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        for name in ("stop", "stop_token_ids"):
+            if given[name] is not None:
+                given[name] = tuple(given[name])
+        return {name: value for name, value in given.items() if value is not None}
+
+
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = {"suffix": ""}
+
+    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: Int | None = None
+
+
+class Message(Schema):
+    """One turn of a chat. `content` is a text or a list of text parts, which render_chat joins."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "tools": [],
+        "tool_choice": "none",
+        "functions": [],
+        "function_call": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "audio": None,
+        "prediction": None,
+        "reasoning_effort": None,
+        "verbosity": None,
+        "web_search_options": None,
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def parse(schema: type[R], body: bytes) -> R:
+    """The request in `body`. Raises RequestError naming the field, the value and what is allowed."""
+    try:
+        fields = from_json(body)
+    except ValueError as error:
+        raise RequestError(None, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(None, f"the body must be a JSON object, not {type(fields).__name__}")
+    for name, harmless in schema.unsupported.items():
+        if (value := fields.pop(name, None)) is not None and value != harmless:
+            raise RequestError(name, f"{name} is not supported by this server; leave it out")
+    try:
+        request = schema.model_validate(fields)
+    except ValidationError as error:
+        raise _request_error(error) from error
+    _check_combinations(request)
+    return request
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    """The first complaint; of a union (str or list) the one that went deepest, which is the branch that was meant."""
+    details = error.errors(include_url=False)
+    first = details[0]["loc"][:1]
+    detail = max((d for d in details if d["loc"][:1] == first), key=lambda d: len(d["loc"]))
+    kind, where = detail["type"], ".".join(str(part) for part in detail["loc"] if not _is_branch(part))
+    param = str(first[0]) if first else detail.get("ctx", {}).get("field")
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    if kind == "missing":
+        message = "this field is required"
+    elif kind not in ("unknown_field", "wrong_value"):
+        message = f"{message}; got {_short(detail['input'])}"
+    return RequestError(param, f"{where}: {message}" if where else message, _CODES.get(kind))
+
+
+def _is_branch(part: str | int) -> bool:
+    """pydantic names the member of a union in the location: no field of the API looks like that."""
+    return isinstance(part, str) and (part in ("str", "int", "none") or "[" in part)
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if isinstance(value, str | int | float | bool) else type(value).__name__
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_combinations(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options", "stream_options is only allowed when stream is true")
+    n = request.n or 1
+    if isinstance(request, CompletionRequest):
+        if request.best_of is not None and request.best_of != n:
+            raise RequestError("best_of", f"best_of is {request.best_of}; not supported unless equal to n ({n})")
+        if len(request.prompt) * n > MAX_CHOICES:
+            raise RequestError(
+                "prompt", f"{len(request.prompt)} prompts with n={n} are more than {MAX_CHOICES} choices; send fewer"
+            )
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        both = {request.max_tokens, request.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise RequestError("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")

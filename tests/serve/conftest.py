@@ -1,0 +1,46 @@
+"""Scripted servers for the tests of the HTTP face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from scripted import ScriptedServer
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., ScriptedServer]]:
+    """Starts servers of their own, for tests that break or configure them; ends them afterwards."""
+    servers: list[ScriptedServer] = []
+
+    def make(**settings: Any) -> ScriptedServer:
+        servers.append(ScriptedServer(**settings).start())
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer().start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(shared_server: ScriptedServer) -> Iterator[ScriptedServer]:
+    """One server for a module's tests; it must be idle and whole after each of them."""
+    yield shared_server
+    shared_server.script.gate.set()
+    with httpx.Client(base_url=shared_server.url) as http:
+        assert http.get("/health").status_code == 200
+
+
+@pytest.fixture
+def http(server: ScriptedServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client

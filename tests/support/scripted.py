@@ -1,0 +1,164 @@
+"""A server whose model says exactly what a test wants, and stops, fails or hesitates when it should."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
+
+from llmsched.cli.serve import lifecycle
+from llmsched.cli.serve.app import build_app
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
+from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.request import Sequence, TokenLogprob
+from llmsched.engine.service import AsyncEngine
+from llmsched.engine.text.tokenizer import Tokenizer
+
+EOS = 2
+MODEL = "scripted"
+
+
+def logprob_of(token_id: int) -> float:
+    """The log-probability that the scripted model gives a token, wherever it stands."""
+    return -1.0 - token_id / 64
+
+
+@dataclass
+class Script:
+    """What the model does. By default it writes the alphabet, from the position in the output, over and over.
+
+    `outputs` forces the output of a prompt: prompt ids -> output ids. `gate` closed lets no step begin. After
+    `fail_at_step` steps the executor raises; `row_error` fails the next row that samples.
+    """
+
+    alphabet: list[int]
+    outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    gate: threading.Event = field(default_factory=threading.Event)
+    fail_at_step: int | None = None
+    row_error: str | None = None
+    step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def next_token(self, sequence: Sequence) -> int:
+        position = sequence.num_output_tokens
+        forced = self.outputs.get(tuple(sequence.token_ids[: sequence.num_prompt_tokens]))
+        if forced is not None:
+            return forced[position] if position < len(forced) else EOS
+        return self.alphabet[position % len(self.alphabet)]
+
+
+class ScriptedExecutor:
+    """An executor that computes nothing."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.steps = 0
+        self._pause = threading.Event()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.script.gate.wait()
+        if self.script.step_s:
+            self._pause.wait(self.script.step_s)
+        self.steps += 1
+        if self.script.fail_at_step is not None and self.steps > self.script.fail_at_step:
+            raise RuntimeError("scripted failure")
+        return StepResult([self._row(row) for row in plan.rows], elapsed=0.0)
+
+    def _row(self, row: ScheduledRow) -> RowResult:
+        sequence, result = row.sequence, RowResult()
+        if sequence.sampling.prompt_logprobs is not None:
+            end = min(row.start + row.num_tokens + 1, sequence.num_prompt_tokens)
+            ids = sequence.token_ids[row.start + 1 : end]
+            result.prompt_logprobs = [self._logprob(i, sequence.sampling.prompt_logprobs) for i in ids]
+        if not row.sample:
+            return result
+        if self.script.row_error is not None:
+            result.error, self.script.row_error = self.script.row_error, None
+            return result
+        result.token_id = self.script.next_token(sequence)
+        if sequence.sampling.logprobs is not None:
+            result.logprob = self._logprob(result.token_id, sequence.sampling.logprobs)
+        return result
+
+    @staticmethod
+    def _logprob(token_id: int, count: int) -> TokenLogprob:
+        others = ((i, logprob_of(i) - 10) for i in range(40, 40 + count) if i != token_id)
+        best = ((token_id, logprob_of(token_id)), *others)
+        return TokenLogprob(token_id, logprob_of(token_id), best[:count])
+
+
+class ScriptedServer:
+    """The whole server over a real socket, in a thread; only the executor is a double."""
+
+    def __init__(
+        self,
+        *,
+        bos: bool = False,
+        chat_template: str | None = CHAT_TEMPLATE,
+        api_key: str | None = None,
+        grace_s: float = 5.0,
+        sampling_defaults: dict[str, float | int] | None = None,
+        num_blocks: int = 64,
+        **config: Any,
+    ) -> None:
+        self.tokenizer = Tokenizer(build_tokenizer(bos=bos, chat_template=chat_template))
+        self.script = Script([self.ids(chr(ord("a") + i))[0] for i in range(26)])
+        self.executor = ScriptedExecutor(self.script)
+        settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8} | config
+        info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
+        self.engine = Engine(EngineConfig(**settings), info, self.tokenizer, self.executor, num_blocks)
+        self.listener = lifecycle.bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.exit_code: int | None = None
+        self._api_key, self._grace_s = api_key, grace_s
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def force(self, prompt: str | list[int], output: str | list[int]) -> None:
+        """Make the model answer `prompt` with exactly `output`, then end-of-sequence."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.script.outputs[tuple(ids)] = self.ids(output) if isinstance(output, str) else output
+
+    def start(self) -> ScriptedServer:
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def drain(self) -> None:
+        """What the first SIGTERM does."""
+        self._on_loop(self._stop.set)
+
+    def join(self, timeout: float = 20) -> int | None:
+        """Wait for the end; the exit code."""
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the server does not end"
+        return self.exit_code
+
+    def close(self) -> None:
+        self.script.gate.set()
+        if self._thread.is_alive():
+            self.drain()
+            self.join()
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        service = AsyncEngine(self.engine)
+        service.start()
+        app = build_app(service, MODEL, self._api_key)
+        self.exit_code = await lifecycle.run(
+            app, service, self.listener, grace_s=self._grace_s, on_ready=self._ready.set, stop=self._stop
+        )
