@@ -42,7 +42,7 @@ _SAMPLES_BEYOND = 10
 class Measurement:
     """The figures of a run. Times are in seconds, rates per second; None is what the run cannot tell.
 
-    Token counts and latencies are of completed requests. `duration` runs from the start of the schedule to the last
+    Token counts and `latencies` are of completed requests. `duration` runs from the start of the schedule to the last
     end. Rates with `_steady` leave out ramp and drain: tokens between the first completion and the last sending,
     requests as (n - 1) / (last end - first end).
     """
@@ -73,6 +73,7 @@ class Measurement:
     goodput: Goodput | None
     token_counts: str | None
     warnings: tuple[str, ...]
+    latencies: tuple[RequestLatency, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ def measure(
         goodput=goodput(slo, latencies, failed=failed, duration=duration),
         token_counts=counted_by,
         warnings=tuple(_warnings(late, lag, counted_by, ttft.count, itl.count)),
+        latencies=tuple(latencies),
     )
 
 

@@ -1,0 +1,106 @@
+"""An OpenAI-compatible server that answers by script at known times, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True)
+class Script:
+    """One response: connect for `connect` seconds, then send each part `at` its time after the request came.
+
+    Times count from the end of connecting. `cut`: break the connection after the last part. `hang`: never end.
+    """
+
+    parts: Sequence[tuple[float, bytes]] = ()
+    status: int = 200
+    connect: float = 0.0
+    cut: bool = False
+    hang: bool = False
+
+
+def event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def token(text: str = " x", **more: Any) -> bytes:
+    return event({"choices": [{"index": 0, "text": text, "finish_reason": None}], **more})
+
+
+def usage(output: int, prompt: int = 8, cached: int | None = None) -> dict[str, Any]:
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": output, **details}}
+
+
+def end(output: int | None = None, **counts: Any) -> bytes:
+    """The usage chunk (unless `output` is None) and [DONE]."""
+    stated = b"" if output is None else event({"choices": [], **usage(output, **counts)})
+    return stated + b"data: [DONE]\n\n"
+
+
+def steady(count: int, first: float, gap: float, **counts: Any) -> Script:
+    """`count` tokens one by one, usage at the end."""
+    parts = [(first + gap * index, token()) for index in range(count)]
+    return Script([*parts, (first + gap * (count - 1), end(count, **counts))])
+
+
+@dataclass
+class FakeServer(httpx.AsyncBaseTransport):
+    """Answers the n-th completion with `script(n)`. Notes what it was sent, and when."""
+
+    script: Callable[[int], Script]
+    models: dict[str, Any] | None = None
+    metrics: Callable[[], str] | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json=self.models) if self.models else httpx.Response(404)
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=self.metrics()) if self.metrics else httpx.Response(404)
+        number = len(self.bodies)
+        self.bodies.append(json.loads(request.content))
+        self.paths.append(request.url.path)
+        self.times.append(asyncio.get_running_loop().time())
+        script = self.script(number)
+        if script.connect:
+            await asyncio.sleep(script.connect)
+            await request.extensions["trace"]("connection.connect_tcp.complete", {})
+        return httpx.Response(script.status, stream=_Body(script, self))
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, script: Script, server: FakeServer) -> None:
+        self._script = script
+        self._server = server
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        server = self._server
+        server.running += 1
+        server.most_running = max(server.most_running, server.running)
+        try:
+            async for part in self._parts():
+                yield part
+        finally:
+            server.running -= 1
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        for at, part in self._script.parts:
+            await asyncio.sleep(start + at - loop.time())
+            yield part
+        if self._script.hang:
+            await asyncio.sleep(1e6)
+        if self._script.cut:
+            raise httpx.RemoteProtocolError("peer closed connection without sending complete message body")
