@@ -1,0 +1,65 @@
+"""From a configuration to an engine that is ready to serve: locate, plan, load, allocate, warm up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
+from llmsched.engine.device import device_memory
+from llmsched.engine.kv.budget import MemoryPlan, model_shape, plan_memory
+from llmsched.engine.metrics import EngineMetrics
+from llmsched.engine.model.load import ModelSource, load_config, load_info, load_model, load_tokenizer, locate
+from llmsched.engine.model.placement import resolve_device, resolve_dtype
+from llmsched.engine.progress import Progress, silent
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+
+def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
+    """Load `config.model` and reserve its memory; what can be refused is refused before the weights are read.
+
+    The engine's config has every value filled in. Raises ModelError, ConfigError.
+    """
+    source = locate(config.model, progress)
+    model_config = load_config(source)
+    tokenizer = load_tokenizer(source)
+    info = load_info(source, model_config, tokenizer)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    plan = _plan(source, model_config, config, device, dtype)
+    config = replace(
+        config,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+    )
+
+    from llmsched.engine.executor.torch_executor import TorchExecutor
+
+    model = load_model(source, model_config, device=device, dtype=dtype, attn_implementation="eager", progress=progress)
+    executor = TorchExecutor(
+        model,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        device=device,
+        kv_dtype=dtype,
+        max_model_len=plan.max_model_len,
+    )
+    progress("warming up", 0, 1)
+    executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
+    progress("warming up", 1, 1)
+    metrics = EngineMetrics(info.name, plan.block_size, plan.num_blocks, metrics_prefix)
+    return Engine(config, info, tokenizer, executor, plan.num_blocks, plan=plan, metrics=metrics)
+
+
+def _plan(
+    source: ModelSource, model_config: PretrainedConfig, config: EngineConfig, device: str, dtype: torch.dtype
+) -> MemoryPlan:
+    path = source.path if source.kind == "directory" else None
+    shape = model_shape(model_config, dtype_bytes=dtype.itemsize, path=path)
+    return plan_memory(shape, config, device_memory(device), dtype_bytes=dtype.itemsize)
