@@ -14,6 +14,8 @@ from llmsched.engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cuda", "cpu"]
+Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
+Prediction = Literal["learned", "max_tokens", "none"]
 
 
 def knob(
@@ -71,6 +73,41 @@ class EngineConfig:
     enable_prefix_caching: bool = knob(True, "reuse the KV of prompts that begin alike")
     max_queue_size: int = knob(2048, "waiting requests beyond which new ones are refused with 429", low=1)
     seed: int | None = knob(None, "seed for requests that bring none; default: a fresh one per request", low=0)
+    scheduling_policy: Policy = knob(
+        "fair",
+        "fair is the whole scheduler; fcfs: continuous batching without cleverness; sptf: shortest prompt + max_tokens "
+        "first; static: whole batches; serial: one at a time",
+        choices=("fair", "fcfs", "sptf", "static", "serial"),
+    )
+    priority_step: float = knob(
+        10.0, "waiting that one priority level is worth; ageing is linear, so nobody starves", unit="s", low=0, high=1e6
+    )
+    cache_bonus: float = knob(
+        2.0, "waiting that a prefix hit of 512 tokens or more is worth", unit="s", low=0, high=1e6
+    )
+    fast_lane_share: float = knob(
+        0.3, "share of a step's prefill tokens kept for short requests; unused parts go to the others", low=0, high=0.9
+    )
+    fast_lane_prompt: int = knob(256, "longest uncached prompt of a short request", unit="tokens", low=1)
+    fast_lane_output: int = knob(512, "largest max_tokens of a short request", unit="tokens", low=1)
+    headroom: float = knob(
+        0.1, "share of blocks that admission leaves for running requests to grow into", low=0, high=0.5
+    )
+    max_headroom: float = knob(0.25, "how far the headroom may grow when requests are preempted", low=0, high=0.9)
+    output_prediction: Prediction = knob(
+        "learned",
+        "how long outputs are taken to be on admission: learned from those that ended, max_tokens, or none (admit by "
+        "present memory alone)",
+        choices=("learned", "max_tokens", "none"),
+    )
+    max_passes: int = knob(16, "later requests that may pass one that does not fit yet", low=0)
+    target_itl: float | None = knob(
+        None, "gap between tokens that steps are sized to meet while requests decode", unit="s", low=1e-4, high=60
+    )
+    schedule_window: float = knob(
+        0.0, "how long an idle engine waits for min_schedule_batch requests before it starts", unit="s", low=0, high=10
+    )
+    min_schedule_batch: int = knob(1, "requests that an idle engine starts with at once", low=1)
 
     def __post_init__(self) -> None:
         for f in fields(self):

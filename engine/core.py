@@ -19,7 +19,8 @@ from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
 from llmsched.engine.request import FinishReason, Request, RequestOutput, SamplingParams
-from llmsched.engine.scheduler.scheduler import Scheduler, SchedulerCounters, SchedulerLimits
+from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.scheduler import SchedulerCounters
 
 if TYPE_CHECKING:
     from llmsched.engine.kv.budget import MemoryPlan
@@ -78,9 +79,8 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
         self._clock = clock
-        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
         kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(kv, limits, clock)
+        self.scheduler = make_scheduler(kv, config, clock)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
@@ -182,6 +182,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
+    def idle_until(self) -> float | None:
+        """Until when (by the engine's clock) a step would do nothing unless more requests come, if that is so."""
+        return self.scheduler.idle_until()
+
     def retry_after(self) -> float:
         """Seconds until the queue will have moved on by one place, from the rate at which requests ended lately."""
         if len(self._finish_times) < 2:
@@ -194,8 +198,11 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One forward pass over whatever is due; returns what the requests gained by it.
 
-        An exception means that the engine cannot go on.
+        Does nothing while the scheduler waits for more requests (`idle_until`). An exception means that the engine
+        cannot go on.
         """
+        if self.idle_until() is not None:
+            return []
         before = replace(self.scheduler.counters)
         plan = self.scheduler.schedule()
         if not plan.rows:
@@ -263,10 +270,9 @@ class Engine:
         if self.scheduler.running:
             raise ConfigError("max_num_batched_tokens", "cannot be changed while requests run; wait until they end")
         for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
-            if value is None:
-                continue
-            check_knob(name, value, {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)})
-            setattr(self.scheduler.limits, name, value)
+            if value is not None:
+                check_knob(name, value, {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)})
+        self.scheduler.configure(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts that are not running."""

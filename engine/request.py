@@ -131,17 +131,20 @@ class Request(Sequence):
 
     Invariant: num_computed_tokens <= num_tokens; the KV of the first num_computed_tokens is in `block_table`.
     A running request is caught up by computing tokens num_computed_tokens..num_tokens; a new token is sampled only when
-    that reaches the end. Times are seconds of the engine's clock.
+    that reaches the end. Times are seconds of the engine's clock. `rank` is the place in the queue (smaller is
+    earlier), `num_passed` how many later ones were admitted before this one.
     """
 
     arrival_time: float = 0.0
     priority: int = 0
+    rank: float = 0.0
     cache_salt: str = ""
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_passed: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     block_table: BlockTable | None = None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -298,13 +299,24 @@ class AsyncEngine:
                 self._inbox.get_nowait()()
         except queue.Empty:
             self._stats = self._engine.stats()
-        if self._engine.has_work() or self._stopping:
+        if self._stopping:
+            return
+        if self._engine.has_work():
+            self._wait_for_more()
             return
         try:
             self._inbox.get(timeout=IDLE_CHECK_SECONDS)()
         except queue.Empty:
             self._engine.check_integrity()
             self._inbox.get()()
+
+    def _wait_for_more(self) -> None:
+        """While the scheduler coalesces arrivals, take the next one instead of stepping."""
+        while (until := self._engine.idle_until()) is not None:
+            try:
+                self._inbox.get(timeout=max(0.0, until - time.monotonic()))()
+            except queue.Empty:
+                return
 
     def _post(self, outputs: list[RequestOutput]) -> None:
         self._stats = self._engine.stats()

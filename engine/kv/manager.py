@@ -68,6 +68,7 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixTree(block_size)
         self.pool = BlockPool(num_blocks, self.prefixes.remove)
+        self._held: list[list[int]] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens: ceil(num_tokens / block_size)."""
@@ -133,13 +134,25 @@ class KVManager:
         request.block_table = None
         request.num_computed_tokens = 0
 
+    def hold(self, table: BlockTable) -> None:
+        """Keep the blocks of a request that ends from being used by others until `release_held`."""
+        blocks = table.ids.tolist()
+        self.pool.acquire(blocks)
+        self._held.append(blocks)
+
+    def release_held(self) -> None:
+        """Give back what `hold` kept."""
+        for blocks in self._held:
+            self.pool.release(reversed(blocks))
+        self._held.clear()
+
     def reset_prefix_cache(self) -> None:
         """Forget every prefix that no running request holds."""
         self.pool.drop_cached()
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every block is accounted for by the given requests and the prefix tree."""
-        held: Counter[int] = Counter()
+        held: Counter[int] = Counter(block for blocks in self._held for block in blocks)
         for request in holders:
             held.update(table_of(request).ids.tolist())
         self.pool.check_integrity(held)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.kv.manager import KVManager, table_of
+from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, RequestStatus
-from llmsched.engine.scheduler.waiting import WaitingQueue, rank
+from llmsched.engine.scheduler.admission import Admission, Reservation
+from llmsched.engine.scheduler.headroom import HeadroomControl
+from llmsched.engine.scheduler.ledger import Ledger
+from llmsched.engine.scheduler.pacing import Pacer
+from llmsched.engine.scheduler.prediction import OutputPredictor
+from llmsched.engine.scheduler.preemption import SAFE_AFTER, choose_victim
+from llmsched.engine.scheduler.step import Step
+from llmsched.engine.scheduler.waiting import RANK_STEP, WaitingQueue, initial_rank, is_short
 
-
-@dataclass(slots=True)
-class SchedulerLimits:
-    """What a step may take. `headroom` is the share of blocks that admission leaves for those that run to grow into."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    headroom: float = 0.1
+#: Requests that are offered a place in one step beyond those that get one.
+OFFERS_BEYOND_SLOTS = 8
+#: A prefix hit shorter than this moves nobody forward (tokens).
+MIN_BONUS_HIT = 512
 
 
 @dataclass(slots=True)
@@ -47,22 +51,49 @@ class Scheduler:
 
     Invariants: a request is in `waiting` or `running` or nowhere; running requests hold blocks for all their tokens;
     the first of the running by rank is never preempted and any single request fits the pool, so each step makes
-    progress and everyone ends. At most min(max_num_seqs, max_num_batched_tokens) run, so each decode gets its token
-    in every step.
+    progress and everyone ends. No more run than there are tokens in a step, so each decode gets its token in every one.
+
+    Nobody starves. While a request waits, it is passed only by requests whose rank is smaller, which arrived at most
+    (levels between their priorities) x priority_step + cache_bonus after it, and by at most max_passes others (the fast
+    lane and those that fit where it does not); ARRIVAL_QUOTA of all places go by waiting time alone.
     """
 
-    def __init__(self, kv: KVManager, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> None:
         self.kv = kv
-        self.limits = limits
+        self.config = config
         self.counters = SchedulerCounters()
+        self.ledger = Ledger(clock)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        self.predictor = OutputPredictor(config.output_prediction)
+        self.pacer = Pacer(config)
         self._clock = clock
         self._finished: list[str] = []
+        self._reservation: Reservation | None = None
+        self._epoch = 0
+        self._stuck_epoch = -1
+        self.configure()
+
+    def configure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
+        """Change the limits of a step; only while nothing runs."""
+        assert not self.running
+        config = self.config
+        self.config = replace(
+            config,
+            max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs or config.max_num_seqs,
+        )
+        assert self.config.max_num_batched_tokens is not None
+        self.token_budget = self.config.max_num_batched_tokens
+        self.control = HeadroomControl(self.config, min(self.config.max_num_seqs, self.token_budget))
+        self.admission = Admission(self.kv, self.config, self.predictor)
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool alone (see `fits_alone`)."""
-        self.waiting.add(request)
+        request.rank = initial_rank(request, self.config)
+        self.ledger.note(request.request_id, "queued", ahead=len(self.waiting), running=len(self.running))
+        self.waiting.add(request, short=self._is_short(request))
+        self._epoch += 1
 
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a request can ever be served. The last sampled token needs no KV: nothing is computed after it."""
@@ -72,87 +103,190 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def idle_until(self) -> float | None:
+        """If the engine had better wait for more requests before it starts: until when at most (coalescing)."""
+        first = self.waiting.first_arrival
+        if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
+            return None
+        until = first.arrival_time + self.config.schedule_window
+        return until if self._clock() < until else None
+
     # -- one step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide one step: memory for those who run, then decodes, partial prefills, admissions within the budget."""
-        preempted = self._secure_memory()
-        rows: list[ScheduledRow] = []
-        budget = self._schedule_running(rows)
-        if not preempted:
-            self._admit(rows, budget)
+        """Decide one step: first memory for those who run, then decodes, partial prefills, admissions."""
+        preempted = self._secure_memory() or self._make_room_for_class()
+        behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
+        decodes = len(self.running) - len(behind)
+        step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes))
+        if behind:
+            behind.sort(key=lambda r: (r.rank, r.request_id))
+            for request in self.running:
+                if request.num_tokens - request.num_computed_tokens == 1:
+                    step.give(request, 1)
+        else:
+            for request in self.running:
+                step.give(request, 1)
+        worth_trying = bool(self.waiting) and self._epoch != self._stuck_epoch
+        self._prefill(step, behind, admit=worth_trying and (not preempted or not self.running))
         finished, self._finished = self._finished, []
-        return StepPlan(rows, finished)
+        return StepPlan(step.rows(), finished)
 
     def _secure_memory(self) -> bool:
-        """Give each running request blocks for all its tokens, preempting the last by rank until they suffice."""
-        missing = sum(self.kv.num_growing(request) for request in self.running)
+        """Give each running request blocks for all its tokens, preempting until they suffice."""
+        growing = [request for request in self.running if self.kv.num_growing(request) > 0]
+        missing = sum(self.kv.num_growing(request) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
-            victim = max(self.running, key=rank)
-            missing -= self.kv.num_growing(victim)
-            self._preempt(victim)
+            victim = choose_victim(self.running)
+            missing -= max(0, self.kv.num_growing(victim))
+            self._preempt(victim, "memory")
             preempted = True
-        for request in self.running:
-            self.kv.grow(request)
+        for request in growing:
+            if request.status is RequestStatus.RUNNING:
+                self.kv.grow(request)
         return preempted
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, reason: str) -> None:
+        self.ledger.note(
+            request.request_id,
+            "preempted",
+            reason=reason,
+            lost_tokens=request.num_computed_tokens,
+            free_blocks=self.kv.pool.num_available,
+            running=len(self.running),
+        )
         self.running.remove(request)
         self.kv.release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
-        self.waiting.add(request)
+        self.control.preempted(len(self.running))
+        self._epoch += 1
+        if reason == "memory":
+            self.waiting.move_to_head_of_class(request)
+        self.waiting.add(request, short=self._is_short(request))
 
-    def _schedule_running(self, rows: list[ScheduledRow]) -> int:
-        """One token for each decode, then chunks for unfinished prefills by rank; returns the rest of the budget."""
-        budget = self.limits.max_num_batched_tokens
-        behind = []
-        for request in self.running:
-            if request.num_tokens - request.num_computed_tokens > 1:
-                behind.append(request)
-            else:
-                rows.append(self._row(request, 1))
-                budget -= 1
-        for request in sorted(behind, key=rank):
-            budget -= self._schedule_chunk(rows, request, budget)
-        return budget
+    def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
+        """Share what decodes left of the budget: a part to short requests first, the rest by rank."""
+        lane = int(self.config.fast_lane_share * step.left)
+        for request in behind:
+            if lane > 0 and self._is_short(request):
+                lane -= self._chunk(step, request, lane)
+        if admit and self.waiting.has_short:
+            for request in self.waiting.short_ones(OFFERS_BEYOND_SLOTS):
+                if lane <= 0 or not self._admit(request):
+                    break
+                lane -= self._chunk(step, request, lane)
+        for request in behind:
+            self._chunk(step, request, step.left)
+        if admit and self.waiting and step.left > 0:
+            self._admit_in_order(step)
 
-    def _schedule_chunk(self, rows: list[ScheduledRow], request: Request, budget: int) -> int:
-        """As much of the request as the budget allows; returns the number of tokens."""
-        count = min(budget, request.num_tokens - request.num_computed_tokens)
-        if count > 0:
-            rows.append(self._row(request, count))
+    def _chunk(self, step: Step, request: Request, limit: int) -> int:
+        count = step.give(request, limit)
+        if count:
+            self.ledger.note(request.request_id, "computed", tokens=count, of=request.num_tokens)
         return count
 
-    def _row(self, request: Request, count: int) -> ScheduledRow:
-        start = request.num_computed_tokens
-        complete = start + count == request.num_tokens
-        sample = complete and request.num_output_tokens < request.sampling.max_tokens
-        return ScheduledRow(request, start, count, table_of(request).ids, sample)
+    def _admit_in_order(self, step: Step) -> None:
+        """Offer places by rank and quota while budget and slots last; past one that does not fit, to those who may.
 
-    def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
-        """Let waiting requests in, in order, while budget, slots and memory for their whole prompt last."""
-        slots = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
-        while budget > 0 and len(self.running) < slots and (request := self.waiting.head) is not None:
-            hit = self.kv.find_prefix(request)
-            if self.kv.num_missing(request, hit) > self._admissible_blocks():
-                break
-            self.waiting.remove(request)
-            self.kv.admit(request, hit)
-            self._count_admission(request)
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            budget -= self._schedule_chunk(rows, request, budget)
+        If nobody could take one, nothing changes until somebody arrives, ends or is preempted (the epoch moves on).
+        """
+        epoch, slots = self._epoch, self.control.max_running - len(self.running)
+        offers = self.waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self.config.cache_bonus)
+        for request in list(offers):
+            if step.left <= 0 or len(self.running) >= self.control.max_running:
+                return
+            if request.status is RequestStatus.WAITING and self._admit(request):
+                self.waiting.count_admission()
+                self._chunk(step, request, step.left)
+        if epoch == self._epoch and step.left > 0:
+            self._stuck_epoch = epoch
 
-    def _admissible_blocks(self) -> int:
-        """Available blocks less the headroom; with nobody running there is nobody to keep headroom for."""
-        headroom = int(self.limits.headroom * self.kv.pool.num_blocks) if self.running else 0
-        return self.kv.pool.num_available - headroom
+    def _admit(self, request: Request) -> bool:
+        """Let a waiting request in, if there is a slot, its memory, and nobody is passed who may not be."""
+        if len(self.running) >= self.control.max_running:
+            return False
+        if not self._may_go_first(request):
+            return False
+        hit = self.kv.find_prefix(request)
+        shortage = self.admission.shortage(request, hit, self.running, self.control.headroom)
+        if shortage > 0:
+            self._note_shortage(request, shortage)
+            return False
+        self._count_passes(request)
+        self.waiting.remove(request)
+        self.kv.admit(request, hit)
+        self._count_admission(request)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        self.control.admitted()
+        self._epoch += 1
+        if self._reservation is not None and self._reservation.request is request:
+            self._reservation = None
+        return True
+
+    def _may_go_first(self, request: Request) -> bool:
+        """Whether nobody is passed by this request who was passed too often, or whose place it would take."""
+        first, reserved = self.waiting.first, self._reservation
+        if first is not request and first.num_passed >= self.config.max_passes:
+            self.ledger.note(request.request_id, "held back", reason=f"{first.request_id} was passed often enough")
+            return False
+        if reserved is None or request.rank <= reserved.request.rank or self.admission.may_pass(request, reserved):
+            return True
+        self.ledger.note(request.request_id, "held back", reason=f"place kept for {reserved.request.request_id}")
+        return False
+
+    def _note_shortage(self, request: Request, shortage: int) -> None:
+        self.ledger.note(
+            request.request_id,
+            "does not fit",
+            missing_blocks=shortage,
+            free_blocks=self.kv.pool.num_available,
+            running=len(self.running),
+        )
+        if self._reservation is None or request.rank <= self._reservation.request.rank:
+            self._reservation = self.admission.reserve(request, self.running, shortage)
+
+    def _count_passes(self, request: Request) -> None:
+        """Book that `request` goes before the first in the queue, if it does."""
+        first = self.waiting.first
+        if first is not request:
+            first.num_passed += 1
+            self.ledger.note(first.request_id, "passed", by=request.request_id, times=first.num_passed)
+
+    def _make_room_for_class(self) -> bool:
+        """With all slots taken, preempt one of a lower class than the first that waits; it comes right after that."""
+        if len(self.running) < self.control.max_running or not self.waiting:
+            return False
+        first = self.waiting.first
+        lowest = max(self.running, key=lambda r: (r.priority, r.rank, r.request_id))
+        if lowest.priority <= first.priority or lowest.num_preemptions >= SAFE_AFTER:
+            return False
+        lowest.rank = max(lowest.rank, first.rank + RANK_STEP)
+        self._preempt(lowest, "class")
+        return True
+
+    def _is_short(self, request: Request) -> bool:
+        if self.config.fast_lane_share == 0:
+            return False
+        return is_short(request, request.num_computed_tokens, self.config)
+
+    def _bonus(self, request: Request) -> float:
+        hit = self.kv.find_prefix(request)
+        return self.config.cache_bonus if len(hit.nodes) * self.kv.block_size >= MIN_BONUS_HIT else 0.0
 
     def _count_admission(self, request: Request) -> None:
         """Prefix hits are counted once, on first admission; work that preemption makes us do again is kept apart."""
+        self.ledger.note(
+            request.request_id,
+            "admitted",
+            cached_tokens=request.num_computed_tokens,
+            tokens=request.num_tokens,
+            running=len(self.running),
+        )
         if request.num_preemptions:
             self.counters.recomputed_tokens += request.num_tokens - request.num_computed_tokens
             return
@@ -165,6 +299,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
         """Book what a step computed. Requests that ended with it have their `finish_reason`, and no blocks."""
+        self.pacer.learn(plan, result.elapsed)
         updates = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = row.sequence
@@ -203,6 +338,11 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self.predictor.learn(request)
+        self.ledger.note(request.request_id, "finished", reason=reason.value, output_tokens=request.num_output_tokens)
+        if self._reservation is not None and self._reservation.request is request:
+            self._reservation = None
+        self._epoch += 1
         self._finished.append(request.request_id)
 
     def check_integrity(self) -> None:

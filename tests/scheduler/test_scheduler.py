@@ -100,7 +100,7 @@ def test_eviction_takes_the_end_of_a_prefix_first() -> None:
 
 
 def test_preempted_request_goes_on_where_it_was() -> None:
-    harness = Harness(num_blocks=10)
+    harness = Harness(num_blocks=10, output_prediction="none")
     pair = [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=i)) for i in range(2)]
     harness.run()
     assert_right(*pair)
@@ -110,7 +110,7 @@ def test_preempted_request_goes_on_where_it_was() -> None:
 
 
 def test_recomputation_is_no_prefix_hit() -> None:
-    harness = Harness(num_blocks=12, max_num_seqs=8)
+    harness = Harness(num_blocks=12, max_num_seqs=8, output_prediction="none")
     for i in range(12):
         harness.add(make_request(f"r{i}", tokens(40, seed=i + 1), 40, arrival=i))
     harness.run()
@@ -157,14 +157,14 @@ def test_two_prompts_that_fill_the_pool_half_way_both_end() -> None:
 
 
 def test_thirty_requests_in_a_pool_for_a_few() -> None:
-    harness = Harness(num_blocks=20, budget=256, max_num_seqs=30)
+    harness = Harness(num_blocks=20, budget=256, max_num_seqs=30, output_prediction="none")
     requests = [harness.add(make_request(f"r{i}", tokens(32, seed=i), 128, arrival=i)) for i in range(30)]
     harness.run()
     assert_right(*requests)
 
 
 def test_a_low_class_is_preempted_first_and_all_end() -> None:
-    harness = Harness(num_blocks=12)
+    harness = Harness(num_blocks=12, output_prediction="none")
     low = harness.add(make_request("low", tokens(32, seed=1), 64, arrival=0, priority=5))
     high = [harness.add(make_request(f"high{i}", tokens(32, seed=2 + i), 64, arrival=1 + i)) for i in range(2)]
     harness.run()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, SamplingParams
-from llmsched.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from llmsched.engine.scheduler.policies import make_scheduler
 
 VOCAB = 1000
 BLOCK = 16
@@ -73,10 +75,13 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: flo
 class Harness:
     """A scheduler with a fake executor, stepped by hand."""
 
-    def __init__(self, num_blocks: int, budget: int = 64, max_num_seqs: int = 16, caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, budget: int = 64, max_num_seqs: int = 16, caching: bool = True, **knobs: Any
+    ) -> None:
         self.time = 0.0
+        config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **knobs)
         kv = KVManager(num_blocks, BLOCK, caching)
-        self.scheduler = Scheduler(kv, SchedulerLimits(max_num_seqs, budget), lambda: self.time)
+        self.scheduler = make_scheduler(kv, config, lambda: self.time)
         self.executor = FakeExecutor(num_blocks, BLOCK)
 
     def add(self, request: Request) -> Request:
@@ -87,7 +92,7 @@ class Harness:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan.rows, "no progress"
-        assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+        assert plan.num_tokens <= self.scheduler.token_budget
         self.scheduler.update(plan, self.executor.execute(plan))
         self.scheduler.check_integrity()
         self.time += 1.0

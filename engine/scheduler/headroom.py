@@ -1,0 +1,78 @@
+"""The loop against thrash: preemptions make admission more careful, quiet makes it bolder again."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from llmsched.engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+#: Admissions over which the preemption rate is taken.
+WINDOW = 64
+#: Above the first rate the headroom grows, below the second it decays; between them it stays (hysteresis).
+THRASH_RATE = 0.05
+QUIET_RATE = 0.01
+GROWTH = 1.3
+DECAY = 0.95
+#: The concurrency cap shrinks and recovers by these factors.
+CAP_SHRINK = 0.85
+CAP_GROWTH = 1.1
+
+
+class HeadroomControl:
+    """`headroom` is the share of blocks that admission keeps free, `max_running` the concurrency cap.
+
+    Once per half window of admissions the preemptions in the window are looked at; every change is logged and counted.
+    """
+
+    def __init__(self, config: EngineConfig, slots: int) -> None:
+        self.headroom = config.headroom
+        self.max_running = slots
+        self.num_changes = 0
+        self._slots = slots
+        self._least = config.headroom
+        self._most = max(config.headroom, config.max_headroom)
+        self._preemptions: deque[int] = deque([0], maxlen=WINDOW)
+        self._since_change = 0
+
+    def admitted(self) -> None:
+        """A request was admitted; looks at the window now and then."""
+        self._preemptions.append(0)
+        self._since_change += 1
+        if self._since_change >= WINDOW // 2:
+            self._adjust()
+
+    def preempted(self, num_running: int) -> None:
+        """A request was preempted with `num_running` left."""
+        self._preemptions[-1] += 1
+        if sum(self._preemptions) > THRASH_RATE * WINDOW and self._since_change >= WINDOW // 8:
+            self._tighten(num_running)
+
+    def _adjust(self) -> None:
+        rate = sum(self._preemptions) / len(self._preemptions)
+        if rate < QUIET_RATE and (self.headroom > self._least or self.max_running < self._slots):
+            cap = min(self._slots, int(self.max_running * CAP_GROWTH) + 1)
+            self._set(max(self._least, self.headroom * DECAY), cap, rate)
+        self._since_change = 0
+
+    def _tighten(self, num_running: int) -> None:
+        rate = sum(self._preemptions) / len(self._preemptions)
+        cap = max(1, int(min(self.max_running, num_running) * CAP_SHRINK))
+        self._set(min(self._most, max(self.headroom, 0.02) * GROWTH), cap, rate)
+        self._since_change = 0
+
+    def _set(self, headroom: float, cap: int, rate: float) -> None:
+        if (headroom, cap) == (self.headroom, self.max_running):
+            return
+        logger.info(
+            "preemption rate %.1f%%: headroom %.1f%% -> %.1f%%, concurrency cap %d -> %d",
+            100 * rate,
+            100 * self.headroom,
+            100 * headroom,
+            self.max_running,
+            cap,
+        )
+        self.headroom, self.max_running = headroom, cap
+        self.num_changes += 1

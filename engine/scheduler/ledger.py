@@ -1,0 +1,52 @@
+"""Why each request was delayed, cut, or thrown out: the decisions that cost it something, in order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Ended requests whose entries are kept, and entries kept per request.
+MAX_REQUESTS = 2048
+MAX_ENTRIES = 256
+
+Detail = int | float | str
+
+
+@dataclass(slots=True)
+class Entry:
+    """One decision. `time` and `until` are seconds of the engine's clock: the same decision, taken again and again, is
+    one entry with a `count`.
+    """
+
+    time: float
+    what: str
+    details: dict[str, Detail]
+    until: float
+    count: int = 1
+
+
+class Ledger:
+    """Entries of the latest requests, by request id. Costs nothing for a step in which nothing is decided."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._entries: OrderedDict[str, list[Entry]] = OrderedDict()
+
+    def note(self, request_id: str, what: str, **details: Detail) -> None:
+        """Write down a decision. One that repeats the last is merged with it and keeps the newest numbers."""
+        now = self._clock()
+        entries = self._entries.get(request_id)
+        if entries is None:
+            entries = self._entries[request_id] = []
+            if len(self._entries) > MAX_REQUESTS:
+                self._entries.popitem(last=False)
+        last = entries[-1] if entries else None
+        if last is not None and last.what == what and last.details.get("reason") == details.get("reason"):
+            last.details, last.until, last.count = details, now, last.count + 1
+        elif len(entries) < MAX_ENTRIES:
+            entries.append(Entry(now, what, details, now))
+
+    def entries(self, request_id: str) -> list[Entry]:
+        """What was noted for a request, oldest first; empty if it is unknown or long gone."""
+        return self._entries.get(request_id, [])

@@ -1,0 +1,54 @@
+"""Static batching, the baseline: a batch lives until its longest member is done."""
+
+from __future__ import annotations
+
+from llmsched.engine.kv.manager import table_of
+from llmsched.engine.request import FinishReason, Request, RequestStatus
+from llmsched.engine.scheduler.scheduler import Scheduler
+from llmsched.engine.scheduler.step import Step
+
+
+class StaticScheduler(Scheduler):
+    """Forms a batch of up to max_num_seqs requests when the last one is done, each with KV for max_model_len reserved.
+
+    Members that end early keep their place and their blocks until the batch ends, as in a padded batch. Kinder to the
+    baseline than most real ones: prompts are not padded, and each token is handed out as soon as it is there.
+    """
+
+    def _secure_memory(self) -> bool:
+        return False
+
+    def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
+        if not self.running:
+            behind = self._form_batch()
+        for request in behind:
+            self._chunk(step, request, step.left)
+
+    def _form_batch(self) -> list[Request]:
+        assert self.config.max_model_len is not None
+        reserved = self.kv.num_blocks_for(self.config.max_model_len)
+        size = min(self.control.max_running, max(1, self.kv.pool.num_blocks // reserved))
+        for request in list(self.waiting)[:size]:
+            self.waiting.remove(request)
+            self.kv.admit(request, self.kv.find_prefix(request))
+            self._count_admission(request)
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+        for request in self.running:
+            table = table_of(request)
+            table.extend(self.kv.pool.allocate(min(reserved - len(table), self.kv.pool.num_available)))
+        return list(self.running)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request; its blocks stay taken while other members run."""
+        if request.status is not RequestStatus.RUNNING or len(self.running) == 1:
+            super().finish(request, reason)
+            self._release_batch()
+            return
+        table = table_of(request)
+        self.kv.hold(table)
+        super().finish(request, reason)
+
+    def _release_batch(self) -> None:
+        if not self.running:
+            self.kv.release_held()

@@ -1,0 +1,34 @@
+"""One step being put together: who gets how many tokens."""
+
+from __future__ import annotations
+
+from llmsched.engine.executor.base import ScheduledRow
+from llmsched.engine.kv.manager import table_of
+from llmsched.engine.request import Request
+
+
+class Step:
+    """Tokens given out so far, `left` of the token budget."""
+
+    def __init__(self, token_budget: int) -> None:
+        self.left = token_budget
+        self._counts: dict[Request, int] = {}
+
+    def give(self, request: Request, limit: int) -> int:
+        """Let the request compute as much of what it is behind as `limit` and the budget allow; returns how much."""
+        given = self._counts.get(request, 0)
+        count = min(limit, self.left, request.num_tokens - request.num_computed_tokens - given)
+        if count > 0:
+            self._counts[request] = given + count
+            self.left -= count
+        return max(0, count)
+
+    def rows(self) -> list[ScheduledRow]:
+        return [_row(request, count) for request, count in self._counts.items()]
+
+
+def _row(request: Request, count: int) -> ScheduledRow:
+    start = request.num_computed_tokens
+    complete = start + count == request.num_tokens
+    sample = complete and request.num_output_tokens < request.sampling.max_tokens
+    return ScheduledRow(request, start, count, table_of(request).ids, sample)
