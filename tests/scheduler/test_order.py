@@ -1,0 +1,164 @@
+"""Who goes first: ranks, quota, fast lane, passing, classes."""
+
+from __future__ import annotations
+
+from fakes import Harness, assert_right, make_request, tokens
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.request import Request, RequestStatus
+from llmsched.engine.scheduler.waiting import WaitingQueue, initial_rank
+
+CONFIG = EngineConfig()
+
+
+def queue(*requests: Request) -> WaitingQueue:
+    waiting = WaitingQueue()
+    for request in requests:
+        request.rank = initial_rank(request, CONFIG)
+        waiting.add(request, short=False)
+    return waiting
+
+
+def names(waiting: WaitingQueue, count: int = 99) -> list[str]:
+    return [request.request_id for request in waiting.in_order(count, lambda _: 0.0, 0.0)]
+
+
+def test_a_priority_level_is_worth_its_waiting_and_no_more() -> None:
+    waiting = queue(
+        make_request("batch", [1], arrival=0, priority=1),
+        make_request("soon", [1], arrival=9),
+        make_request("late", [1], arrival=11),
+    )
+    assert names(waiting) == ["soon", "batch", "late"]
+
+
+def test_a_part_of_the_places_goes_by_waiting_time_alone() -> None:
+    cold = make_request("cold", [1], arrival=0, priority=5)
+    waiting = queue(cold, *(make_request(f"hot{i:02}", [1], arrival=1 + i / 10) for i in range(20)))
+    taken = []
+    while cold.request_id not in taken:
+        first = next(iter(waiting.in_order(1, lambda _: 0.0, 0.0)))
+        waiting.remove(first)
+        waiting.count_admission()
+        taken.append(first.request_id)
+    assert len(taken) <= 4
+
+
+def test_cache_bonus_moves_only_those_that_are_near() -> None:
+    waiting = queue(*(make_request(f"r{i}", [1], arrival=float(i)) for i in range(6)))
+    order = [r.request_id for r in waiting.in_order(9, lambda r: 2.5 if r.request_id in ("r2", "r5") else 0.0, 2.5)]
+    assert order == ["r2", "r0", "r1", "r3", "r4", "r5"]
+
+
+def test_preempted_requests_come_before_their_class() -> None:
+    waiting = queue(*(make_request(f"r{i}", [1], arrival=float(i)) for i in range(3)))
+    victim = make_request("victim", [1], arrival=9)
+    victim.rank = 9.0
+    waiting.move_to_head_of_class(victim)
+    waiting.add(victim, short=False)
+    assert names(waiting)[0] == "victim"
+
+
+def first_steps(harness: Harness, *requests: Request) -> dict[str, int]:
+    """The step in which each request computed its last prompt token."""
+    steps: dict[str, int] = {}
+    for step in range(1000):
+        if not harness.scheduler.has_work():
+            break
+        harness.step()
+        for request in requests:
+            if request.num_output_tokens and request.request_id not in steps:
+                steps[request.request_id] = step
+    return steps
+
+
+def test_fast_lane_lets_a_short_request_through_long_prefills() -> None:
+    steps = {}
+    for share in (0.0, 0.3):
+        harness = Harness(600, budget=100, fast_lane_share=share)
+        long = [harness.add(make_request(f"long{i}", tokens(2000, seed=i), 1, arrival=float(i))) for i in range(3)]
+        short = harness.add(make_request("short", tokens(16, seed=9), 1, arrival=3.0))
+        steps[share] = first_steps(harness, short)["short"]
+        assert_right(short, *long)
+    assert steps[0.3] == 0
+    assert steps[0.0] >= 59
+
+
+def test_fast_lane_takes_only_its_share_and_leaves_the_rest() -> None:
+    harness = Harness(600, budget=100, fast_lane_share=0.3, max_num_seqs=64)
+    long = harness.add(make_request("long", tokens(1000), 1, arrival=0.0))
+    short = [harness.add(make_request(f"s{i}", tokens(60, seed=i + 1), 1, arrival=1.0)) for i in range(8)]
+    harness.step()
+    assert long.num_computed_tokens == 70
+    assert sum(r.num_computed_tokens for r in short) == 30
+    harness.run()
+    assert_right(long, *short)
+
+
+def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_before_it_would() -> None:
+    harness = Harness(20, budget=256, headroom=0.0, fast_lane_share=0.0)
+    running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
+    harness.step()
+    head = harness.add(make_request("head", tokens(200, seed=1), 10, arrival=1.0))
+    quick = harness.add(make_request("quick", tokens(20, seed=2), 8, arrival=2.0))
+    slow = harness.add(make_request("slow", tokens(20, seed=3), 200, arrival=3.0))
+    harness.step()
+    assert quick.status is RequestStatus.RUNNING
+    assert (head.status, slow.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
+    harness.run()
+    assert_right(running, head, quick, slow)
+    assert head.first_scheduled_time is not None
+    assert slow.first_scheduled_time is not None
+    assert head.first_scheduled_time <= slow.first_scheduled_time
+
+
+def test_passing_is_bounded() -> None:
+    harness = Harness(40, budget=256, headroom=0.0, max_passes=3, max_num_seqs=4, output_prediction="none")
+    harness.add(make_request("running", tokens(300), 150, arrival=0.0))
+    harness.step()
+    head = harness.add(make_request("head", tokens(400, seed=1), 4, arrival=1.0))
+    for i in range(30):
+        harness.add(make_request(f"q{i}", tokens(10, seed=i + 2), 2, arrival=2.0 + i))
+    while head.status is not RequestStatus.FINISHED:
+        harness.step()
+    assert head.num_passed == 3
+
+
+def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
+    harness = Harness(64, max_num_seqs=1)
+    low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
+    for _ in range(5):
+        harness.step()
+    high = harness.add(make_request("high", tokens(20, seed=1), 4, arrival=100.0))
+    done = first_steps(harness, high, low)
+    assert done["high"] <= 2
+    assert low.num_preemptions == 1
+    assert_right(low, high)
+
+
+def test_a_cold_request_is_served_among_hot_ones_that_keep_coming() -> None:
+    harness = Harness(200, budget=256, max_num_seqs=2, cache_bonus=20.0)
+    shared = tokens(600)
+    harness.add(make_request("warm", shared, 1))
+    harness.run()
+    cold = harness.add(make_request("cold", tokens(600, seed=7), 4, arrival=harness.time))
+    admitted = 0
+    while cold.status is RequestStatus.WAITING:
+        while len(harness.scheduler.waiting) < 8:
+            admitted += 1
+            harness.add(make_request(f"hot{admitted:03}", [*shared, admitted], 2, arrival=harness.time))
+        harness.step()
+    assert cold.num_passed <= harness.scheduler.config.max_passes
+
+
+def test_an_idle_engine_may_wait_for_a_batch() -> None:
+    harness = Harness(64, schedule_window=2.0, min_schedule_batch=3)
+    harness.add(make_request("a", tokens(20), 4, arrival=0.0))
+    assert harness.scheduler.idle_until() == 2.0
+    harness.time = 2.0
+    assert harness.scheduler.idle_until() is None
+    harness.run()
+    harness.time = 10.0
+    for i in range(3):
+        harness.add(make_request(f"b{i}", tokens(20, seed=i), 4, arrival=10.0))
+    assert harness.scheduler.idle_until() is None

@@ -1,0 +1,178 @@
+"""The parts of the scheduler alone: prediction, peak, headroom, pacing, ledger, baselines."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import Harness, assert_right, make_request, tokens
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
+from llmsched.engine.request import FinishReason, RequestStatus
+from llmsched.engine.scheduler.admission import Growth, future_peak
+from llmsched.engine.scheduler.headroom import HeadroomControl
+from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
+from llmsched.engine.scheduler.pacing import LEAST_PREFILL, Pacer
+from llmsched.engine.scheduler.prediction import MIN_SAMPLES, OutputPredictor
+
+
+def simulated_peak(growths: list[Growth]) -> int:
+    """Token by token: all grow together, each leaves when it has added what remained to it."""
+    peak = 0
+    for step in range(max(g.remaining for g in growths) + 1):
+        peak = max(peak, sum(g.held + step for g in growths if g.remaining >= step))
+    return peak
+
+
+@pytest.mark.parametrize(
+    "growths",
+    [
+        [Growth(10, 5)],
+        [Growth(10, 5), Growth(3, 9), Growth(7, 1)],
+        [Growth(100, 1), Growth(1, 100)],
+        [Growth(4, 4)] * 5,
+        [Growth(i * 7 % 13, i * 5 % 11) for i in range(20)],
+    ],
+)
+def test_peak_is_what_a_token_by_token_simulation_gives(growths: list[Growth]) -> None:
+    assert future_peak(growths) == simulated_peak(growths)
+
+
+def ended(length: int, max_tokens: int = 1000) -> object:
+    request = make_request("r", [1] * 4, max_tokens)
+    request.sampling = type(request.sampling)(max_tokens=max_tokens)
+    request.token_ids += [1] * length
+    request.finish_reason = FinishReason.STOP
+    return request
+
+
+def test_prediction_is_a_quantile_of_those_that_got_as_far() -> None:
+    predictor = OutputPredictor("learned")
+    fresh = ended(0)
+    assert predictor.remaining(fresh) == 1000, "nothing learned yet: max_tokens"  # type: ignore[arg-type]
+    for length in range(1, 101):
+        predictor.learn(ended(length))  # type: ignore[arg-type]
+    assert predictor.remaining(fresh) == 80  # type: ignore[arg-type]
+    assert predictor.remaining(ended(60)) == 92 - 60  # type: ignore[arg-type]
+    assert predictor.remaining(ended(200)) == 800, "longer than all seen: max_tokens"  # type: ignore[arg-type]
+    assert predictor.remaining(ended(0, max_tokens=30)) == 30  # type: ignore[arg-type]
+
+
+def test_prediction_needs_samples() -> None:
+    predictor = OutputPredictor("learned")
+    for _ in range(MIN_SAMPLES - 1):
+        predictor.learn(ended(5))  # type: ignore[arg-type]
+    assert predictor.remaining(ended(0)) == 1000  # type: ignore[arg-type]
+
+
+def test_headroom_grows_under_thrash_and_decays_in_quiet() -> None:
+    control = HeadroomControl(EngineConfig(headroom=0.1, max_headroom=0.25), slots=32)
+    for i in range(200):
+        control.admitted()
+        if i % 4 == 0:
+            control.preempted(num_running=20)
+    assert 0.1 < control.headroom <= 0.25
+    assert control.max_running < 32
+    tight = control.headroom
+    for _ in range(3000):
+        control.admitted()
+    assert control.headroom == pytest.approx(0.1)
+    assert control.headroom < tight
+    assert control.max_running == 32
+
+
+def test_headroom_stays_between_the_two_rates() -> None:
+    control = HeadroomControl(EngineConfig(headroom=0.1), slots=32)
+    for i in range(640):
+        control.admitted()
+        if i % 32 == 0:
+            control.preempted(num_running=20)
+    assert control.num_changes == 0
+
+
+def test_step_time_model_finds_the_coefficients() -> None:
+    model = StepTimeModel()
+    for i in range(60):
+        shape = StepShape(i * 37 % 500, i * 11 % 64, i * 977 % 20000)
+        model.learn(shape, 0.004 + 20e-6 * shape.prefill_tokens + 50e-6 * shape.decode_seqs + 1e-7 * shape.kv_tokens)
+    assert model.predict(StepShape(256, 32, 5000)) == pytest.approx(0.004 + 0.00512 + 0.0016 + 0.0005, rel=0.02)
+    assert model.prefill_tokens_within(0.010, 32, 5000) == pytest.approx(195, abs=6)
+
+
+def test_pacer_sizes_steps_only_with_a_target_a_model_and_decodes() -> None:
+    request = make_request("r", [1] * 100)
+    pacer = Pacer(EngineConfig(target_itl=0.010))
+    assert pacer.token_budget(2048, [request], 1) == 2048, "not trusted yet"
+    for i in range(MIN_STEPS * 2):
+        pacer.model.learn(StepShape(i * 13 % 300, 1, 100), 0.004 + 20e-6 * (i * 13 % 300))
+    assert pacer.token_budget(2048, [request], 1) == pytest.approx(300, abs=10)
+    assert pacer.token_budget(2048, [request], 0) == 2048, "nobody waits for a next token"
+    assert Pacer(EngineConfig()).token_budget(2048, [request], 1) == 2048
+    tight = Pacer(EngineConfig(target_itl=0.001))
+    tight.model = pacer.model
+    assert tight.token_budget(2048, [request], 1) == 1 + LEAST_PREFILL
+
+
+def test_ledger_merges_what_repeats_and_forgets_the_oldest() -> None:
+    time = 0.0
+    ledger = Ledger(lambda: time)
+    for step in range(10):
+        time = float(step)
+        ledger.note("a", "does not fit", missing_blocks=10 - step)
+    (entry,) = ledger.entries("a")
+    assert (entry.time, entry.until, entry.count, entry.details) == (0.0, 9.0, 10, {"missing_blocks": 1})
+    for i in range(2 * MAX_ENTRIES):
+        ledger.note("a", str(i % 2))
+    assert len(ledger.entries("a")) == MAX_ENTRIES
+    for i in range(MAX_REQUESTS):
+        ledger.note(f"r{i}", "queued")
+    assert ledger.entries("a") == []
+
+
+def test_ledger_tells_the_way_of_a_request() -> None:
+    harness = Harness(10, output_prediction="none")
+    pair = [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=float(i))) for i in range(2)]
+    harness.run()
+    told = [entry.what for entry in harness.scheduler.ledger.entries(pair[1].request_id)]
+    assert told == ["queued", "admitted", "computed", "preempted", "does not fit", "admitted", "computed", "finished"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sptf", "serial", "static", "fair"])
+def test_every_policy_gives_the_right_tokens(policy: str) -> None:
+    harness = Harness(40, budget=64, max_num_seqs=4, scheduling_policy=policy, max_model_len=160)
+    requests = [
+        harness.add(make_request(f"r{i:02}", tokens(10 + 13 * i % 90, seed=i), 5 + 7 * i % 60, arrival=float(i)))
+        for i in range(16)
+    ]
+    harness.run()
+    assert_right(*requests)
+
+
+def test_serial_runs_one_at_a_time_and_sptf_the_shortest_first() -> None:
+    harness = Harness(64, scheduling_policy="serial")
+    for i in range(3):
+        harness.add(make_request(f"r{i}", tokens(10, seed=i), 4, arrival=float(i)))
+    while harness.scheduler.has_work():
+        harness.step()
+        assert len(harness.scheduler.running) <= 1
+    harness = Harness(64, max_num_seqs=1, scheduling_policy="sptf")
+    long = harness.add(make_request("long", tokens(100), 50, arrival=0.0))
+    short = harness.add(make_request("short", tokens(10, seed=1), 4, arrival=1.0))
+    harness.step()
+    assert (short.status, long.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+
+
+def test_static_batch_lives_until_its_longest_member_ends_and_reserves_for_the_maximum() -> None:
+    harness = Harness(40, budget=256, max_num_seqs=4, scheduling_policy="static", max_model_len=160)
+    short = harness.add(make_request("short", tokens(10), 2, arrival=0.0))
+    long = harness.add(make_request("long", tokens(10, seed=1), 30, arrival=1.0))
+    late = harness.add(make_request("late", tokens(10, seed=2), 2, arrival=2.0))
+    other = harness.add(make_request("other", tokens(10, seed=3), 2, arrival=3.0))
+    after = harness.add(make_request("after", tokens(10, seed=4), 2, arrival=4.0))
+    harness.step()
+    assert harness.scheduler.kv.pool.num_used == 40
+    while long.status is not RequestStatus.FINISHED:
+        assert after.status is RequestStatus.WAITING
+        harness.step()
+    harness.run()
+    assert_right(short, long, late, other, after)
+    assert harness.scheduler.kv.pool.num_used == 0
