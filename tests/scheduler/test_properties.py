@@ -19,10 +19,25 @@ class SchedulerLife(RuleBasedStateMachine):
         super().__init__()
         self.requests: list[Request] = []
 
-    @initialize(blocks=st.integers(6, 40), budget=st.integers(1, 100), seqs=st.integers(1, 12), caching=st.booleans())
-    def start(self, blocks: int, budget: int, seqs: int, caching: bool) -> None:
-        self.harness = Harness(blocks, budget, seqs, caching)
+    @initialize(
+        blocks=st.integers(6, 40),
+        budget=st.integers(1, 100),
+        seqs=st.integers(1, 12),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fair", "fair", "fair", "fcfs", "sptf", "serial", "static"]),
+        prediction=st.sampled_from(["none", "max_tokens", "learned"]),
+    )
+    def start(self, blocks: int, budget: int, seqs: int, caching: bool, policy: str, prediction: str) -> None:
         self.capacity = blocks * BLOCK
+        self.harness = Harness(
+            blocks,
+            budget,
+            seqs,
+            caching,
+            scheduling_policy=policy,
+            output_prediction=prediction,
+            max_model_len=self.capacity + 1,
+        )
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -81,5 +96,5 @@ class SchedulerLife(RuleBasedStateMachine):
         assert self.harness.scheduler.kv.pool.num_used == 0
 
 
-SchedulerLife.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, derandomize=True)
+SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)
 TestSchedulerLife = SchedulerLife.TestCase
