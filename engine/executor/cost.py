@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmsched.engine.executor.base import StepPlan
+
 #: Steps after which older ones count half.
 HALF_LIFE = 200
 #: Steps before the fit is trusted.
@@ -18,6 +20,13 @@ class StepShape(NamedTuple):
     prefill_tokens: int
     decode_seqs: int
     kv_tokens: int
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """The shape of a step; a row of one token counts as a decode."""
+    decodes = sum(row.num_tokens == 1 for row in plan.rows)
+    kv_tokens = sum(row.start + row.num_tokens for row in plan.rows)
+    return StepShape(plan.num_tokens - decodes, decodes, kv_tokens)
 
 
 class StepTimeModel:

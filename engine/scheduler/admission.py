@@ -6,10 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.manager import KVManager, PrefixHit, table_of
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.prediction import OutputPredictor
+
+#: Standard deviations of the held tokens by which the expected peak is raised.
+RISK = 1.0
+#: Numbers of steps ahead at which the expected peak is looked at.
+HORIZON_POINTS = 16
 
 
 class Growth(NamedTuple):
@@ -30,6 +38,17 @@ def future_peak(growths: Iterable[Growth]) -> int:
         held += growth.held
         peak = max(peak, held + growth.remaining * count)
     return peak
+
+
+def expected_peak(held: npt.NDArray[np.int64], alive: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> float:
+    """Like future_peak where lengths are uncertain: the largest, over `steps` ahead, of mean plus RISK deviations.
+
+    held [n] tokens now, alive [n, len(steps)] the probability that each still runs after so many steps, independently.
+    """
+    size = held[:, None] + steps
+    mean = (alive * size).sum(axis=0)
+    variance = (alive * (1 - alive) * size.astype(float) ** 2).sum(axis=0)
+    return float((mean + RISK * np.sqrt(variance)).max())
 
 
 @dataclass(slots=True)
@@ -65,14 +84,19 @@ class Admission:
         """Blocks held at the peak. Blocks that running requests share are counted once, as they are now."""
         size = self._kv.block_size
         tables = [len(table_of(other)) for other in running]
-        growths = [
-            Growth(blocks * size, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - blocks * size))
-            for other, blocks in zip(running, tables, strict=True)
-        ]
-        own = self._kv.num_blocks_for(request.num_tokens) * size
-        growths.append(Growth(own, max(0, request.num_tokens + self._predictor.remaining(request) - 1 - own)))
+        held = [blocks * size for blocks in tables] + [self._kv.num_blocks_for(request.num_tokens) * size]
+        everyone = [*running, request]
+        if any(self._predictor.knows(other) for other in everyone):
+            longest = max(other.sampling.max_tokens - other.num_output_tokens for other in everyone)
+            steps = np.unique(np.geomspace(1, max(2, longest), HORIZON_POINTS).astype(np.int64))
+            tokens = expected_peak(np.array(held), self._predictor.survival(everyone, steps), steps)
+        else:
+            tokens = future_peak(
+                Growth(now, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - now))
+                for other, now in zip(everyone, held, strict=True)
+            )
         shared = sum(tables) - self._kv.pool.num_used
-        return self._kv.num_blocks_for(future_peak(growths)) - max(0, shared)
+        return self._kv.num_blocks_for(int(tokens)) - max(0, shared)
 
     def reserve(self, request: Request, running: Sequence[Request], shortage: int) -> Reservation:
         """When a request that lacks `shortage` blocks will fit: after enough of those that run have ended."""

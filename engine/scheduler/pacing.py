@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan
-from llmsched.engine.executor.cost import StepShape, StepTimeModel
+from llmsched.engine.executor.cost import StepTimeModel, shape_of
 from llmsched.engine.request import Request
 
 #: Prefill tokens that every step may take, so that prefills go on when decodes alone miss the target.
@@ -34,8 +34,5 @@ class Pacer:
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Take in a step that has been computed."""
-        if self._target is None:
-            return
-        decodes = sum(row.num_tokens == 1 for row in plan.rows)
-        kv_tokens = sum(row.start + row.num_tokens for row in plan.rows)
-        self.model.learn(StepShape(plan.num_tokens - decodes, decodes, kv_tokens), seconds)
+        if self._target is not None:
+            self.model.learn(shape_of(plan), seconds)

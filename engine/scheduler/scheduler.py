@@ -194,7 +194,7 @@ class Scheduler:
 
         If nobody could take one, nothing changes until somebody arrives, ends or is preempted (the epoch moves on).
         """
-        epoch, slots = self._epoch, self.control.max_running - len(self.running)
+        epoch, slots = self._epoch, max(0, self.control.max_running - len(self.running))
         offers = self.waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self.config.cache_bonus)
         for request in list(offers):
             if step.left <= 0 or len(self.running) >= self.control.max_running:
