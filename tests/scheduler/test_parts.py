@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fakes import Harness, assert_right, make_request, tokens
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.request import FinishReason, RequestStatus
-from llmsched.engine.scheduler.admission import Growth, future_peak
+from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.pacing import LEAST_PREFILL, Pacer
@@ -51,10 +52,30 @@ def test_prediction_is_a_quantile_of_those_that_got_as_far() -> None:
     assert predictor.remaining(fresh) == 1000, "nothing learned yet: max_tokens"  # type: ignore[arg-type]
     for length in range(1, 101):
         predictor.learn(ended(length))  # type: ignore[arg-type]
-    assert predictor.remaining(fresh) == 80  # type: ignore[arg-type]
-    assert predictor.remaining(ended(60)) == 92 - 60  # type: ignore[arg-type]
+    assert predictor.remaining(fresh) == 65  # type: ignore[arg-type]
+    assert predictor.remaining(ended(60)) == 86 - 60  # type: ignore[arg-type]
     assert predictor.remaining(ended(200)) == 800, "longer than all seen: max_tokens"  # type: ignore[arg-type]
     assert predictor.remaining(ended(0, max_tokens=30)) == 30  # type: ignore[arg-type]
+
+
+def test_survival_is_the_share_of_those_that_got_further() -> None:
+    predictor = OutputPredictor("learned")
+    for length in range(1, 101):
+        predictor.learn(ended(length))  # type: ignore[arg-type]
+    steps = np.array([1, 10, 40, 41])
+    alive = predictor.survival([ended(0), ended(60), ended(60, max_tokens=70)], steps)  # type: ignore[list-item]
+    assert alive[0] == pytest.approx([1.0, 0.91, 0.61, 0.6])
+    assert alive[1] == pytest.approx([1.0, 31 / 40, 1 / 40, 0.0])
+    assert alive[2] == pytest.approx([1.0, 31 / 40, 0.0, 0.0])
+
+
+def test_expected_peak_is_the_certain_one_where_nothing_is_uncertain() -> None:
+    held, remaining = np.array([10, 3, 7]), np.array([5, 9, 1])
+    steps = np.arange(1, 10)
+    alive = (steps <= remaining[:, None]).astype(float)
+    growths = [Growth(int(h), int(r)) for h, r in zip(held, remaining, strict=True)]
+    assert expected_peak(held, alive, steps) == future_peak(growths)
+    assert expected_peak(held, alive * 0.5, steps) < future_peak(growths)
 
 
 def test_prediction_needs_samples() -> None:
