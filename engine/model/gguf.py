@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.source import first_line
+from llmsched.engine.model.source import one_line
 
 #: GGUF architecture -> (transformers model type, its class for causal language modelling).
 ARCHITECTURES = {
@@ -58,7 +58,7 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({first_line(error)})") from error
+        raise ModelError(f"{path}: cannot be read ({one_line(error)})") from error
     return _read(path, stat.st_mtime_ns, stat.st_size)
 
 
@@ -69,7 +69,7 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
         metadata = {name: _value(field) for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ModelError(
-            f"{path}: is no readable GGUF file, or is cut short ({first_line(error)}); download it again"
+            f"{path}: is no readable GGUF file, or is cut short ({one_line(error)}); download it again"
         ) from error
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"{path}: is one part of a split file; join the parts with llama-gguf-split --merge")

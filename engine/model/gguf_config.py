@@ -174,11 +174,11 @@ def _gemma3(file: GGUFFile, fields: Fields) -> Fields:
     }
 
 
-def _gemma_scalar(file: GGUFFile, fields: Fields) -> float:
+def _gemma_scalar(file: GGUFFile, fields: Fields) -> int:
     """Queries are scaled by 1/sqrt of this; GGUF does not store it."""
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
-        return float(fields["hidden_size"] / fields["num_attention_heads"])
-    return float(fields["head_dim"])
+        return int(fields["hidden_size"] // fields["num_attention_heads"])
+    return int(fields["head_dim"])
 
 
 _SPECIAL: dict[str, Callable[[GGUFFile, Fields], Fields]] = {"phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import ModelError, RequestError
 from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.model.source import ModelSource, first_line, locate
-from llmsched.engine.model.support import check_supported
+from llmsched.engine.model.source import ModelSource, one_line, locate
+from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         try:
             fast = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # damaged files raise whatever the parser raises
-            raise ModelError(f"model {source.spec}: its tokenizer cannot be read: {first_line(error)}") from error
+            raise ModelError(f"model {source.spec}: its tokenizer cannot be read: {one_line(error)}") from error
     if not fast.is_fast:
         raise ModelError(
             f"model {source.spec}: {type(fast).__name__} has no fast version; add a tokenizer.json to the directory"
@@ -80,7 +81,7 @@ def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenize
     ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
     return ModelInfo(
         name=source.name,
-        architecture=config.architectures[0],
+        architecture=architecture_of(config),
         vocab_size=config.vocab_size,
         max_position=_max_position(source, config),
         eos_token_ids=ends,
@@ -106,7 +107,7 @@ def load_model(
     from llmsched.engine.model.checkpoint import with_progress
 
     state = with_progress(_open_weights(source), f"loading {source.name}", progress)
-    model_class = getattr(transformers, config.architectures[0])
+    model_class = getattr(transformers, architecture_of(config))
     with _quiet_transformers():
         model, report = model_class.from_pretrained(
             None,
@@ -154,14 +155,13 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    """Move to `device`, one parameter after the other so that it can be watched; shared parameters stay shared."""
+    """Move to `device`, one tensor after the other so that it can be watched; shared ones stay shared."""
     if device == "cpu":
         return
-    parameters = list(model.parameters())
-    for done, parameter in enumerate(parameters, start=1):
-        parameter.data = parameter.data.to(device)
-        progress(f"moving to {device}", done, len(parameters))
-    model.to(device)  # buffers
+    tensors = [*model.parameters(), *model.buffers()]
+    for done, tensor in enumerate(tensors, start=1):
+        tensor.data = tensor.data.to(device)
+        progress(f"moving to {device}", done, len(tensors))
 
 
 def _config_failure(source: ModelSource, error: Exception) -> str:
@@ -175,7 +175,7 @@ def _config_failure(source: ModelSource, error: Exception) -> str:
     if not isinstance(raw, dict):
         return f"model {source.spec}: {path} is no JSON object"
     named = raw.get("architectures") or raw.get("model_type") or "no architecture"
-    return f"model {source.spec}: config.json ({named}) is not supported by transformers: {first_line(error)}"
+    return f"model {source.spec}: config.json ({named}) is not supported by transformers: {one_line(error)}"
 
 
 def _generation_config(source: ModelSource) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _generation_config(source: ModelSource) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"model {source.spec}: {path} is no valid JSON ({first_line(error)})") from error
+        raise ModelError(f"model {source.spec}: {path} is no valid JSON ({one_line(error)})") from error
     if not isinstance(loaded, dict):
         raise ModelError(f"model {source.spec}: {path} is no JSON object")
     return loaded
@@ -215,23 +215,18 @@ def _sampling_defaults(source: ModelSource, generation: dict[str, Any]) -> dict[
     try:
         SamplingParams(**defaults)
     except (RequestError, TypeError) as error:
-        raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {first_line(error)}") from error
+        raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {one_line(error)}") from error
     return defaults
 
 
 def _max_position(source: ModelSource, config: PretrainedConfig) -> int:
-    """Tokens of the longest sequence that the model computes as trained.
+    """Tokens of the longest sequence that is computed as the model was trained, whatever shares its batch."""
+    from llmsched.engine.model.probe import position_limit
 
-    Under longrope the frequencies change once any sequence passes the original length; in a packed batch that would
-    change its batch mates too, so the original length is the limit.
-    """
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         raise ModelError(f"model {source.spec}: config.json does not say max_position_embeddings")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        limit = min(limit, rope.get("original_max_position_embeddings", limit))
-    return int(limit)
+    return int(min(limit, position_limit(config) or limit))
 
 
 @contextmanager
@@ -240,11 +235,11 @@ def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
         if bar:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -9,8 +9,12 @@ from typing import Literal
 from llmsched.engine.errors import ModelError
 from llmsched.engine.progress import Progress, silent
 
-#: Files of a hub repository that serving needs; other formats of the same weights stay where they are.
+#: Files of a hub repository that serving needs. Other formats of the same weights, often in folders, stay there.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+HUB_IGNORED = ("*/*", "consolidated*")
+#: Fetched only where a repository has no safetensors.
+HUB_PICKLES = ("pytorch_model*.bin",)
+_LINE = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,12 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS)))
+        snapshot = Path(
+            snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
+        )
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot_download(repo_id, allow_patterns=list(HUB_PICKLES))
+        return snapshot
     except HFValidationError:
         reason = "there is no such directory, and it is no hub id (organisation/name)"
     except GatedRepoError:
@@ -72,11 +81,11 @@ def _download(repo_id: str, progress: Progress) -> Path:
             "give a local directory, a .gguf file or demo"
         )
     except (HfHubHTTPError, OSError) as error:
-        reason = f"the hub cannot be read: {first_line(error)}"
+        reason = f"the hub cannot be read: {one_line(error)}"
     raise ModelError(f"model {repo_id}: {reason}")
 
 
-def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def one_line(error: BaseException) -> str:
+    """An error's message on one line of bounded length, or its type if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LINE else f"{text[:_LINE]}..."

@@ -21,8 +21,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """The tokenizer of one model; thread-safe.
 
-    `vocab_size` is one more than the largest id it can name. A model's vocabulary may be larger (padding): such ids, and
-    ids without a name in between, have no text. `eos_token_ids` are the tokenizer's own; ModelInfo has the whole set.
+    `vocab_size` is one more than the largest id it can name. A model's vocabulary may be larger (padding): such ids,
+    and ids without a name in between, have no text. `eos_token_ids` are the tokenizer's own; ModelInfo has all.
     `byte_level` says that tokens stand for bytes through the byte-level alphabet of GPT-2.
     """
 

@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
+    "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": False}),
     "gemma2": (
         "gemma2",
         {
