@@ -115,7 +115,7 @@ def tune(
         render.note("no SLO given (--slo-ttft, --slo-itl, ...): the most throughput wins, whatever the latency")
     with render.progress_bar() as progress:
         trials, profile = asyncio.run(_tune(_config(name, task, engine_options), task, engine_options, progress))
-    written = None if profile is None else save_profile(profile, destination)
+    written = None if profile is None else _save(profile, destination)
     results = (name, trials, task.workload, task.slo, task.rounds, written)
     if as_json_:
         render.emit_json(as_json(*results))
@@ -163,3 +163,10 @@ def _destination(output: str | None, model: str) -> str:
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
     return destination
+
+
+def _save(profile: TunedProfile, destination: str) -> Path:
+    try:
+        return save_profile(profile, destination)
+    except ProfileError as problem:
+        raise LlmschedError(f"--output: {problem}") from problem
