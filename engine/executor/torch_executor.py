@@ -81,6 +81,11 @@ class TorchExecutor:
                     results[index] = found
         return StepResult(results, time.perf_counter() - started)
 
+    def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
+        """Compute the rows as `execute` does and return every token's logits [T, vocab_size]; nothing is sampled."""
+        with torch.inference_mode():
+            return self._forward(pack(rows, self.block_size), every_token=True)
+
     def close(self) -> None:
         """Release model and cache; the executor cannot be used afterwards."""
         del self._model, self._cache
@@ -101,8 +106,8 @@ class TorchExecutor:
         self._add_prompt_logprobs(rows, batch, logits[len(sampling) :], results)
         return results
 
-    def _forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the batch's `logit_rows`."""
+    def _forward(self, batch: PackedBatch, *, every_token: bool = False) -> torch.Tensor:
+        """Logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
         input_ids, positions, slot_mapping, block_tables, cu_seqlens_q, context_lens = (
             to_device(array, self.device)
             for array in (
@@ -115,8 +120,8 @@ class TorchExecutor:
             )
         )
         # A step of decodes alone needs every token's logits, in order: then there is nothing to select.
-        everything = len(batch.sampling_rows) == len(batch.input_ids)
-        logit_rows = None if everything else to_device(batch.logit_rows, self.device)
+        every_token |= len(batch.sampling_rows) == len(batch.input_ids)
+        logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
         context = PagedContext(self._cache, slot_mapping, block_tables, cu_seqlens_q, context_lens)
         return self._model.forward(input_ids, positions, context, logit_rows)
 
