@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import accumulate
 
@@ -56,6 +57,8 @@ class TorchExecutor:
         self._cache = KVCache.allocate(self._model.layers, num_blocks, block_size, kv_dtype, self.device)
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
+        #: Sees the sequences and the logits [R, vocab_size] that their next tokens are chosen from, before they are.
+        self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -98,6 +101,8 @@ class TorchExecutor:
         logits = self._forward(batch)
         results = [RowResult() for _ in rows]
         sampling = [rows[index].sequence for index in batch.sampling_rows]
+        if self.on_logits is not None and sampling:
+            self.on_logits(sampling, logits[: len(sampling)])
         for low in range(0, len(sampling), self._logits_at_once):
             part = slice(low, low + self._logits_at_once)
             chosen = self._sampler.sample(logits[: len(sampling)][part], sampling[part])
