@@ -25,7 +25,7 @@ def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
 
 
 def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigError:
-    """KV of a size that was asked for (or a CPU's default) does not fit into free memory."""
+    """KV of a size that was asked for does not fit into free memory."""
     need, free = human_bytes(plan.fixed_bytes + wanted), human_bytes(plan.device.free)
     figures = f"{_parts(plan, wanted)} need {need}, {free} is free on {plan.device.name}"
     if plan.num_blocks == 0:

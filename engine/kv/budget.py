@@ -164,15 +164,15 @@ def draft_memory(shape: ModelShape, config: EngineConfig, device: DeviceMemory, 
 
 def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Divide what is left for KV into blocks."""
-    fixed = plan.fixed_bytes
+    room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
-        wanted, room = config.num_gpu_blocks_override * plan.block_bytes, plan.device.free - fixed
+        wanted = config.num_gpu_blocks_override * plan.block_bytes
     elif config.kv_cache_memory_bytes is not None:
-        wanted, room = config.kv_cache_memory_bytes, plan.device.free - fixed
+        wanted = config.kv_cache_memory_bytes
     elif plan.device.kind == "cpu":
-        wanted, room = min(DEFAULT_CPU_KV_BYTES, plan.device.free // 4), plan.device.free - fixed
+        wanted = min(DEFAULT_CPU_KV_BYTES, plan.device.free // 4, room)
     else:
-        wanted = room = plan.budget_bytes - fixed
+        wanted = plan.budget_bytes - plan.fixed_bytes
     available = max(0, min(wanted, room))
     plan = replace(plan, available_kv_bytes=available, num_blocks=available // plan.block_bytes)
     if wanted > room:

@@ -26,6 +26,8 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "full_attention": ("full",),
     "attention": ("full",),
     "sliding_attention": ("window",),
+    "window_attention": ("window",),
+    "hybrid_sliding": ("window", "state"),
     "chunked_attention": ("window",),
     "linear_attention": ("state",),
     "mamba": ("state",),

@@ -96,8 +96,8 @@ def _plain_parameters(fields: Fields) -> int | None:
         "mistral": _dense_layer,
         "qwen2": _dense_layer,
         "qwen3": _dense_layer,
-        "mixtral": _moe_layer,
-        "qwen3_moe": _moe_layer,
+        "mixtral": _mixtral_layer,
+        "qwen3_moe": _qwen_moe_layer,
     }.get(fields.model_type)
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
     if layer is None or any(fields.get(name) is None for name in needed):
@@ -124,7 +124,7 @@ def _attention(fields: Fields) -> int:
     count = hidden * (2 * query + key_value)
     if fields.model_type == "qwen2":
         count += query + key_value
-    elif fields.get("attention_bias"):
+    elif fields.get("attention_bias") and fields.model_type in ("llama", "qwen3", "qwen3_moe"):
         count += query + key_value + hidden
     if fields.model_type in ("qwen3", "qwen3_moe"):
         count += 2 * head_dim
@@ -134,16 +134,24 @@ def _attention(fields: Fields) -> int:
 def _dense_layer(fields: Fields, index: int) -> int:
     """Gate, up and down projections."""
     hidden, inner = fields.get("hidden_size"), fields.get("intermediate_size")
-    return int(3 * hidden * inner + (2 * inner + hidden if fields.get("mlp_bias") else 0))
+    has_bias = fields.model_type == "llama" and fields.get("mlp_bias")
+    return int(3 * hidden * inner + (2 * inner + hidden if has_bias else 0))
 
 
-def _moe_layer(fields: Fields, index: int) -> int:
-    """Every expert's projections and the router; some layers of a Qwen MoE are dense."""
+def _mixtral_layer(fields: Fields, index: int) -> int:
+    return _experts(fields, fields.get("num_local_experts"), fields.get("intermediate_size"))
+
+
+def _qwen_moe_layer(fields: Fields, index: int) -> int:
+    """Experts, except in the layers that the config keeps dense."""
     step = fields.get("decoder_sparse_step", default=1)
     if index in fields.get("mlp_only_layers", default=()) or (index + 1) % step:
         return _dense_layer(fields, index)
-    experts = fields.get("num_local_experts", "num_experts")
-    inner = fields.get("moe_intermediate_size", "intermediate_size")
+    return _experts(fields, fields.get("num_experts", "num_local_experts"), fields.get("moe_intermediate_size"))
+
+
+def _experts(fields: Fields, experts: int, inner: int) -> int:
+    """Every expert's gate, up and down projections, and the router."""
     return int(experts * (3 * fields.get("hidden_size") * inner + fields.get("hidden_size")))
 
 
