@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +38,8 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
         from llmsched.engine.model.demo import demo_directory
 
         return ModelSource(spec, "demo", demo_directory(progress), "directory")
+    if not spec.strip():
+        raise ModelError("model: the name is empty; expected a directory, a .gguf file, a hub id or demo")
     path = Path(spec).expanduser()
     if path.is_dir():
         return ModelSource(spec, path.resolve().name, path, "directory")
@@ -50,9 +54,32 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
     return ModelSource(spec, spec, _download(spec, progress), "directory")
 
 
+def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
+    """The config.json of a hub repository, without its weights; from the cache if it is there. Raises ModelError."""
+    from huggingface_hub import hf_hub_download
+
+    progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
+    with _hub_failures(repo_id):
+        return Path(hf_hub_download(repo_id, "config.json"))
+
+
 def _download(repo_id: str, progress: Progress) -> Path:
     """The local snapshot of a hub repository, downloaded if need be; an unreachable hub falls back to the cache."""
     from huggingface_hub import snapshot_download
+
+    progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
+    with _hub_failures(repo_id):
+        snapshot = Path(
+            snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
+        )
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot_download(repo_id, allow_patterns=list(HUB_PICKLES))
+        return snapshot
+
+
+@contextmanager
+def _hub_failures(repo_id: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a ModelError that says what can be done."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -61,14 +88,9 @@ def _download(repo_id: str, progress: Progress) -> Path:
         RepositoryNotFoundError,
     )
 
-    progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
     try:
-        snapshot = Path(
-            snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
-        )
-        if not any(snapshot.glob("*.safetensors")):
-            snapshot_download(repo_id, allow_patterns=list(HUB_PICKLES))
-        return snapshot
+        yield
+        return
     except HFValidationError:
         reason = "there is no such directory, and it is no hub id (organisation/name)"
     except GatedRepoError:

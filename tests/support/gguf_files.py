@@ -97,7 +97,7 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
 def _vocabulary(tokenizer: Any, pre: str) -> dict[str, Any]:
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens: list[str] = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    special = set(tokenizer.all_special_ids)
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     kinds = [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(tokens))]
     return {
         "tokenizer.ggml.model": "gpt2",
