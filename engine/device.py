@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.model.placement import computes_bf16
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_BF16_MAJOR = 8  # compute capability of Ampere, the first with bfloat16 tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class DeviceMemory:
     """Memory of one device in bytes.
 
     `total` is what programs can get at all, `used_by_others` what is taken already (for a CPU: not available without
-    swapping). `holders` names the processes behind it as far as the driver tells.
+    swapping). `holders` names the processes behind it as far as the driver tells. `computes_bf16` decides what
+    dtype auto means.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -39,6 +42,7 @@ class DeviceMemory:
     total: int
     used_by_others: int = 0
     holders: tuple[Holder, ...] = ()
+    computes_bf16: bool = True
 
     @property
     def free(self) -> int:
@@ -79,7 +83,9 @@ def gpu_memory() -> DeviceMemory | None:
         holders = _holders(nvml, handle)
         own = next((holder.used for holder in holders if holder.pid == os.getpid()), 0)
         others = tuple(holder for holder in holders if holder.pid != os.getpid())
-        return DeviceMemory("cuda", _text(nvml.nvmlDeviceGetName(handle)), total, max(0, used - own), others)
+        name = _text(nvml.nvmlDeviceGetName(handle))
+        bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= _BF16_MAJOR
+        return DeviceMemory("cuda", name, total, max(0, used - own), others, bf16)
 
 
 @contextmanager
@@ -142,7 +148,8 @@ def cpu_memory() -> DeviceMemory:
     total, available = int(memory.total), int(memory.available)
     for limit, used in cgroup_limits():
         total, available = min(total, limit), min(available, max(0, limit - used))
-    return DeviceMemory("cpu", f"CPU with {os.cpu_count()} cores", total, total - available)
+    name = f"CPU with {os.cpu_count()} cores"
+    return DeviceMemory("cpu", name, total, total - available, computes_bf16=computes_bf16("cpu"))
 
 
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:

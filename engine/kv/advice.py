@@ -19,17 +19,17 @@ def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
     need = plan.fixed_bytes + blocks * plan.block_bytes
     figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
     if plan.device.kind == "cpu":
-        return ConfigError("model", f"{figures}, {human_bytes(plan.device.free)} is free; {_or(_smaller(plan))}")
+        return ConfigError("model", f"{figures}, {human_bytes(plan.device.free)} is free; {_or(_smaller(plan, need))}")
     budget = f"the budget is {human_bytes(plan.budget_bytes)} ({_budget(plan)})"
     return ConfigError("gpu_memory_utilization", f"{figures}, {budget}; {_or(_more_memory(plan, need))}")
 
 
 def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigError:
     """KV of a size that was asked for does not fit into free memory."""
-    need, free = human_bytes(plan.fixed_bytes + wanted), human_bytes(plan.device.free)
-    figures = f"{_parts(plan, wanted)} need {need}, {free} is free on {plan.device.name}"
+    need, free = plan.fixed_bytes + wanted, human_bytes(plan.device.free)
+    figures = f"{_parts(plan, wanted)} need {human_bytes(need)}, {free} is free on {plan.device.name}"
     if plan.num_blocks == 0:
-        return ConfigError("model", f"{figures}; {_or(_smaller(plan))}")
+        return ConfigError("model", f"{figures}; {_or(_smaller(plan, need))}")
     if config.num_gpu_blocks_override is not None:
         return ConfigError("num_gpu_blocks_override", f"{figures}; use at most {plan.num_blocks}")
     most = f"{plan.available_kv_bytes >> 20}MiB"
@@ -96,11 +96,19 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
     room = MAX_ADVISED_UTILISATION * device.total - (need - plan.activation_bytes)
     if room > 0:
         remedies.append("lower max_num_batched_tokens and max_num_seqs")
-    return [*remedies, *_smaller(plan), f"use a GPU with at least {human_bytes(need / MAX_ADVISED_UTILISATION)}"]
+    remedies += _smaller(plan, need)
+    remedies[-1] += f" or a GPU with at least {human_bytes(need / MAX_ADVISED_UTILISATION)}"
+    return remedies
 
 
-def _smaller(plan: MemoryPlan) -> list[str]:
-    return ["use a smaller model", "set dtype to bfloat16"] if plan.dtype_bytes > 2 else ["use a smaller model"]
+def _smaller(plan: MemoryPlan, need: int) -> list[str]:
+    """A narrower type, if that makes `need` fit, and the last resort."""
+    device = plan.device
+    room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
+    unscaled = plan.context_bytes + plan.state_bytes
+    if plan.dtype_bytes > 2 and unscaled + (need - unscaled) / 2 <= room:
+        return [f"set dtype to {'bfloat16' if device.computes_bf16 else 'float16'}", "use a smaller model"]
+    return ["use a smaller model"]
 
 
 def _or(remedies: list[str]) -> str:

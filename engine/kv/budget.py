@@ -58,6 +58,12 @@ class ModelShape:
     hidden_size: int
     inner_size: int
     max_position: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing about weights and activations had to be left out."""
+        return self.weights.exact and self.vocab_size > 0 and self.hidden_size > 0
 
 
 def model_shape(
@@ -76,11 +82,11 @@ def model_shape(
     geometry = kv_geometry(fields, dtype_bytes)
     hidden, inner = fields.get("hidden_size", "n_embd", "d_model"), _inner_size(fields)
     vocab = fields.get("vocab_size")
-    position = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    for name, value in (("hidden_size", hidden), ("vocab_size", vocab)):
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"config has no {name}: activations cannot be planned")
-    return ModelShape(geometry, weights or model_weights(path, config, dtype_bytes), vocab, hidden, inner, position)
+    position, notes = _max_position(fields)
+    if not hidden or not vocab:
+        notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
+    weights = weights or model_weights(path, config, dtype_bytes)
+    return ModelShape(geometry, weights, vocab or 0, hidden or 0, inner, position, notes)
 
 
 def _inner_size(fields: Fields) -> int:
@@ -91,6 +97,32 @@ def _inner_size(fields: Fields) -> int:
     shared = fields.get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=0)
     routed = chosen * fields.get("moe_intermediate_size", default=dense) + shared
     return max(int(dense), int(routed))
+
+
+def _max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
+    """The longest context that can be served exactly, and why it is shorter than the model's own if it is.
+
+    Rotary embeddings of the kinds longrope and dynamic change for a whole batch as soon as one of its sequences passes
+    the original context, which would make requests depend on each other.
+    """
+    stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    limit: int | None = stated
+    for rope in _ropes(fields):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "longrope" or "dynamic" in kind:
+            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            original = original or fields.get("original_max_position_embeddings") or limit
+            limit = original if limit is None else min(limit, original or limit)
+    if limit == stated:
+        return limit, ()
+    return limit, (f"context limited to {limit} of {stated} tokens: beyond it the rotary embeddings change",)
+
+
+def _ropes(fields: Fields) -> list[Mapping[str, Any]]:
+    """Settings of the rotary embeddings: one set, or one for each kind of layer."""
+    given = fields.get("rope_parameters", "rope_scaling", default={})
+    nested = [value for value in given.values() if isinstance(value, Mapping)]
+    return nested or [given]
 
 
 def token_budget(config: EngineConfig, kind: str) -> int:
@@ -156,8 +188,8 @@ def draft_memory(shape: ModelShape, config: EngineConfig, device: DeviceMemory, 
         max_model_len=config.max_model_len or shape.max_position or 0,
         max_num_batched_tokens=tokens,
         max_num_seqs_limit=config.max_num_seqs,
-        confidence="exact" if geometry.confidence == "exact" and shape.weights.exact else "estimate",
-        notes=(*geometry.notes, *shape.weights.notes),
+        confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
+        notes=(*geometry.notes, *shape.weights.notes, *shape.notes),
     )
     return _with_length(_with_blocks(plan, config), config)
 

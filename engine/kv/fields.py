@@ -86,8 +86,11 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any]) -> Fields:
     stated = shared | {name: value for name, value in text.items() if value is not None}
     if _is_plain(text):
         return Fields(stated, known=True)
-    defaults = _from_transformers(outer)
-    return Fields((defaults or {}) | stated, known=defaults is not None)
+    made = transformers_config(outer)
+    if made is None:
+        return Fields(stated, known=False)
+    _refuse_encoder_decoder(made.to_dict())
+    return Fields(_class_values(made) | stated, known=True)
 
 
 def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
@@ -103,21 +106,22 @@ def _is_plain(text: Mapping[str, Any]) -> bool:
     return needed is not None and text.keys() >= _DENSE_KEYS | needed and not text.get("use_sliding_window")
 
 
-def _from_transformers(outer: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The text config as transformers builds it, None where it does not know the model_type."""
+def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
+    """The config that transformers makes of a config.json's content, None where it does not know the model_type.
+
+    Raises ModelError for content that the config class refuses.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type = str(outer.get("model_type"))
+    model_type = str(content.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return None
+    settings = {name: value for name, value in content.items() if name not in ("model_type", "auto_map")}
     try:
-        settings = {name: value for name, value in outer.items() if name not in ("model_type", "auto_map")}
-        config = AutoConfig.for_model(model_type, **settings)
+        return AutoConfig.for_model(model_type, **settings)
     except Exception as problem:  # config classes raise whatever their arithmetic or validation raises
         raise ModelError(f"config of type {model_type} is invalid: {' '.join(str(problem).split())}") from problem
-    _refuse_encoder_decoder(config.to_dict())
-    return _class_values(config)
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:

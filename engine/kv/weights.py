@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.kv.fields import Fields, read_fields
+from llmsched.engine.kv.fields import Fields, read_fields, transformers_config
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -33,7 +33,9 @@ def model_weights(path: Path | None, config: Any, dtype_bytes: int) -> Weights:
 
     `config` is a transformers config, the content of a config.json, or Fields. Floating-point tensors are converted on
     loading and count dtype_bytes per number; quantised ones count as stored. Without safetensors files the parameters
-    are counted from the config, tied embeddings once. Raises ModelError when neither is possible.
+    are counted from the config, tied embeddings once. Where neither is possible the count is 0 and a note says so.
+
+    Raises ModelError for a damaged file.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
     files = _safetensors_files(path) if path is not None and path.is_dir() else []
@@ -45,8 +47,11 @@ def model_weights(path: Path | None, config: Any, dtype_bytes: int) -> Weights:
         notes.append(
             f"the checkpoint is quantised ({method}); without its files weights count {dtype_bytes} bytes each"
         )
-    if (parameters := _plain_parameters(fields)) is None:
-        parameters = _built_parameters(config, fields)
+    parameters = _plain_parameters(fields) or _built_parameters(config)
+    if parameters is None:
+        named = fields.model_type or "no model_type"
+        notes = [f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"]
+        return Weights(0, "unknown", exact=False, notes=tuple(notes))
     return Weights(parameters * dtype_bytes, "config", exact=not notes, notes=tuple(notes))
 
 
@@ -155,37 +160,21 @@ def _experts(fields: Fields, experts: int, inner: int) -> int:
     return int(experts * (3 * fields.get("hidden_size") * inner + fields.get("hidden_size")))
 
 
-def _built_parameters(config: Any, fields: Fields) -> int:
-    """Count by building the model without memory (torch's meta device); any architecture, but it takes seconds."""
-    from transformers import AutoConfig, PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if isinstance(config, Mapping) and config.get("model_type") in CONFIG_MAPPING:
-        settings = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
-        config = AutoConfig.for_model(config["model_type"], **settings)
-    if not isinstance(config, PretrainedConfig):
-        raise ModelError(
-            f"the weights of model_type {fields.model_type or '(none)'} cannot be counted from its config, and there "
-            "are no safetensors files; say how large they are with --weights 15GiB"
-        )
-    return _count_on_meta(config)
-
-
-def _count_on_meta(config: Any) -> int:
+def _built_parameters(config: Any) -> int | None:
+    """Count by building the model without memory (torch's meta device), which takes seconds; None if it cannot be."""
+    made = transformers_config(config) if isinstance(config, Mapping) else config
+    if made is None:
+        return None
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = copy.deepcopy(config)
-    config.quantization_config = None
-    problem: Exception = ValueError("no class for it")
+    made = copy.deepcopy(made)
+    made.quantization_config = None
     autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
     for auto in autos:
-        try:
+        if type(made) in auto._model_mapping:
             with torch.device("meta"):
-                model = auto.from_config(config)
-        except Exception as failure:  # an unknown class, or whatever the model's constructor raises
-            problem = failure
-            continue
-        model.tie_weights()
-        return sum(parameter.numel() for parameter in model.parameters())
-    raise ModelError(f"the weights of {config.model_type} cannot be counted: {' '.join(str(problem).split())}")
+                model = auto.from_config(made)
+            model.tie_weights()
+            return sum(int(parameter.numel()) for parameter in model.parameters())
+    return None

@@ -134,7 +134,7 @@ def test_utilisation_is_never_advised_beyond_95_percent(utilisation: float) -> N
     plan = draft(gpu(15.2), gpu_memory_utilization=utilisation)
     assert plan.problem is not None
     assert "raise gpu_memory_utilization" not in str(plan.problem)
-    assert "use a GPU with at least" in str(plan.problem)
+    assert "a GPU with at least" in str(plan.problem)
 
 
 def test_a_gpu_of_the_advised_size_is_enough() -> None:
@@ -196,7 +196,10 @@ def test_a_cpu_gives_kv_a_quarter_of_what_is_free_and_at_most_4_gib() -> None:
 
 def test_a_cpu_without_room() -> None:
     assert "use a smaller model" in str(draft(cpu(10)).problem)
-    assert "bfloat16" in str(draft(cpu(10), dtype_bytes=4).problem)
+    wide = shape(weights=12 * GIB)
+    assert "set dtype to bfloat16 or use a smaller model" in str(draft(cpu(10), wide, dtype_bytes=4).problem)
+    assert "set dtype to float16" in str(draft(replace(cpu(10), computes_bf16=False), wide, dtype_bytes=4).problem)
+    assert "dtype" not in str(draft(cpu(5), wide, dtype_bytes=4).problem)
     message = str(draft(cpu(40), max_model_len=131072).problem)
     assert "raise kv_cache_memory_bytes to at least 16384MiB" in message
     assert draft(cpu(40), max_model_len=131072, kv_cache_memory_bytes=16384 * MIB).fits
@@ -258,8 +261,26 @@ def test_shape_from_a_config() -> None:
     assert model_shape(config, dtype_bytes=2, weights=given).weights is given
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
     assert model_shape(config | experts | {"head_dim": 16}, dtype_bytes=2).inner_size == 4 * 48
-    with pytest.raises(ModelError, match="vocab_size"):
-        model_shape({**config, "model_type": "new", "vocab_size": None}, dtype_bytes=2, weights=given)
+    unsized = model_shape({**config, "model_type": "new", "vocab_size": None}, dtype_bytes=2, weights=given)
+    assert not unsized.exact
+    assert any("vocab_size" in note for note in unsized.notes)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64}, 64),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32}}, 32),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 256),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, 256),
+    ],
+)
+def test_context_ends_where_rotary_embeddings_would_change_for_the_batch(rope: dict[str, Any], limit: int) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    found = model_shape(config | {"max_position_embeddings": 256} | rope, dtype_bytes=2)
+    assert found.max_position == limit
+    assert any("limited to" in note for note in found.notes) == (limit < 256)
 
 
 # What holds for any numbers.

@@ -149,7 +149,7 @@ def test_plain_families_are_read_without_transformers(monkeypatch: pytest.Monkey
     def refuse(outer: Any) -> None:
         raise AssertionError("asked transformers")
 
-    monkeypatch.setattr("llmsched.engine.kv.fields._from_transformers", refuse)
+    monkeypatch.setattr("llmsched.engine.kv.fields.transformers_config", refuse)
     for name in ("meta-llama--Meta-Llama-3.1-8B", "Qwen--Qwen3-0.6B", "openai--gpt-oss-20b"):
         assert measured(read_config_file(CONFIGS / f"{name}_config.json")) == FILES[name]
 

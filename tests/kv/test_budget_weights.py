@@ -124,6 +124,8 @@ def test_a_quantised_checkpoint_without_files_is_an_estimate() -> None:
     assert any("awq" in note for note in weights.notes)
 
 
-def test_an_unknown_model_without_files_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ModelError, match=r"from_the_future.*--weights"):
-        model_weights(None, {"model_type": "from_the_future", "hidden_size": 8}, dtype_bytes=2)
+@pytest.mark.parametrize("config", [{"model_type": "from_the_future", "hidden_size": 8}, {"hidden_size": 8}])
+def test_an_unknown_model_without_files_is_marked_not_guessed(config: dict[str, Any]) -> None:
+    weights = model_weights(None, config, dtype_bytes=2)
+    assert (weights.count, weights.source, weights.exact) == (0, "unknown", False)
+    assert any("--weights" in note for note in weights.notes)
