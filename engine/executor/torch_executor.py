@@ -16,13 +16,11 @@ from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, Ste
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
 from llmsched.engine.executor.sampler import Sampler
+from llmsched.engine.kv.budget import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.probe import position_limit
 from llmsched.engine.model.transformers_model import TransformersModel
 from llmsched.engine.request import SamplingParams, Sequence
-
-#: Bound of one fp32 copy of logits: what sampling and log-probabilities need grows with it, not with the step.
-LOGITS_BYTES = 128 << 20
 
 
 class TorchExecutor:

@@ -29,13 +29,24 @@ from llmsched.engine.kv.weights import Weights, model_weights
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+__all__ = [
+    "LOGITS_BYTES",
+    "MemoryPlan",
+    "ModelShape",
+    "activation_bytes",
+    "draft_memory",
+    "model_shape",
+    "plan_memory",
+    "token_budget",
+]
+
 #: Tokens of one step where max_num_batched_tokens is not set.
 DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
 
 #: The CUDA context with the code of kernels and cuBLAS workspaces; 0.3 to 0.5 GiB on cards from L4 to H100.
 CONTEXT_BYTES = 400 << 20
 
-#: Bound of one fp32 copy of logits in the sampler, which works on as many rows at a time as stay below it.
+#: Bound of one fp32 copy of logits: sampling and log-probabilities take as many rows at a time as stay below it.
 LOGITS_BYTES = 32 << 20
 
 #: fp32 copies of those logits that are alive at once when every row's nucleus must be sorted in full (measured: 14.7).
@@ -135,13 +146,14 @@ def activation_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, dtype_by
 
     A step is in its layers or in its sampler, never in both, so it is the larger of
 
-        layers   num_tokens x (4 x hidden + 3 x inner) x dtype_bytes
-                 (residual, its normed copy and attention's input and output; gate, up and their product)
+        layers   num_tokens x (4 x hidden + 3 x inner + 2 x head_dim) x dtype_bytes
+                 (residual, its normed copy and attention's; gate, up and their product; rotary tables)
         sampler  num_seqs x vocab x dtype_bytes + 15 x min(num_seqs x vocab x 4, 32 MiB)
 
-    The layers' term agrees with what vLLM's profile of Llama-3.1-8B shows per token (119 KB in bfloat16).
+    The layers' term is what a profile of this engine shows for Llama, to the byte.
     """
-    layers = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size) * dtype_bytes
+    head_dim = max(group.head_dim_k for group in shape.geometry.groups)
+    layers = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
     logits = num_seqs * shape.vocab_size
     return max(layers, logits * dtype_bytes + SAMPLER_COPIES * min(4 * logits, LOGITS_BYTES))
 
