@@ -21,7 +21,8 @@ STREAM = token(" ü\N{SLIGHTLY SMILING FACE}") * 3 + b":ping\r\n\r\n" + end(3).r
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in ("LLMSCHED_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     return CommandLine(monkeypatch, capsys)
 
 

@@ -11,6 +11,7 @@ from command_line import CommandLine, Outcome
 from llmsched.cli.tune import sweep
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
+from llmsched.engine.errors import ConfigError
 from llmsched.profiles.tuned import load_profile
 
 QUICK = ("--num-prompts", "4", "--input-len", "40", "--output-len", "4", "--rounds", "1", "--device", "cpu")
@@ -85,6 +86,28 @@ def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], mon
     assert [trial["feasible"] for trial in report["trials"]] == [True, False, True]
     assert "out of memory" in report["trials"][1]["reason"]
     assert len(built) == 2
+
+
+def test_the_sweep_ends_at_what_fits(
+    command: CommandLine, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running_engine = sweep.running_engine
+
+    def small_machine(config: EngineConfig, progress: object) -> object:
+        if (config.max_num_batched_tokens or 0) > 64:
+            raise ConfigError("gpu_memory_utilization", "no room")
+        return running_engine(config, progress)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sweep, "running_engine", small_machine)
+    model = (str(tiny_model("llama")), "--num-gpu-blocks-override", "64")
+    outcome = command("tune", *model, *QUICK, "--json")
+    assert outcome.code == 0
+    assert [trial["max_num_batched_tokens"] for trial in outcome.json["trials"]] == [32, 64]
+    assert "max_num_batched_tokens 128 does not fit (gpu_memory_utilization: no room)" in outcome.err
+
+    refused = command("tune", *model, *QUICK, "--max-num-batched-tokens", "128")
+    assert refused.code == 2
+    assert "no room" in refused.err
 
 
 @pytest.mark.parametrize(
