@@ -41,14 +41,6 @@ def executor(arch: str) -> TorchExecutor:
     return TorchExecutor(model, num_blocks=120, block_size=BLOCK_SIZE, device="cpu", kv_dtype=torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("chunks", [(1000,), (1,), (7,), (16,), (17,), (1, 7, 1000, 16)], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_logits(arch: str, chunks: tuple[int, ...]) -> None:
