@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,8 @@ REFUSED = {
     "unknown scaling": ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not supported"),
     "unknown scaling setting": ({"llama.rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor"),
     "split": ({"split.count": 2}, "--merge"),
+    "wrong type": ({"llama.block_count": "many"}, "num_hidden_layers"),
+    "no such token": ({"tokenizer.ggml.eos_token_id": None, "llama.attention.head_count": "x"}, "cannot be read"),
     "different value width": ({"llama.attention.value_length": 8}, "values of 8 dimensions"),
 }
 
@@ -198,3 +201,23 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     for layers in (1, 2):
         write_gguf(path, build_model("llama", num_hidden_layers=layers), build_tokenizer(), arch="llama")
         assert load_config(locate(str(path))).num_hidden_layers == layers
+
+
+def test_no_damage_to_the_header_raises_anything_else(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "t.gguf", build_model("llama"), build_tokenizer(), arch="llama").read_bytes()
+    header = whole.index(b"blk.0.attn_norm.weight") + 100
+    rng, refusals = random.Random(0), []
+    for attempt in range(150):
+        content = bytearray(whole)
+        for _ in range(3):
+            content[rng.randrange(header)] = rng.randrange(256)
+        path = tmp_path / f"{attempt}.gguf"
+        path.write_bytes(content)
+        try:
+            source = locate(str(path))
+            load_info(source, load_config(source), load_tokenizer(source))
+        except ModelError as error:
+            refusals.append(str(error))
+        path.unlink()
+    assert len(refusals) > 10
+    assert not any("\n" in refusal for refusal in refusals)

@@ -220,3 +220,19 @@ def test_a_vocabulary_without_a_model_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match=r"lacks token_embd\.weight: it holds a vocabulary"):
         load_config(locate(str(tmp_path / "vocab.gguf")))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tokenizer.ggml.merges": ["absent missing"]},
+        {"tokenizer.ggml.token_type": [1, 2]},
+        {"tokenizer.ggml.eos_token_id": 99999},
+        {"tokenizer.ggml.model": "llama"},
+    ],
+)
+def test_a_damaged_vocabulary_is_named(metadata: dict[str, Any], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", build_model("llama"), build_tokenizer(), arch="llama", metadata=metadata)
+    with pytest.raises(ModelError, match="its tokenizer cannot be read") as caught:
+        load_tokenizer(locate(str(path)))
+    assert "\n" not in str(caught.value)

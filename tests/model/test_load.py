@@ -161,7 +161,7 @@ def test_missing_tensor(copy: Any) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, r"1 tensors missing from its weights: model\.layers\.1\.mlp\.up_proj\.weight")
+    refused(path, r"its weights lack tensors: model\.layers\.1\.mlp\.up_proj\.weight")
 
 
 def test_missing_embedding_of_a_tied_model(copy: Any) -> None:
@@ -176,13 +176,13 @@ def test_tensor_without_a_place(copy: Any) -> None:
     path = copy("llama")
     tensors = load_file(path / "model.safetensors")
     save_file({**tensors, "model.ghost.weight": torch.ones(2)}, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, r"no place for: model\.ghost\.weight")
+    refused(path, r"tensors without a place: model\.ghost\.weight")
 
 
 def test_more_layers_than_the_configuration_says(copy: Any) -> None:
     path = copy("llama")
     edit_json(path / "config.json", num_hidden_layers=2)
-    refused(path, r"no place for: model\.layers\.2\.")
+    refused(path, r"tensors without a place: model\.layers\.2\.")
 
 
 def test_tensor_of_another_shape(copy: Any) -> None:

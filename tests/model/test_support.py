@@ -72,7 +72,9 @@ def test_refused_in_one_line_before_weights_are_looked_for(case: str, tmp_path: 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_configuration_alone_is_enough(arch: str, tmp_path: Path) -> None:
     config = build_config(arch)
-    names = {"gemma": "GemmaForCausalLM"} | {name.lower().split("for")[0].split("lmhead")[0]: name for name in TESTED}
+    names = {"gemma": "GemmaForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"} | {
+        name.lower().split("for")[0].split("lmhead")[0]: name for name in TESTED
+    }
     config.architectures = [names[arch.replace("_", "")]]
     config.save_pretrained(tmp_path)
     loaded = load_config(locate(str(tmp_path)))
@@ -88,7 +90,10 @@ def test_damaged_configurations_are_named(tmp_path: Path) -> None:
 
 
 def test_directory_without_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json; expected a Hugging Face"):
+        load_config(locate(str(tmp_path)))
+    (tmp_path / "m.Q8_0.gguf").touch()
+    with pytest.raises(ModelError, match=r"has no config\.json; name a file in it, e\.g\. m\.Q8_0\.gguf"):
         load_config(locate(str(tmp_path)))
 
 

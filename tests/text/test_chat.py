@@ -50,6 +50,18 @@ def test_options_reach_the_template() -> None:
     assert rendered(tokenizer, USER, thinking=True, tools=[]) == "hello think0"
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "truncation", "return_dict"])
+def test_a_request_cannot_bring_its_own_template_or_cut_the_prompt(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} cannot be set by a request") as caught:
+        render_chat(tokenizer_with(WITH_BOS), [USER], **{name: True})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_no_messages_is_a_refusal() -> None:
+    with pytest.raises(RequestError, match="refuses these messages"):
+        render_chat(tokenizer_with("{{ messages[0]['content'] }}"), [])
+
+
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     tokenizer = tokenizer_with(WITH_BOS)
