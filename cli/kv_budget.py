@@ -144,6 +144,8 @@ def _read_model(spec: str) -> ModelFiles:
         from llmsched.engine.model.gguf_config import gguf_config
 
         return ModelFiles(gguf_config(read_gguf(locate(spec).path)), None)
+    if path.exists():
+        raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
     with render.progress_bar() as progress:
         directory = locate(spec, progress).path if spec == "demo" else fetch_config(spec, progress).parent
     return ModelFiles(read_config_file(directory), directory)

@@ -55,10 +55,10 @@ def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
     return ConfigError("max_model_len", f"{figures}; {_or(remedies)}")
 
 
-def beyond_model(plan: MemoryPlan) -> ConfigError:
+def beyond_model(max_model_len: int, max_position: int) -> ConfigError:
     """More tokens than the model has positions."""
     return ConfigError(
-        "max_model_len", f"{plan.max_model_len} is beyond the {plan.max_position} positions that the model was made for"
+        "max_model_len", f"{max_model_len} is beyond the {max_position} positions that the model can be served with"
     )
 
 

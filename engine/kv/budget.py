@@ -117,13 +117,15 @@ def _max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
     the original context, which would make requests depend on each other.
     """
     stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    limit: int | None = stated
+    original = fields.get("original_max_position_embeddings")
+    limits = [stated]
     for rope in _ropes(fields):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "longrope" or "dynamic" in kind:
-            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
-            original = original or fields.get("original_max_position_embeddings") or limit
-            limit = original if limit is None else min(limit, original or limit)
+        kind = str(rope.get("rope_type", rope.get("type")))
+        if kind == "longrope":
+            limits.append(rope.get("original_max_position_embeddings", original))
+        elif "dynamic" in kind:
+            limits.append(original)
+    limit = min((each for each in limits if each), default=None)
     if limit == stated:
         return limit, ()
     return limit, (f"context limited to {limit} of {stated} tokens: beyond it the rotary embeddings change",)
@@ -172,7 +174,12 @@ def draft_memory(shape: ModelShape, config: EngineConfig, device: DeviceMemory, 
     `dtype_bytes` is the size of one number of activations and KV. num_gpu_blocks_override decides the number of blocks,
     else kv_cache_memory_bytes, else what the budget leaves over. max_model_len is lowered to what fits where the
     user did not ask for a value.
+
+    Raises ConfigError for a max_model_len beyond the model's positions, ModelError for a model without attention.
     """
+    limit = shape.max_position
+    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
+        raise advice.beyond_model(config.max_model_len, limit)
     geometry, tokens = shape.geometry, token_budget(config, device.kind)
     block_bytes = config.block_size * geometry.cached_bytes_per_token(dtype_bytes)
     if block_bytes == 0:
@@ -229,8 +236,6 @@ def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 def _with_length(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Check the context length asked for, or find the one that fits."""
     if config.max_model_len is not None:
-        if plan.max_position is not None and config.max_model_len > plan.max_position:
-            return replace(plan, problem=plan.problem or advice.beyond_model(plan))
         if plan.blocks_for(config.max_model_len) > plan.num_blocks:
             return replace(plan, problem=plan.problem or advice.too_long(plan, config))
         return plan

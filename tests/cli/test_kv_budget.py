@@ -121,6 +121,7 @@ def test_a_context_that_does_not_fit_proposes_one(command: CommandLine) -> None:
         (("--gpu-memory-utilization", "1.3"), "1.3 is out of range; allowed is from 0.01 to 1"),
         (("--block-size", "0"), "allowed is from 1 to 256"),
         (("--mean-len", "0"), "1 or more"),
+        (("--max-model-len", "200000"), "--max-model-len: 200000 is beyond the 131072 positions"),
         (("--mean-len", "9000", "--max-model-len", "8192"), "9000 is beyond --max-model-len 8192"),
         (("--enable-prefix-caching",), "--enable-prefix-caching"),
     ],
@@ -155,8 +156,9 @@ def test_bad_configs_are_one_line(command: CommandLine, tmp_path: Path, content:
     assert len(outcome.err.strip().splitlines()) == 1
 
 
-def test_a_missing_file_is_one_line(command: CommandLine, tmp_path: Path) -> None:
-    for path in (tmp_path / "config.json", tmp_path, tmp_path / "model.gguf"):
+def test_what_is_no_model_is_one_line(command: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    for path in (tmp_path / "config.json", tmp_path, tmp_path / "model.gguf", tmp_path / "notes.txt"):
         outcome = command("kv-budget", str(path))
         assert outcome.code == 2
         assert str(path) in outcome.err
