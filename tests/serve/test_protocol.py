@@ -100,7 +100,7 @@ def test_four_kinds_of_prompt(prompt: Any, prompts: list[Any]) -> None:
 
 
 def test_prompts_times_n_is_bounded() -> None:
-    assert refusal(completion, prompt=["a"] * 100, n=128).param == "prompt"
+    assert refusal(completion, prompt=["a"] * 100, n=128).param == "n"
 
 
 def test_best_of_is_taken_where_it_changes_nothing() -> None:
