@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The engine flags that mean something here; the checks choose the others themselves.
 FLAGS = {"dtype", "device", "block_size"}
+#: Sequences with differing tokens that are listed for each check.
+MAX_PARTINGS = 4
 
 
 @with_engine_options(exclude=set(EngineConfig.__slots__) - FLAGS)
@@ -106,19 +109,27 @@ def _show(subject: Subject, report: ParityReport) -> None:
     render.say(f"tolerance   {report.tolerance.rule}")
     render.say(f"            transformers with its KV cache and without it differs by {report.spread:.2g} itself")
     for check in report.checks:
-        for parting in check.partings:
-            verdict = "near tie" if parting.explained else "NOT explained by the logits' difference"
-            render.say(
-                f"{check.name}: {parting.prompt}, token {parting.position}: {parting.got} instead of "
-                f"{parting.expected}, margin {parting.margin:.2g} ({verdict})"
-            )
-        for problem in check.problems:
-            render.say(f"{check.name}: {problem}")
-    render.say("equal" if report.ok else "NOT equal")
+        for line in _remarks(check):
+            render.say(f"{check.name}: {line}")
+    parted = any(not check.tokens_equal for check in report.checks)
+    render.say("NOT equal" if not report.ok else "equal, but for near ties" if parted else "equal")
+
+
+def _remarks(check: CheckResult) -> Iterator[str]:
+    """What the table has no room for; faults first."""
+    yield from check.problems
+    partings = sorted(check.partings, key=lambda parting: parting.explained)
+    for parting in partings[:MAX_PARTINGS]:
+        verdict = "a near tie" if parting.explained else "NOT explained by the difference of the logits"
+        yield (
+            f"{parting.prompt}, token {parting.position} is {parting.got} instead of {parting.expected}, "
+            f"margin {parting.margin:.2g}: {verdict}"
+        )
+    if len(partings) > MAX_PARTINGS:
+        yield f"{len(partings) - MAX_PARTINGS} further sequences part"
 
 
 def _tokens(check: CheckResult) -> str:
-    """How many of the check's sequences have all tokens equal."""
     return "equal" if check.tokens_equal else f"{len(check.partings)} part"
 
 
