@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from llmsched.cli import render
+from llmsched.cli import options, render
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 
@@ -32,6 +32,9 @@ COMMANDS = {
     "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
     "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
 }
+
+#: Knobs whose flag is the name itself, which cannot be told from a word of a sentence.
+_PLAIN_NAMES = frozenset(f.name for f in fields(EngineConfig) if "_" not in f.name and f.name != "model")
 
 HELP = """Serve a language model well from one GPU, or without one from the CPU.
 
@@ -116,8 +119,10 @@ def main() -> None:
 
 
 def _message(problem: LlmschedError) -> str:
-    """The error's text, with a knob's name written as the flag that sets it."""
+    """The error's text, with knobs written as the flags that set them."""
     text = str(problem)
-    if isinstance(problem, ConfigError) and problem.field in {f.name for f in fields(EngineConfig)}:
-        return text.replace(problem.field, "--" + problem.field.replace("_", "-"), 1)
-    return text
+    if not isinstance(problem, ConfigError):
+        return text
+    if problem.field in _PLAIN_NAMES:
+        text = f"--{text}"
+    return options.with_flags(text)

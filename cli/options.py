@@ -25,9 +25,10 @@ R = TypeVar("R")
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
-        show_default="$LLMSCHED_MODEL, else demo",
-        help="Hugging Face directory, hub id, .gguf file, or demo (a small chat model, fetched once).",
+        metavar="MODEL",
+        show_default=False,
+        help="Hugging Face directory, hub id, .gguf file, or demo (a small chat model, fetched once).  "
+        "[default: LLMSCHED_MODEL, else demo]",
     ),
 ]
 
@@ -87,6 +88,12 @@ def _split(text: str, wanted: str) -> tuple[float, str]:
     return float(match[1]), match[2]
 
 
+def with_flags(text: str) -> str:
+    """The text with every knob of EngineConfig written as the flag that sets it (max_num_seqs -> --max-num-seqs)."""
+    names = "|".join(f.name for f in fields(EngineConfig) if "_" in f.name)
+    return re.sub(rf"\b({names})\b", lambda found: "--" + found[1].replace("_", "-"), text)
+
+
 def resolve_model(argument: str | None) -> str:
     """The model to use: the argument, else LLMSCHED_MODEL, else demo; says which on stderr when it was left out."""
     if argument:
@@ -109,13 +116,16 @@ class EngineOptions:
         return EngineConfig(**{**(defaults or {}), **self.given, "model": model})
 
 
-def with_engine_options(exclude: Collection[str] = ()) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command one option per knob of EngineConfig (except `model` and `exclude`).
+def with_engine_options(
+    exclude: Collection[str] = (), only: Collection[str] | None = None
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a Typer command one option per knob of EngineConfig: all but `model` and `exclude`, or just those of `only`.
 
     The command takes a keyword `engine_options: EngineOptions` in their place.
     """
     types = get_type_hints(EngineConfig)
-    knobs = [f for f in fields(EngineConfig) if f.name not in {"model", *exclude}]
+    wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
+    knobs = [f for f in fields(EngineConfig) if f.name in wanted - {"model", *exclude}]
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(command, eval_str=True).parameters

@@ -12,9 +12,25 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.progress import Progress
+from llmsched.engine.units import human_bytes, three_figures
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+__all__ = [
+    "emit_json",
+    "error",
+    "human_bytes",
+    "human_seconds",
+    "note",
+    "progress_bar",
+    "say",
+    "stacked_bar",
+    "stderr",
+    "stdout",
+    "table",
+    "warn",
+]
 
 #: Width of tables written to a file or pipe, where nothing may be cut off.
 _PLAIN_WIDTH = 200
@@ -101,26 +117,11 @@ def _cumulative_cells(counts: Sequence[int], total: int, width: int) -> list[int
     return ends
 
 
-def human_bytes(count: int | float) -> str:
-    """A byte count in binary units with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{_three_figures(value)} {unit}"
-        value /= 1024
-    return f"{_three_figures(value)} TiB"
-
-
 def human_seconds(seconds: float) -> str:
     """A time with three significant figures: 12.3 ms, 1.50 s."""
     if seconds < 1:
-        return f"{_three_figures(seconds * 1e3)} ms"
-    return f"{_three_figures(seconds)} s"
-
-
-def _three_figures(value: float) -> str:
-    size = abs(value)
-    return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"
+        return f"{three_figures(seconds * 1e3)} ms"
+    return f"{three_figures(seconds)} s"
 
 
 def emit_json(value: Any) -> None:

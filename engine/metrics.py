@@ -28,8 +28,7 @@ class EngineMetrics:
     """
 
     def __init__(self, model_name: str, block_size: int, num_blocks: int, prefix: str = "llmsched") -> None:
-        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
-            raise ConfigError("metrics_prefix", f"{prefix!r} is not a metric prefix; letters, digits and _ are allowed")
+        check_prefix(prefix)
         self._num_blocks = num_blocks
         self._prefix = prefix
         self._model_name = model_name
@@ -163,3 +162,9 @@ class EngineMetrics:
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise ConfigError unless metric names may begin with `prefix`."""
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
+        raise ConfigError("metrics_prefix", f"{prefix!r} is not a metric prefix; letters, digits and _ are allowed")

@@ -41,7 +41,7 @@ class OutputStream:
         output.error = result.error
         if result.token_id is not None:
             self._add_token(output, result.token_id, result.logprob)
-        if output.finish_reason is not None and output.stop_reason is None:
+        if output.finish_reason is not None and not isinstance(output.stop_reason, str):
             self._flush(output)
         return output
 

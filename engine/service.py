@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine, EngineStats
-from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError
+from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import RequestOutput, SamplingParams
@@ -175,6 +175,8 @@ class AsyncEngine:
             raise EngineDeadError(f"the engine has stopped: {self.error}")
         if self.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
+        if request_id in self._streams:
+            raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self._engine.check(prompt_token_ids, sampling)
         waiting = self._stats.num_waiting + self._num_submitted - self._num_taken
         if waiting + sampling.n > self.config.max_queue_size:

@@ -1,6 +1,7 @@
 """Which backend serves which device: CUDA has Triton, the CPU has Numba, every other device the reference.
 
-LLMSCHED_KERNELS=reference in the environment sends everything to the reference, to tell a kernel's fault from another's.
+LLMSCHED_KERNELS=reference in the environment sends everything to the reference, to tell a kernel's fault from
+another's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BackendName = Literal["triton", "cpu", "reference"]
 ENVIRONMENT_VARIABLE = "LLMSCHED_KERNELS"
 MODULES: dict[BackendName, str] = {
     "triton": "llmsched.kernels.triton.ops",
-    "cpu": "llmsched.kernels.reference",
+    "cpu": "llmsched.kernels.cpu.ops",
     "reference": "llmsched.kernels.reference",
 }
 
@@ -78,14 +79,9 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """`reference.write_kv` by the backend of the keys' device. Raises ValueError when shapes do not match."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
-        require(
-            new.shape == (tokens, kv.shape[1], kv.shape[3]),
-            f"{name} {tuple(new.shape)} does not fit {tokens} slots of a cache {tuple(kv.shape)}",
-        )
-    require(
-        key_cache.shape[:3] == value_cache.shape[:3],
-        f"key cache {tuple(key_cache.shape)} and value cache {tuple(value_cache.shape)} may differ in head_dim only",
-    )
+        if new.shape != (tokens, kv.shape[1], kv.shape[3]):
+            raise ValueError(f"{name} {tuple(new.shape)} does not fit {tokens} slots of a cache {tuple(kv.shape)}")
+    check_caches(key_cache, value_cache)
     backend_of(key).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -122,24 +118,29 @@ def check_attention(
     sinks: Tensor | None,
 ) -> None:
     """Raise ValueError unless the arguments fit each other. Looks at shapes only, so a GPU is never waited for."""
-    heads, kv_heads, head_dim = query.shape[1], key_cache.shape[1], key_cache.shape[3]
-    require(query.shape[2] == head_dim, f"query head_dim {query.shape[2]} differs from the key cache's {head_dim}")
-    require(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads")
-    require(
-        key_cache.shape[:3] == value_cache.shape[:3],
-        f"key cache {tuple(key_cache.shape)} and value cache {tuple(value_cache.shape)} may differ in head_dim only",
-    )
+    check_caches(key_cache, value_cache)
+    _, heads, head_dim = query.shape
+    _, kv_heads, _, cached_head_dim = key_cache.shape
     sequences = context_lens.shape[0]
-    require(
-        block_tables.shape[0] == sequences and cu_seqlens_q.shape[0] == sequences + 1,
-        f"{sequences} context_lens need as many block_tables (not {block_tables.shape[0]}) "
-        f"and one more cu_seqlens_q (not {cu_seqlens_q.shape[0]})",
-    )
-    require(window is None or window >= 1, f"window is {window}; allowed is 1 or more, or None")
-    require(softcap is None or softcap > 0, f"softcap is {softcap}; allowed is more than 0, or None")
-    require(sinks is None or sinks.shape == (heads,), f"sinks must be one logit for each of {heads} heads")
+    if head_dim != cached_head_dim:
+        raise ValueError(f"query head_dim {head_dim} differs from the key cache's {cached_head_dim}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+    if block_tables.shape[0] != sequences or cu_seqlens_q.shape[0] != sequences + 1:
+        raise ValueError(
+            f"{sequences} context_lens need as many block_tables (not {block_tables.shape[0]}) "
+            f"and one more cu_seqlens_q (not {cu_seqlens_q.shape[0]})"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; allowed is 1 or more, or None")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}; allowed is more than 0, or None")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks are {tuple(sinks.shape)}; allowed is one logit for each of {heads} heads")
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
+    if key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError(
+            f"key cache {tuple(key_cache.shape)} and value cache {tuple(value_cache.shape)} may differ in head_dim only"
+        )

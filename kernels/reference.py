@@ -1,7 +1,7 @@
 """The specification of every op in plain torch: slow and obviously right. Other backends are compared with it.
 
 A packed batch holds T new tokens of B sequences, one sequence after the other: those of sequence b are rows
-cu_seqlens_q[b] .. cu_seqlens_q[b + 1], q_len_b of them. A prefill chunk has many, a decode has one, and they mix freely.
+cu_seqlens_q[b] .. cu_seqlens_q[b + 1], q_len_b of them. A prefill chunk has many, a decode has one; they mix freely.
 
 The KV cache is cut into blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
 sequence b lives in block block_tables[b, p // block_size] at offset p % block_size. Blocks come in any order and may be

@@ -18,7 +18,6 @@ Endpoint = Literal["completions", "chat"]
 
 #: Values of `owned_by` in /v1/models of the servers that can state usage with every chunk.
 _COUNTING_SERVERS = {"llmsched", "vllm", "sglang"}
-_LOOKUP_TIMEOUT_S = 10.0
 _DETAIL_LENGTH = 300
 
 #: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
@@ -45,13 +44,17 @@ class TargetUnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """How to talk to a server. `url` may end in /v1 or not; `model` None asks the server for its first."""
+    """How to talk to a server. `url` may end in /v1 or not; `model` None asks the server for its first.
+
+    `lookup_timeout` (seconds) is for what is asked beside the load: the models and the metrics.
+    """
 
     url: str
     endpoint: Endpoint = "completions"
     model: str | None = None
     api_key: str | None = None
     ignore_eos: bool = True
+    lookup_timeout: float = 10.0
 
 
 class HttpTarget:
@@ -63,6 +66,7 @@ class HttpTarget:
         self._root = options.url.rstrip("/").removesuffix("/v1")
         self._model = options.model
         self._counts_chunks = False
+        self._answers_lookups = True
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else None,
             timeout=None,
@@ -73,10 +77,11 @@ class HttpTarget:
     async def connect(self) -> None:
         """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""
         try:
-            response = await self._client.get(f"{self._root}/v1/models", timeout=_LOOKUP_TIMEOUT_S)
+            response = await self._client.get(f"{self._root}/v1/models", timeout=self._options.lookup_timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
             raise TargetUnreachableError(_detail(problem)) from problem
         except httpx.RequestError:
+            self._answers_lookups = False
             return
         first = _first_model(response)
         self._counts_chunks = first.get("owned_by") in _COUNTING_SERVERS
@@ -131,8 +136,10 @@ class HttpTarget:
         return body
 
     async def preemptions(self) -> int | None:
+        if not self._answers_lookups:
+            return None
         try:
-            response = await self._client.get(f"{self._root}/metrics", timeout=_LOOKUP_TIMEOUT_S)
+            response = await self._client.get(f"{self._root}/metrics", timeout=self._options.lookup_timeout)
         except httpx.RequestError:
             return None
         return _preemptions_in(response.text) if response.status_code == httpx.codes.OK else None

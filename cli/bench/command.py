@@ -49,6 +49,8 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
+_LOOKUP_TIMEOUT_S = 10.0
+
 Outcome = tuple[Subject, Measurement]
 
 
@@ -129,7 +131,9 @@ def bench(
     flags = ServerFlags(endpoint, served_model_name, api_key, tokenizer, text_prompts, stop_at_eos)
     with render.progress_bar() as progress:
         if target is not None and target.startswith(("http://", "https://")):
-            outcome = asyncio.run(_bench_server(_http_options(target, flags, engine_options), plan, flags, progress))
+            outcome = asyncio.run(
+                _bench_server(_http_options(target, plan, flags, engine_options), plan, flags, progress)
+            )
         else:
             _refuse_server_flags(flags)
             outcome = asyncio.run(_bench_model(resolve_model(target), engine_options, plan, progress))
@@ -186,7 +190,7 @@ def _none_sent(workload: Workload, why: str) -> list[RequestRecord]:
     return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_prompts)]
 
 
-def _http_options(url: str, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
+def _http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
     if engine_options.given:
         names = ", ".join("--" + name.replace("_", "-") for name in engine_options.given)
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
@@ -197,7 +201,12 @@ def _http_options(url: str, flags: ServerFlags, engine_options: EngineOptions) -
     if not host:
         raise LlmschedError(f"{url!r} names no host; write http://host:port")
     return HttpOptions(
-        url, flags.endpoint or "completions", flags.served_model_name, flags.api_key, ignore_eos=not flags.stop_at_eos
+        url,
+        endpoint=flags.endpoint or "completions",
+        model=flags.served_model_name,
+        api_key=flags.api_key,
+        ignore_eos=not flags.stop_at_eos,
+        lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
     )
 
 

@@ -112,7 +112,12 @@ ServedModelName = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.", rich_help_panel=_SERVER),
+    typer.Option(
+        "--api-key",
+        envvar=["LLMSCHED_API_KEY", "OPENAI_API_KEY"],
+        help="Sent as bearer token.",
+        rich_help_panel=_SERVER,
+    ),
 ]
 TokenizerOf = Annotated[
     str | None,

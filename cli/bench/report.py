@@ -119,7 +119,8 @@ def _show_goodput(slo: Slo, figures: Measurement) -> None:
     attainment = figures.goodput.attainment
     rows = [[name.upper(), f"{limit * 1e3:g} ms", f"{attainment[name]:.1%}"] for name, limit in slo.given().items()]
     rows.append(["all", "", f"{attainment['all']:.1%}"])
-    render.table(f"goodput {figures.goodput.requests_per_s:.3g} requests/s", ["SLO", "limit", "met by"], rows)
+    render.say(f"goodput {figures.goodput.requests_per_s:.3g} requests/s")
+    render.table("", ["SLO", "limit", "met by"], rows)
 
 
 def _latency_row(name: str, summary: Summary) -> list[str]:

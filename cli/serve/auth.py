@@ -17,8 +17,9 @@ def require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
         if api_key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Compared as bytes and in constant time: how long it takes tells nothing of the key.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+        # Compared in constant time: how long it takes tells nothing of the key. Headers are bytes, read as Latin-1.
+        key = given.strip(" \t").encode("latin-1")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key, api_key.encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",

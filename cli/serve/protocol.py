@@ -262,9 +262,7 @@ def _check_combinations(request: GenerationRequest) -> None:
         if request.best_of is not None and request.best_of != n:
             raise RequestError("best_of", f"best_of is {request.best_of}; not supported unless equal to n ({n})")
         if len(request.prompt) * n > MAX_CHOICES:
-            raise RequestError(
-                "prompt", f"{len(request.prompt)} prompts with n={n} are more than {MAX_CHOICES} choices; send fewer"
-            )
+            raise RequestError("n", f"n={n} of {len(request.prompt)} prompts is more than {MAX_CHOICES} choices")
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")

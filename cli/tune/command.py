@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -35,10 +35,13 @@ from llmsched.cli.tune.search import largest_useful, powers_of_two
 from llmsched.cli.tune.sweep import EngineRunner, sweep
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 from llmsched.profiles.tuned import ProfileError, TunedProfile, profile_path, save_profile
+
+if TYPE_CHECKING:
+    from llmsched.engine.service import AsyncEngine
 
 #: Largest step worth trying where no flag says so, by device: beyond it a step only gets longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
@@ -115,7 +118,7 @@ def tune(
         render.note("no SLO given (--slo-ttft, --slo-itl, ...): the most throughput wins, whatever the latency")
     with render.progress_bar() as progress:
         trials, profile = asyncio.run(_tune(_config(name, task, engine_options), task, engine_options, progress))
-    written = None if profile is None else save_profile(profile, destination)
+    written = None if profile is None else _save(profile, destination)
     results = (name, trials, task.workload, task.slo, task.rounds, written)
     if as_json_:
         render.emit_json(as_json(*results))
@@ -129,9 +132,8 @@ async def _tune(
     config: EngineConfig, task: Task, options: EngineOptions, progress: Progress
 ) -> tuple[list[Trial], TunedProfile | None]:
     """The trials, and the profile of the best if there is one."""
-    runner = EngineRunner(config, task.workload, task.timeout, progress)
+    runner, engine = await _largest_engine(config, task, options, progress)
     try:
-        engine = await runner.engine()
         largest = engine.config.max_num_batched_tokens
         assert largest is not None
         settings = [Setting(tokens, engine.config.max_num_seqs) for tokens in powers_of_two(task.smallest, largest)]
@@ -144,6 +146,22 @@ async def _tune(
     if (best := choose(trials)) is None:
         return trials, None
     return trials, make_profile(model, device, trials, best, task.workload, task.slo, options.given)
+
+
+async def _largest_engine(
+    config: EngineConfig, task: Task, options: EngineOptions, progress: Progress
+) -> tuple[EngineRunner, AsyncEngine]:
+    """An engine for the largest step that fits into memory; a size that the user asked for is never lowered."""
+    while True:
+        runner = EngineRunner(config, task.workload, task.timeout, progress)
+        try:
+            return runner, await runner.engine()
+        except ConfigError as problem:
+            tokens = (config.max_num_batched_tokens or 0) // 2
+            if "max_num_batched_tokens" in options.given or tokens < task.smallest:
+                raise
+            render.note(f"max_num_batched_tokens {2 * tokens} does not fit ({problem}); the sweep ends at {tokens}")
+            config = replace(config, max_num_batched_tokens=tokens)
 
 
 def _config(model: str, task: Task, options: EngineOptions) -> EngineConfig:
@@ -163,3 +181,10 @@ def _destination(output: str | None, model: str) -> str:
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
     return destination
+
+
+def _save(profile: TunedProfile, destination: str) -> Path:
+    try:
+        return save_profile(profile, destination)
+    except ProfileError as problem:
+        raise LlmschedError(f"--output: {problem}") from problem

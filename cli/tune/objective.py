@@ -96,16 +96,18 @@ def explain(trials: Sequence[Trial], slo: Slo) -> str:
     good = [trial for trial in trials if trial.feasible]
     met = "meet the SLOs" if slo.given() else "work (no SLO was given)"
     fastest = max(good, key=lambda trial: trial.output_tokens_per_s or 0.0)
-    sentence = (
-        f"max_num_batched_tokens {best.setting.max_num_batched_tokens} gives {best.output_tokens_per_s:.1f} tokens/s, "
-        f"the most of the {len(good)} of {len(trials)} values that {met}"
+    chosen = f"max_num_batched_tokens {best.setting.max_num_batched_tokens}: {_rate(best)}"
+    among = f"the {len(good)} of {len(trials)} values that {met}"
+    if fastest is best:
+        return f"{chosen} is the most of {among}"
+    return (
+        f"{chosen} is the smallest value within the noise ({noise_of(good):.0%}) of the most of {among}, "
+        f"{_rate(fastest)} with {fastest.setting.max_num_batched_tokens}"
     )
-    if fastest is not best:
-        sentence += (
-            f" ({fastest.setting.max_num_batched_tokens} with {fastest.output_tokens_per_s:.1f} is not faster beyond "
-            f"the noise of {noise_of(good):.0%}, and the smaller one keeps the gaps between tokens shorter)"
-        )
-    return sentence
+
+
+def _rate(trial: Trial) -> str:
+    return f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
 
 
 def _throughput(measured: Measurement) -> float | None:

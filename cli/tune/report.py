@@ -16,7 +16,7 @@ from llmsched.cli.tune.objective import Trial, choose, explain
 from llmsched.engine.device import device_memory
 from llmsched.engine.latency import DEFINITIONS, Slo
 from llmsched.engine.model.info import ModelInfo
-from llmsched.profiles.tuned import Scalar, TunedProfile
+from llmsched.profiles.tuned import Scalar, TunedProfile, profile_dir
 
 
 def as_json(
@@ -88,7 +88,8 @@ def make_profile(
             **{name: version(name) for name in ("llmsched", "torch", "transformers")},
         },
         trials=tuple(
-            {name: value for name, value in _trial_json(trial).items() if value is not None} for trial in trials
+            {name: _readable(value) for name, value in _trial_json(trial).items() if value is not None}
+            for trial in trials
         ),
         reason=explain(trials, slo),
     )
@@ -119,6 +120,10 @@ def _workload_table(workload: Workload) -> dict[str, Any]:
     return {"load": workload.describe(), **settings}
 
 
+def _readable(value: Scalar) -> Scalar:
+    return round(value, 3) if isinstance(value, float) else value
+
+
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
@@ -129,6 +134,4 @@ def _figure(value: float | None, factor: float) -> str:
 
 def _profile_word(path: Path) -> str:
     """What to give --profile: the name of a profile in the usual place, else its path."""
-    from llmsched.profiles.tuned import profile_dir
-
     return path.stem if path.parent == profile_dir() else str(path)

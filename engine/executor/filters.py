@@ -37,6 +37,7 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 
     Temperature first; then min_p keeps tokens of at least min_p times the best one's probability; of those, top_k keeps
     the k best; of those, renormalised, top_p keeps the fewest best ones that together reach top_p. At least one stays.
+    A row whose best logit is not finite gets an id that means nothing.
     """
     temperature, top_k, top_p, min_p, uniform = to_device(np.stack(filters), logits.device)
     scores = scaled(logits, temperature.float())
@@ -53,7 +54,7 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
             some = scores[rows]
             cut(some, top_k[rows], top_p[rows], look)
             scores[rows] = some
-    return invert(scores.exp_(), uniform)
+    return invert(scores.exp_(), uniform).clamp(max=logits.shape[1] - 1)
 
 
 def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -105,12 +106,12 @@ def invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse of the cumulative distribution, tokens in order of id: weights [S, V], V a multiple of CHUNK, -> ids [S].
 
     The first token at which the running sum exceeds uniform * total. Sums are float64; a token of weight 0 is never
-    drawn.
+    drawn, unless all weights are 0: then the id is any.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
     sums = chunks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
     target = below(uniform * sums[:, -1], sums[:, -1])
-    chunk = (sums <= target[:, None]).sum(dim=1)
+    chunk = (sums <= target[:, None]).sum(dim=1).clamp(max=chunks.shape[1] - 1)
     before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk].cumsum(dim=1, dtype=torch.float64)
     rest = below(target - before, inside[:, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import accumulate
 
@@ -15,13 +16,11 @@ from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, Ste
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
 from llmsched.engine.executor.sampler import Sampler
+from llmsched.engine.kv.budget import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.probe import position_limit
 from llmsched.engine.model.transformers_model import TransformersModel
 from llmsched.engine.request import SamplingParams, Sequence
-
-#: Bound of one fp32 copy of logits: what sampling and log-probabilities need grows with it, not with the step.
-LOGITS_BYTES = 128 << 20
 
 
 class TorchExecutor:
@@ -56,6 +55,8 @@ class TorchExecutor:
         self._cache = KVCache.allocate(self._model.layers, num_blocks, block_size, kv_dtype, self.device)
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
+        #: Sees the sequences and the logits [R, vocab_size] that their next tokens are chosen from, before they are.
+        self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -81,6 +82,11 @@ class TorchExecutor:
                     results[index] = found
         return StepResult(results, time.perf_counter() - started)
 
+    def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
+        """Compute the rows as `execute` does and return every token's logits [T, vocab_size]; nothing is sampled."""
+        with torch.inference_mode():
+            return self._forward(pack(rows, self.block_size), every_token=True)
+
     def close(self) -> None:
         """Release model and cache; the executor cannot be used afterwards."""
         del self._model, self._cache
@@ -93,6 +99,8 @@ class TorchExecutor:
         logits = self._forward(batch)
         results = [RowResult() for _ in rows]
         sampling = [rows[index].sequence for index in batch.sampling_rows]
+        if self.on_logits is not None and sampling:
+            self.on_logits(sampling, logits[: len(sampling)])
         for low in range(0, len(sampling), self._logits_at_once):
             part = slice(low, low + self._logits_at_once)
             chosen = self._sampler.sample(logits[: len(sampling)][part], sampling[part])
@@ -101,8 +109,8 @@ class TorchExecutor:
         self._add_prompt_logprobs(rows, batch, logits[len(sampling) :], results)
         return results
 
-    def _forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the batch's `logit_rows`."""
+    def _forward(self, batch: PackedBatch, *, every_token: bool = False) -> torch.Tensor:
+        """Logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
         input_ids, positions, slot_mapping, block_tables, cu_seqlens_q, context_lens = (
             to_device(array, self.device)
             for array in (
@@ -115,8 +123,8 @@ class TorchExecutor:
             )
         )
         # A step of decodes alone needs every token's logits, in order: then there is nothing to select.
-        everything = len(batch.sampling_rows) == len(batch.input_ids)
-        logit_rows = None if everything else to_device(batch.logit_rows, self.device)
+        every_token |= len(batch.sampling_rows) == len(batch.input_ids)
+        logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
         context = PagedContext(self._cache, slot_mapping, block_tables, cu_seqlens_q, context_lens)
         return self._model.forward(input_ids, positions, context, logit_rows)
 

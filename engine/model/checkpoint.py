@@ -12,11 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.source import first_line
+from llmsched.engine.model.source import one_line
 from llmsched.engine.progress import Progress
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+#: Types of 8 bits and fewer: without their scales, which are other tensors, they mean nothing.
+_SMALL_FLOATS = ("F8", "F6", "F4")
 _NAMED = 5
 
 
@@ -97,7 +99,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index}: is no valid index (JSON with a weight_map): {first_line(error)}") from error
+        raise ModelError(f"{index}: is no valid index (JSON with a weight_map): {one_line(error)}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
     if outside := {name for name in weight_map.values() if Path(name).name != name}:
@@ -107,23 +109,27 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        file: Any = safe_open(path, framework="pt", device="cpu")
+        names: list[str] = file.keys()
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path}: cannot be read, it may be cut short ({first_line(error)}); download it again"
+            f"{path}: cannot be read, it may be cut short ({one_line(error)}); download it again"
         ) from error
+    types = {name: str(file.get_slice(name).get_dtype()) for name in names}
+    if small := {f"{name} ({kind})" for name, kind in types.items() if kind.startswith(_SMALL_FLOATS)}:
+        raise ModelError(f"{path}: quantised tensors, which are not supported: {some(small)}")
 
     def lazy(name: str) -> LazyTensor:
         return LazyTensor(lambda: file.get_tensor(name))
 
-    return {name: lazy(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return {name: lazy(name) for name in names}
 
 
 def _open_pickle(path: Path) -> dict[str, LazyTensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises a different type for each kind of damage
-        raise ModelError(f"{path}: cannot be read as tensors only ({first_line(error)})") from error
+        raise ModelError(f"{path}: cannot be read as tensors only ({one_line(error)})") from error
 
     def lazy(tensor: torch.Tensor) -> LazyTensor:
         return LazyTensor(lambda: tensor)

@@ -1,4 +1,4 @@
-"""Reading .gguf files: metadata and quantised tensors, over gguf-py's reader."""
+"""Opening .gguf files: metadata and quantised tensors of an architecture that is supported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from gguf import GGUFReader, GGUFValueType
-
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.source import first_line
+from llmsched.engine.model.gguf_header import GGUFTensor, parse_gguf
+from llmsched.engine.model.source import one_line
 
 #: GGUF architecture -> (transformers model type, its class for causal language modelling).
 ARCHITECTURES = {
@@ -28,11 +26,11 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An open file. `tensors` are gguf-py's ReaderTensor (memory-mapped, shape reversed); metadata is plain Python."""
+    """An open file: metadata as plain Python values, tensors memory-mapped and still quantised."""
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
 
     @property
     def architecture(self) -> str:
@@ -58,33 +56,24 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({first_line(error)})") from error
+        raise ModelError(f"{path}: cannot be read ({one_line(error)})") from error
     return _read(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=2)
 def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
     try:
-        reader = GGUFReader(path)
-        metadata = {name: _value(field) for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError) as error:
+        metadata, tensors = parse_gguf(path)
+    except (ValueError, OSError) as error:
         raise ModelError(
-            f"{path}: is no readable GGUF file, or is cut short ({first_line(error)}); download it again"
+            f"{path}: is no readable GGUF file, or is cut short ({one_line(error)}); download it again"
         ) from error
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"{path}: is one part of a split file; join the parts with llama-gguf-split --merge")
     found = metadata.get("general.architecture")
     if found not in ARCHITECTURES:
         raise ModelError(f"{path}: GGUF architecture {found!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    file = GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+    file = GGUFFile(path, metadata, tensors)
     if file.get("expert_count"):
         raise ModelError(f"{path}: mixture-of-experts GGUF files are not supported; use the Hugging Face directory")
     return file
-
-
-def _value(field: Any) -> Any:
-    """The field's value. A single float32 becomes the shortest decimal that means it: 9.99999974e-06 is 1e-05."""
-    value = field.contents()
-    if field.types == [GGUFValueType.FLOAT32]:
-        return float(str(np.float32(value)))
-    return value

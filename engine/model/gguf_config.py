@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.gguf import ARCHITECTURES, GGUFFile
+from llmsched.engine.model.gguf_weights import dequantized
 
 Fields = dict[str, Any]
 
@@ -57,7 +58,7 @@ def _common(file: GGUFFile) -> Fields:
         raise ModelError(f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions are not supported")
     token = file.metadata.get
     return {
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[0]),
         "hidden_size": hidden,
         "intermediate_size": feed_forward,
         "num_hidden_layers": file.require("block_count"),
@@ -106,7 +107,7 @@ def _rope(file: GGUFFile, fields: Fields) -> Fields:
 
 def _llama3_rope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
     """Llama 3.1's scaling, recognised in the table of frequency divisors that the converter made of it."""
-    divisors = np.asarray(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
+    divisors = dequantized(file, "rope_freqs.weight").astype(np.float64)
     factor = float(divisors.max())
     rotary = fields["head_dim"]
     wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary, 2) / rotary)
@@ -129,8 +130,8 @@ def _longrope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
     return {
         "rope_type": "longrope",
         "rope_theta": theta,
-        "long_factor": file.tensors["rope_factors_long.weight"].data.tolist(),
-        "short_factor": file.tensors["rope_factors_short.weight"].data.tolist(),
+        "long_factor": dequantized(file, "rope_factors_long.weight").tolist(),
+        "short_factor": dequantized(file, "rope_factors_short.weight").tolist(),
         "factor": fields["max_position_embeddings"] / original,
         "original_max_position_embeddings": original,
     }
@@ -174,11 +175,11 @@ def _gemma3(file: GGUFFile, fields: Fields) -> Fields:
     }
 
 
-def _gemma_scalar(file: GGUFFile, fields: Fields) -> float:
+def _gemma_scalar(file: GGUFFile, fields: Fields) -> int:
     """Queries are scaled by 1/sqrt of this; GGUF does not store it."""
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
-        return float(fields["hidden_size"] / fields["num_attention_heads"])
-    return float(fields["head_dim"])
+        return int(fields["hidden_size"] // fields["num_attention_heads"])
+    return int(fields["head_dim"])
 
 
 _SPECIAL: dict[str, Callable[[GGUFFile, Fields], Fields]] = {"phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3}

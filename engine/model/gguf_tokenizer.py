@@ -91,14 +91,12 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         )
     backend.add_tokens(_added_tokens(file))
     _surround(file, backend, add_bos)
-    named = {
-        f"{role}_token": _token(file, f"tokenizer.ggml.{key}_token_id")
-        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
-    fast = PreTrainedTokenizerFast(
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    named = {f"{role}_token": _token(file, f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        **{k: v for k, v in named.items() if v is not None},
+        **{role: token for role, token in named.items() if token is not None},
     )
     fast.chat_template = file.metadata.get("tokenizer.chat_template")
     return fast

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,23 +67,21 @@ def _name(file: GGUFFile, name: str) -> str | None:
 
 
 def _lazy(file: GGUFFile, name: str) -> LazyTensor:
-    tensor, restore = file.tensors[name], _restore(file, name)
-
-    def read() -> torch.Tensor:
-        return torch.from_numpy(restore(_dequantized(file, tensor)))
-
-    return LazyTensor(read)
+    restore = _restore(file, name)
+    return LazyTensor(lambda: torch.from_numpy(restore(dequantized(file, name))))
 
 
-def _dequantized(file: GGUFFile, tensor: Any) -> Array:
+def dequantized(file: GGUFFile, name: str) -> Array:
+    """One tensor as float32, in an array of its own. Raises ModelError for a type that gguf-py does not know."""
+    tensor = file.tensors[name]
     try:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         raise ModelError(
-            f"{file.path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+            f"{file.path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
             "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
         ) from error
-    # float32 tensors are views of the read-only file
+    # float32 is not converted: it is a view of the read-only file
     return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import ModelError, RequestError
 from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.model.source import ModelSource, first_line, locate
-from llmsched.engine.model.support import check_supported
+from llmsched.engine.model.source import ModelSource, locate, one_line
+from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -34,39 +35,35 @@ PENALTY_FIELD = "repetition_penalty"
 
 def load_config(source: ModelSource) -> PretrainedConfig:
     """The model's configuration, known to be one that can be served. Raises ModelError."""
-    from transformers import AutoConfig
-
     if source.kind == "gguf":
         from llmsched.engine.model.gguf import read_gguf
         from llmsched.engine.model.gguf_config import gguf_config
 
-        config = gguf_config(read_gguf(source.path))
+        with _reading(source, "its metadata"):
+            config = gguf_config(read_gguf(source.path))
     else:
-        with _quiet_transformers():
-            try:
-                config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
-            except Exception as error:  # configuration classes check themselves with many types of exception
-                raise ModelError(_config_failure(source, error)) from error
+        from transformers import AutoConfig
+
+        described = _describe_config(source)
+        with _reading(source, described):
+            config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     check_supported(config, source.spec)
     return config
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The model's tokenizer. Raises ModelError if there is none or it cannot run on the tokenizers library."""
-    if source.kind == "gguf":
-        from llmsched.engine.model.gguf import read_gguf
-        from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
+    with _reading(source, "its tokenizer"):
+        if source.kind == "gguf":
+            from llmsched.engine.model.gguf import read_gguf
+            from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
 
-        return Tokenizer(gguf_tokenizer(read_gguf(source.path)))
-    from transformers import AutoTokenizer
+            return Tokenizer(gguf_tokenizer(read_gguf(source.path)))
+        from transformers import AutoTokenizer
 
-    if not any((source.path / name).is_file() for name in VOCABULARIES):
-        raise ModelError(f"model {source.spec}: no tokenizer: none of {', '.join(VOCABULARIES)} is in {source.path}")
-    with _quiet_transformers():
-        try:
-            fast = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # damaged files raise whatever the parser raises
-            raise ModelError(f"model {source.spec}: its tokenizer cannot be read: {first_line(error)}") from error
+        if not any((source.path / name).is_file() for name in VOCABULARIES):
+            raise ModelError(f"model {source.spec}: no tokenizer: none of {', '.join(VOCABULARIES)} is there")
+        fast = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     if not fast.is_fast:
         raise ModelError(
             f"model {source.spec}: {type(fast).__name__} has no fast version; add a tokenizer.json to the directory"
@@ -77,10 +74,11 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
     """Facts about the model, from its configuration, tokenizer and generation_config.json. Raises ModelError."""
     generation = _generation_config(source)
-    ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
+    with _reading(source, "eos_token_id"):
+        ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
     return ModelInfo(
         name=source.name,
-        architecture=config.architectures[0],
+        architecture=architecture_of(config),
         vocab_size=config.vocab_size,
         max_position=_max_position(source, config),
         eos_token_ids=ends,
@@ -106,7 +104,7 @@ def load_model(
     from llmsched.engine.model.checkpoint import with_progress
 
     state = with_progress(_open_weights(source), f"loading {source.name}", progress)
-    model_class = getattr(transformers, config.architectures[0])
+    model_class = getattr(transformers, architecture_of(config))
     with _quiet_transformers():
         model, report = model_class.from_pretrained(
             None,
@@ -140,12 +138,9 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:
-        raise ModelError(f"model {source.spec}: {len(missing)} tensors missing from its weights: {some(missing)}")
+        raise ModelError(f"model {source.spec}: its weights lack tensors: {some(missing)}")
     if unexpected := report["unexpected_keys"]:
-        raise ModelError(
-            f"model {source.spec}: {len(unexpected)} tensors that {source.name}'s architecture has no place for: "
-            f"{some(unexpected)}"
-        )
+        raise ModelError(f"model {source.spec}: its weights have tensors without a place: {some(unexpected)}")
     if mismatched := report["mismatched_keys"]:
         shapes = [f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched]
         raise ModelError(f"model {source.spec}: tensors of another shape than config.json says: {some(shapes)}")
@@ -154,28 +149,37 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    """Move to `device`, one parameter after the other so that it can be watched; shared parameters stay shared."""
+    """Move to `device`, one parameter after the other so that it can be watched; shared ones stay shared."""
     if device == "cpu":
         return
+    from torch import nn
+
     parameters = list(model.parameters())
     for done, parameter in enumerate(parameters, start=1):
         parameter.data = parameter.data.to(device)
         progress(f"moving to {device}", done, len(parameters))
-    model.to(device)  # buffers
+    nn.Module.to(model, device)  # buffers
 
 
-def _config_failure(source: ModelSource, error: Exception) -> str:
+def _describe_config(source: ModelSource) -> str:
+    """config.json and the architectures it names, for messages. Raises ModelError if it is no JSON object."""
     path = source.path / "config.json"
     if not path.is_file():
-        return f"model {source.spec}: {source.path} has no config.json; expected a Hugging Face model directory"
+        beside = sorted(file.name for file in source.path.glob("*.gguf"))
+        hint = f"name a file in it, e.g. {beside[0]}" if beside else "expected a Hugging Face model directory"
+        raise ModelError(f"model {source.spec}: {source.path} has no config.json; {hint}")
+    raw = _read_json(source, path)
+    return f"config.json ({raw.get('architectures') or raw.get('model_type') or 'no architecture'})"
+
+
+def _read_json(source: ModelSource, path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return f"model {source.spec}: {path} is no valid JSON"
-    if not isinstance(raw, dict):
-        return f"model {source.spec}: {path} is no JSON object"
-    named = raw.get("architectures") or raw.get("model_type") or "no architecture"
-    return f"model {source.spec}: config.json ({named}) is not supported by transformers: {first_line(error)}"
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"model {source.spec}: {path} is no valid JSON ({one_line(error)})") from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"model {source.spec}: {path} is no JSON object")
+    return loaded
 
 
 def _generation_config(source: ModelSource) -> dict[str, Any]:
@@ -185,16 +189,8 @@ def _generation_config(source: ModelSource) -> dict[str, Any]:
         from llmsched.engine.model.gguf_config import gguf_generation_config
 
         return gguf_generation_config(read_gguf(source.path))
-    path: Path = source.path / GENERATION_CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"model {source.spec}: {path} is no valid JSON ({first_line(error)})") from error
-    if not isinstance(loaded, dict):
-        raise ModelError(f"model {source.spec}: {path} is no JSON object")
-    return loaded
+    path = source.path / GENERATION_CONFIG
+    return _read_json(source, path) if path.is_file() else {}
 
 
 def _as_ids(value: Any) -> frozenset[int]:
@@ -215,23 +211,30 @@ def _sampling_defaults(source: ModelSource, generation: dict[str, Any]) -> dict[
     try:
         SamplingParams(**defaults)
     except (RequestError, TypeError) as error:
-        raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {first_line(error)}") from error
+        raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {one_line(error)}") from error
     return defaults
 
 
 def _max_position(source: ModelSource, config: PretrainedConfig) -> int:
-    """Tokens of the longest sequence that the model computes as trained.
+    """Tokens of the longest sequence that is computed as the model was trained, whatever shares its batch."""
+    from llmsched.engine.model.probe import position_limit
 
-    Under longrope the frequencies change once any sequence passes the original length; in a packed batch that would
-    change its batch mates too, so the original length is the limit.
-    """
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         raise ModelError(f"model {source.spec}: config.json does not say max_position_embeddings")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        limit = min(limit, rope.get("original_max_position_embeddings", limit))
-    return int(limit)
+    return int(min(limit, position_limit(config) or limit))
+
+
+@contextmanager
+def _reading(source: ModelSource, what: str) -> Iterator[None]:
+    """Whatever a library raises over a damaged or unknown file becomes one ModelError that names `what`."""
+    with _quiet_transformers():
+        try:
+            yield
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"model {source.spec}: {what} cannot be read: {one_line(error)}") from error
 
 
 @contextmanager
@@ -240,11 +243,11 @@ def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
         if bar:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

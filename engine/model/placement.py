@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 #: CPU flags that mean bfloat16 products in hardware: x86 AVX-512 and AMX, Arm.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _BF16_CAPABILITY = (8, 0)
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def resolve_device(requested: str) -> str:
@@ -55,11 +56,11 @@ def computes_bf16(device: str) -> bool:
     return bool(_BF16_FLAGS & _cpu_flags())
 
 
-def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def _cpu_flags() -> frozenset[str]:
     """Feature flags of the first processor as Linux names them; empty where there is no /proc/cpuinfo."""
-    if not cpuinfo.exists():
+    if not CPUINFO.exists():
         return frozenset()
-    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             return frozenset(value.split())

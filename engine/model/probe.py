@@ -33,6 +33,8 @@ NEUTRAL_KEYWORDS = frozenset(
 
 #: Query positions at which a mask is tried: early ones, and ones around a multiple of any power-of-two chunk.
 TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
+#: Tokens of a pass: enough for attention over compressed or selected keys to show that it has fewer keys than queries.
+NUM_TOKENS = 33
 #: What our mask function fills the mask with: the window, or one of these.
 FULL, UNKNOWN = 0, -1
 
@@ -52,8 +54,11 @@ def probe(model: PreTrainedModel) -> Probed:
     if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         raise ModelError(f"{name} takes no position_ids or no further keywords, so it cannot compute a packed batch")
     set_attention(model, IMPLEMENTATION)
-    layers, logits = silenced_pass(model, (1, 2, 5))
-    _, other_logits = silenced_pass(model, (3, 4, 5))
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.arange(1, NUM_TOKENS + 1, device=model.device)
+    other_tokens = torch.cat([tokens[:-1] + NUM_TOKENS, tokens[-1:]])
+    layers, logits = silenced_pass(model, tokens % vocab_size)
+    _, other_logits = silenced_pass(model, other_tokens % vocab_size)
     num_layers = model.config.get_text_config().num_hidden_layers
     if unlike := set(range(num_layers)) ^ set(layers):
         raise ModelError(
@@ -66,12 +71,12 @@ def probe(model: PreTrainedModel) -> Probed:
     return Probed([layers[layer] for layer in range(num_layers)], logits.shape[0])
 
 
-def silenced_pass(model: PreTrainedModel, token_ids: tuple[int, ...]) -> tuple[dict[int, LayerShape], torch.Tensor]:
+def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
     """Run the tokens with attention silenced. Returns the layers' shapes and the last token's logits in fp32."""
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(
-            input_ids=torch.tensor([token_ids], device=model.device),
+            input_ids=token_ids[None],
             position_ids=torch.arange(len(token_ids), device=model.device)[None],
             use_cache=False,
             paged_context=layers,
@@ -102,7 +107,9 @@ def noting_attention(
     name = f"{type(module).__name__} of layer {layer}"
     if layer in paged_context:
         raise ModelError(f"{name} computes attention twice in one pass: the model cannot be served")
-    check_keywords(module, {name: given for name, given in keywords.items() if name not in HONOURED_KEYWORDS})
+    if key.shape[2] != query.shape[2]:
+        raise ModelError(f"{name} attends to keys that are no tokens of its input: the model cannot be served")
+    check_keywords(module, {word: given for word, given in keywords.items() if word not in HONOURED_KEYWORDS})
     if attention_mask is not None:
         window = int(attention_mask.flatten()[0]) if attention_mask.dtype == torch.int64 else UNKNOWN
         told = sliding_window if sliding_window is not None and sliding_window <= TRIED_POSITIONS[-1] else FULL

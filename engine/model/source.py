@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,8 +11,12 @@ from typing import Literal
 from llmsched.engine.errors import ModelError
 from llmsched.engine.progress import Progress, silent
 
-#: Files of a hub repository that serving needs; other formats of the same weights stay where they are.
+#: Files of a hub repository that serving needs. Other formats of the same weights, often in folders, stay there.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+HUB_IGNORED = ("*/*", "consolidated*")
+#: Fetched only where a repository has no safetensors.
+HUB_PICKLES = ("pytorch_model*.bin",)
+_LINE = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
         from llmsched.engine.model.demo import demo_directory
 
         return ModelSource(spec, "demo", demo_directory(progress), "directory")
+    if not spec.strip():
+        raise ModelError("model: the name is empty; expected a directory, a .gguf file, a hub id or demo")
     path = Path(spec).expanduser()
     if path.is_dir():
         return ModelSource(spec, path.resolve().name, path, "directory")
@@ -46,9 +54,32 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
     return ModelSource(spec, spec, _download(spec, progress), "directory")
 
 
+def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
+    """The config.json of a hub repository, without its weights; from the cache if it is there. Raises ModelError."""
+    from huggingface_hub import hf_hub_download
+
+    progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
+    with _hub_failures(repo_id):
+        return Path(hf_hub_download(repo_id, "config.json"))
+
+
 def _download(repo_id: str, progress: Progress) -> Path:
     """The local snapshot of a hub repository, downloaded if need be; an unreachable hub falls back to the cache."""
     from huggingface_hub import snapshot_download
+
+    progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
+    with _hub_failures(repo_id):
+        snapshot = Path(
+            snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
+        )
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot_download(repo_id, allow_patterns=list(HUB_PICKLES))
+        return snapshot
+
+
+@contextmanager
+def _hub_failures(repo_id: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a ModelError that says what can be done."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -57,9 +88,9 @@ def _download(repo_id: str, progress: Progress) -> Path:
         RepositoryNotFoundError,
     )
 
-    progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS)))
+        yield
+        return
     except HFValidationError:
         reason = "there is no such directory, and it is no hub id (organisation/name)"
     except GatedRepoError:
@@ -72,11 +103,11 @@ def _download(repo_id: str, progress: Progress) -> Path:
             "give a local directory, a .gguf file or demo"
         )
     except (HfHubHTTPError, OSError) as error:
-        reason = f"the hub cannot be read: {first_line(error)}"
+        reason = f"the hub cannot be read: {one_line(error)}"
     raise ModelError(f"model {repo_id}: {reason}")
 
 
-def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def one_line(error: BaseException) -> str:
+    """An error's message on one line of bounded length, or its type if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LINE else f"{text[:_LINE]}..."

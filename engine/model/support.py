@@ -1,16 +1,102 @@
-"""Which architectures are served, and why others are not. Checked on the configuration, before weights are read."""
+"""Which architectures are served, and why others are not. Checked on the configuration, before weights are read.
+
+What only the running model shows (masks, keywords handed to attention) is checked by engine/model/probe.py.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+#: Architectures whose logits are compared with transformers' in the tests; named when another is refused.
+TESTED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GPT2LMHeadModel",
+    "GptOssForCausalLM",
+)
+SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
+
+#: Attention that is not in terms of the interface's inputs.
+_OWN_ATTENTION = {
+    "BloomForCausalLM": "its positions are ALiBi biases",
+    "FalconForCausalLM": "its positions may be ALiBi biases",
+    "MptForCausalLM": "its positions are ALiBi biases",
+}
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def architecture_of(config: PretrainedConfig) -> str:
+    """The model class that config.json names; "" if it names none, which check_supported refuses."""
+    return str(config.architectures[0]) if config.architectures else ""
+
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:
-    """Raise ModelError unless the model can be served."""
-    if not config.architectures:
-        raise ModelError(f"model {spec}: config.json names no architecture")
+    """Raise ModelError, naming what was found and what is supported, unless the model can be served exactly."""
+    for check in (_check_kind, _check_quantisation, _check_class, _check_layers):
+        if reason := check(config):
+            raise ModelError(f"model {spec}: {reason}")
+
+
+def _check_kind(config: PretrainedConfig) -> str | None:
+    name = architecture_of(config)
+    if not name:
+        return (
+            f"config.json of this {config.model_type or 'unknown'} model names no architectures, so it is not known "
+            f"what its weights are; {SUPPORTED}"
+        )
+    if config.is_encoder_decoder:
+        return f"{name} has an encoder and a decoder; only decoders can be served; {SUPPORTED}"
+    if config.get_text_config() is not config:
+        return (
+            f"{name} reads more than text (model type {config.model_type}); only text models can be served; {SUPPORTED}"
+        )
+    return None
+
+
+def _check_quantisation(config: PretrainedConfig) -> str | None:
+    settings: Any = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = settings.get("quant_method", "an unnamed method")
+    return f"its weights are quantised ({method}); supported: float32, bfloat16 or float16 weights, and GGUF files"
+
+
+def _check_class(config: PretrainedConfig) -> str | None:
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    name = architecture_of(config)
+    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, ())
+    if name not in ((named,) if isinstance(named, str) else named):
+        return f"{name} (model type {config.model_type}) is no decoder that transformers can load; {SUPPORTED}"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return f"{name} is an encoder (model type {config.model_type}): it sees tokens in both directions; {SUPPORTED}"
+    model_class = getattr(transformers, name)
+    if model_class._is_stateful:
+        return f"{name} has recurrent state, which is not supported; {SUPPORTED}"
+    if not model_class._supports_attention_backend:
+        detail = _OWN_ATTENTION.get(name, "its attention is its own")
+        return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
+    return None
+
+
+def _check_layers(config: PretrainedConfig) -> str | None:
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        kinds = ", ".join(sorted(unknown))
+        return f"{architecture_of(config)} has layers of type {kinds}; supported: {', '.join(sorted(_LAYER_TYPES))}"
+    return None

@@ -10,6 +10,12 @@ from llmsched.engine.text.tokenizer import Tokenizer, check_unicode
 
 Message = Mapping[str, Any]
 
+#: Arguments of apply_chat_template that are not the template's own: a request may not set them.
+_RESERVED = frozenset(
+    {"conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+)
+
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
     """Token ids of `messages` with the opening of the assistant's turn.
@@ -17,12 +23,14 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kw
     The template writes every special token itself, so none is added when its text is tokenised. It runs in
     transformers' sandbox. `template_kwargs` (tools, enable_thinking, ...) reach the template.
 
-    Raises RequestError when the model has no template, or the template refuses the messages.
+    Raises RequestError when the model has no template, the template refuses the messages, or a keyword is reserved.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
             "messages", "this model has no chat template, so it cannot chat; send text to /v1/completions instead"
         )
+    if refused := _RESERVED & template_kwargs.keys():
+        raise RequestError("chat_template_kwargs", f"{', '.join(sorted(refused))} cannot be set by a request")
     flat = [_flatten(message, position) for position, message in enumerate(messages)]
     text = _render(tokenizer, flat, template_kwargs)
     check_unicode(text, "messages")

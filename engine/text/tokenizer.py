@@ -21,8 +21,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """The tokenizer of one model; thread-safe.
 
-    `vocab_size` is one more than the largest id it can name. A model's vocabulary may be larger (padding): such ids, and
-    ids without a name in between, have no text. `eos_token_ids` are the tokenizer's own; ModelInfo has the whole set.
+    `vocab_size` is one more than the largest id it can name. A model's vocabulary may be larger (padding): such ids,
+    and ids without a name in between, have no text. `eos_token_ids` are the tokenizer's own; ModelInfo has all.
     `byte_level` says that tokens stand for bytes through the byte-level alphabet of GPT-2.
     """
 
@@ -54,7 +54,8 @@ class Tokenizer:
         Raises RequestError for text that is no valid Unicode (a lone surrogate).
         """
         check_unicode(text, "prompt")
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, the batch call lets other threads run meanwhile, and it does not work out offsets.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -64,15 +65,18 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special tokens included; b"" for an id without a name."""
-        if (added := self._added.get(token_id)) is not None:
-            return str(added.content).encode()
+        """The bytes of one token, special tokens included; b"" for an id without a name.
+
+        Byte-level decoding reads added tokens through the byte alphabet too, unless a character is not in it.
+        """
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return b""
         if self.byte_level:
             alphabet = _byte_of_char()
-            return b"".join(bytes((alphabet[char],)) if char in alphabet else char.encode() for char in token)
+            return bytes(alphabet[char] for char in token) if alphabet.keys() >= set(token) else str(token).encode()
+        if token_id in self._added:
+            return str(token).encode()
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()

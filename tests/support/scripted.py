@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 
@@ -95,49 +95,30 @@ class ScriptedExecutor:
         return TokenLogprob(token_id, logprob_of(token_id), best[:count])
 
 
-class ScriptedServer:
-    """The whole server over a real socket, in a thread; only the executor is a double."""
+class LiveServer:
+    """An engine behind the whole HTTP face, over a real socket, in a thread of this process."""
 
-    def __init__(
-        self,
-        *,
-        bos: bool = False,
-        chat_template: str | None = CHAT_TEMPLATE,
-        api_key: str | None = None,
-        grace_s: float = 5.0,
-        sampling_defaults: dict[str, float | int] | None = None,
-        num_blocks: int = 64,
-        **config: Any,
-    ) -> None:
-        self.tokenizer = Tokenizer(build_tokenizer(bos=bos, chat_template=chat_template))
-        self.script = Script([self.ids(chr(ord("a") + i))[0] for i in range(26)])
-        self.executor = ScriptedExecutor(self.script)
-        settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8} | config
-        info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
-        self.engine = Engine(EngineConfig(**settings), info, self.tokenizer, self.executor, num_blocks)
+    def __init__(self, engine: Engine, *, name: str = MODEL, api_key: str | None = None, grace_s: float = 5.0) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
         self.listener = lifecycle.bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.exit_code: int | None = None
-        self._api_key, self._grace_s = api_key, grace_s
+        self._name, self._api_key, self._grace_s = name, api_key, grace_s
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.run()), daemon=True)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def force(self, prompt: str | list[int], output: str | list[int]) -> None:
-        """Make the model answer `prompt` with exactly `output`, then end-of-sequence."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self.script.outputs[tuple(ids)] = self.ids(output) if isinstance(output, str) else output
-
-    def start(self) -> ScriptedServer:
+    def start(self) -> Self:
         self._thread.start()
         assert self._ready.wait(20)
         return self
 
     def drain(self) -> None:
         """What the first SIGTERM does."""
-        self._on_loop(self._stop.set)
+        self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self, timeout: float = 20) -> int | None:
         """Wait for the end; the exit code."""
@@ -146,19 +127,60 @@ class ScriptedServer:
         return self.exit_code
 
     def close(self) -> None:
-        self.script.gate.set()
         if self._thread.is_alive():
             self.drain()
             self.join()
 
-    def _on_loop(self, function: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(function)
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        service = AsyncEngine(self.engine)
-        service.start()
-        app = build_app(service, MODEL, self._api_key)
+        self.service = AsyncEngine(self.engine)
+        self.service.start()
+        app = build_app(self.service, self._name, self._api_key)
         self.exit_code = await lifecycle.run(
-            app, service, self.listener, grace_s=self._grace_s, on_ready=self._ready.set, stop=self._stop
+            app, self.service, self.listener, grace_s=self._grace_s, on_ready=self._ready.set, stop=self._stop
         )
+
+
+class ScriptedServer(LiveServer):
+    """A server whose executor is a double."""
+
+    def __init__(
+        self,
+        *,
+        bos: bool = False,
+        chat_template: str | None = CHAT_TEMPLATE,
+        sampling_defaults: dict[str, float | int] | None = None,
+        num_blocks: int = 64,
+        api_key: str | None = None,
+        grace_s: float = 5.0,
+        **config: Any,
+    ) -> None:
+        tokenizer = Tokenizer(build_tokenizer(bos=bos, chat_template=chat_template))
+        self.script = Script([tokenizer.encode(chr(ord("a") + i), add_special_tokens=False)[0] for i in range(26)])
+        self.executor = ScriptedExecutor(self.script)
+        settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8} | config
+        info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
+        engine = Engine(EngineConfig(**settings), info, tokenizer, self.executor, num_blocks)
+        super().__init__(engine, api_key=api_key, grace_s=grace_s)
+
+    def force(self, prompt: str | list[int], output: str | list[int]) -> None:
+        """Make the model answer `prompt` with exactly `output`, then end-of-sequence."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.script.outputs[tuple(ids)] = self.ids(output) if isinstance(output, str) else output
+
+    def close(self) -> None:
+        self.script.gate.set()
+        super().close()
+
+
+def main() -> None:
+    """`python scripted.py STEP_SECONDS`: a process of its own, to be sent signals; prints its URL."""
+    server = ScriptedServer()
+    server.script.step_s = float(sys.argv[1])
+    print(server.url, flush=True)
+    asyncio.run(server.run())
+    sys.exit(server.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -45,8 +45,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
+    "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": False}),
     "gemma2": (
         "gemma2",
         {

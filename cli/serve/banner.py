@@ -1,0 +1,67 @@
+"""What `serve` tells at its start: what was loaded, where memory goes, which defaults hold, where to send requests."""
+
+from __future__ import annotations
+
+import socket
+
+from llmsched.cli import render
+from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.service import AsyncEngine
+from llmsched.engine.units import human_bytes
+
+_ANY = {"0.0.0.0", "::"}
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address to send requests to; a socket on all interfaces is reachable on the loopback."""
+    host, port = listener.getsockname()[:2]
+    if host in _ANY:
+        host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def show_start(engine: AsyncEngine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
+    """Print it all to stdout."""
+    render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
+    url = url_of(listener)
+    if listener.getsockname()[0] in _ANY and not has_key:
+        render.warn("listening on all interfaces without --api-key: whoever reaches this port can use the model")
+    render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
+
+
+def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
+    """Labels and values, in the order in which they are shown."""
+    config, model = engine.config, engine.model
+    served = "" if model_name == model.name else f", served as {model_name}"
+    rows = [("model", f"{model.name} ({model.architecture}){served}, {config.dtype} on {config.device}")]
+    if engine.plan is not None:
+        rows += _memory_rows(engine.plan)
+    rows += [
+        ("context", f"{engine.max_model_len} tokens, prompt and output (max_model_len)"),
+        ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
+        ("running", f"at most {config.max_num_seqs} requests (max_num_seqs), {config.max_queue_size} waiting"),
+        ("prefix cache", "on" if config.enable_prefix_caching else "off"),
+        ("sampling", _sampling(engine)),
+    ]
+    return rows
+
+
+def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    return [
+        ("memory", f"{plan.device.name}: {human_bytes(plan.budget_bytes)} for weights, activations and KV"),
+        ("weights", human_bytes(plan.weights_bytes)),
+        ("activations", f"{human_bytes(plan.activation_bytes)} (largest step)"),
+        (
+            "KV cache",
+            f"{human_bytes(plan.num_blocks * plan.block_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
+            f"{plan.num_tokens} tokens; {plan.max_num_seqs} requests of {plan.max_model_len} tokens",
+        ),
+    ]
+
+
+def _sampling(engine: AsyncEngine) -> str:
+    """The defaults for what a request leaves out."""
+    defaults = engine.model.sampling_defaults
+    if not defaults:
+        return "the API's defaults: temperature 1, top_p 1"
+    return ", ".join(f"{name} {value}" for name, value in defaults.items()) + " unless the request says otherwise"

@@ -1,0 +1,121 @@
+"""`llmsched serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmsched.cli import render
+from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
+from llmsched.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Engine
+
+_SERVER = "Server"
+
+
+@with_engine_options()
+def serve(
+    model: ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LLMSCHED_API_KEY",
+            help="Serve only those who send it as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="The model's name in requests and answers.", show_default="MODEL", rich_help_panel=_SERVER),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH", help="Settings found by `llmsched tune`; flags go first.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    grace_period: Annotated[
+        float,
+        typer.Option(
+            parser=duration,
+            metavar="DURATION",
+            help="How long running requests may go on after SIGTERM or Ctrl-C.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "30s",  # type: ignore[assignment]  # Typer parses defaults too
+    metrics_prefix: Annotated[
+        str, typer.Option(help="vllm keeps dashboards made for vLLM working.", rich_help_panel=_SERVER)
+    ] = "llmsched",
+    *,
+    engine_options: EngineOptions,
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API.
+
+    Examples:
+
+    llmsched serve demo
+
+    llmsched serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key secret
+
+    llmsched serve ./model --max-model-len 8192 --max-num-batched-tokens 512
+
+    llmsched serve demo --profile demo
+
+    Then: curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    from llmsched.cli.serve.lifecycle import bind
+    from llmsched.cli.serve.profile import profile_settings
+    from llmsched.engine.metrics import check_prefix
+
+    if api_key == "":
+        raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve everyone")
+    check_prefix(metrics_prefix)
+    config = engine_options.config(resolve_model(model), profile_settings(profile) if profile else None)
+    listener = bind(host, port)
+
+    from llmsched.engine.build import build_engine
+
+    with render.progress_bar() as progress:
+        engine = build_engine(config, progress, metrics_prefix)
+    # What was loaded stays: the garbage collector need not look at it again and again between two tokens.
+    gc.collect()
+    gc.freeze()
+    name = served_model_name or engine.model.name
+    raise typer.Exit(asyncio.run(_serve(engine, listener, name, api_key, grace_period)))
+
+
+async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: str | None, grace_s: float) -> int:
+    from llmsched.cli.serve.app import build_app
+    from llmsched.cli.serve.banner import show_start
+    from llmsched.cli.serve.lifecycle import run
+    from llmsched.engine.service import AsyncEngine
+
+    service = AsyncEngine(engine)
+    service.start()
+
+    def on_drain() -> None:
+        left = service.stats().num_running + service.stats().num_waiting
+        render.note(
+            f"draining: {left} requests have {render.human_seconds(grace_s)} to end; a second signal ends at once"
+        )
+
+    code = await run(
+        build_app(service, name, api_key),
+        service,
+        listener,
+        grace_s=grace_s,
+        on_ready=lambda: show_start(service, name, listener, has_key=api_key is not None),
+        on_drain=on_drain,
+    )
+    if code:
+        render.error(f"the engine has failed: {service.error}")
+    return code

@@ -1,0 +1,137 @@
+"""`llmsched verify`: compare the engine with plain transformers on the user's own model, and show the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmsched.cli import render
+from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from llmsched.engine.parity.report import CheckResult, ParityReport
+    from llmsched.engine.parity.run import Subject
+
+#: The engine flags that mean something here; the checks choose the others themselves.
+FLAGS = {"dtype", "device", "block_size"}
+#: Sequences with differing tokens that are listed for each check.
+MAX_PARTINGS = 4
+
+
+@with_engine_options(exclude=set(EngineConfig.__slots__) - FLAGS)
+def verify(
+    model: ModelArgument = None,
+    num_prompts: Annotated[
+        int, typer.Option("--num-prompts", min=1, max=256, help="Prompts of varied length, besides six at block edges.")
+    ] = 4,
+    num_tokens: Annotated[
+        int, typer.Option("--num-tokens", min=2, max=4096, help="Greedy tokens generated after each prompt.")
+    ] = 24,
+    seed: Annotated[int, typer.Option("--seed", help="Chooses the prompts; the same seed gives the same ones.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    engine_options: EngineOptions,
+) -> None:
+    """Compare the engine with plain transformers: same weights, same device, same type.
+
+    Every prompt is continued alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a preemption
+    that is forced. The logits behind each token are compared with a full pass of transformers' own attention, the
+    tokens with those of transformers' generate. Exit code 1 if they are not equal. Where tokens part at a near tie that
+    the difference of the logits explains, the margin is printed and it is no fault; in bfloat16 that is common, in
+    float32 it is rare.
+
+    \b
+    Examples:
+      llmsched verify demo --dtype float32
+      llmsched verify Qwen/Qwen3-8B --device cuda --num-tokens 64
+      llmsched verify ./my-model --json
+    """
+    config = engine_options.config(resolve_model(model))
+    with render.progress_bar() as progress:
+        from llmsched.engine.parity.run import check_parity, load_subject
+
+        subject = load_subject(config, progress)
+        report = check_parity(subject, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, progress=progress)
+    settings = {"num_prompts": num_prompts, "num_tokens": num_tokens, "seed": seed}
+    if as_json:
+        render.emit_json(_as_dict(subject, report) | settings)
+    else:
+        _show(subject, report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _as_dict(subject: Subject, report: ParityReport) -> dict[str, Any]:
+    return {
+        "ok": report.ok,
+        "model": subject.info.name,
+        "device": subject.device,
+        "dtype": _name(subject),
+        "block_size": subject.block_size,
+        "tolerance_rule": report.tolerance.rule,
+        "transformers_spread": report.spread,
+        "checks": [
+            {
+                "name": check.name,
+                "ok": check.ok,
+                "max_abs_logit_diff": check.max_abs_logit_diff,
+                "judged_logit_diff": check.judged_logit_diff,
+                "tolerance": check.tolerance,
+                "tokens_equal": check.tokens_equal,
+                "num_positions": len(check.differences),
+                "detail": check.detail,
+                "partings": check.partings,
+                "problems": check.problems,
+            }
+            for check in report.checks
+        ],
+    }
+
+
+def _show(subject: Subject, report: ParityReport) -> None:
+    rows = [
+        (
+            check.name,
+            "ok" if check.ok else "FAILED",
+            _tokens(check),
+            check.detail,
+            "-" if check.max_abs_logit_diff is None else f"{check.max_abs_logit_diff:.2g}",
+            f"{check.tolerance:.2g}",
+        )
+        for check in report.checks
+    ]
+    columns = ("check", "result", "tokens", "what happened", "max |logit difference|", "tolerance")
+    where = f"{subject.info.name} in {_name(subject)} on {subject.device}"
+    render.table(f"{where}, compared with plain transformers", columns, rows, text_columns=4)
+    render.say(f"tolerance   {report.tolerance.rule}")
+    render.say(f"            transformers with its KV cache and without it differs by {report.spread:.2g} itself")
+    for check in report.checks:
+        for line in _remarks(check):
+            render.say(f"{check.name}: {line}")
+    parted = any(not check.tokens_equal for check in report.checks)
+    render.say("NOT equal" if not report.ok else "equal, but for near ties" if parted else "equal")
+
+
+def _remarks(check: CheckResult) -> Iterator[str]:
+    """What the table has no room for; faults first."""
+    yield from check.problems
+    partings = sorted(check.partings, key=lambda parting: parting.explained)
+    for parting in partings[:MAX_PARTINGS]:
+        verdict = "a near tie" if parting.explained else "NOT explained by the difference of the logits"
+        yield (
+            f"{parting.prompt}, token {parting.position} is {parting.got} instead of {parting.expected}, "
+            f"margin {parting.margin:.2g}: {verdict}"
+        )
+    if len(partings) > MAX_PARTINGS:
+        yield f"{len(partings) - MAX_PARTINGS} further sequences part"
+
+
+def _tokens(check: CheckResult) -> str:
+    return "equal" if check.tokens_equal else f"{len(check.partings)} part"
+
+
+def _name(subject: Subject) -> str:
+    return str(subject.dtype).removeprefix("torch.")

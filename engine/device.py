@@ -1,0 +1,197 @@
+"""How much memory there is: the GPU's through NVML, or the machine's, without importing torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.model.placement import computes_bf16
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_BF16_MAJOR = 8  # compute capability of Ampere, the first with bfloat16 tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Another process and the device memory it holds, in bytes."""
+
+    pid: int
+    name: str
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one device in bytes.
+
+    `total` is what programs can get at all, `used_by_others` what is taken already (for a CPU: not available without
+    swapping). `holders` names the processes behind it as far as the driver tells. `computes_bf16` decides what
+    dtype auto means.
+    """
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    total: int
+    used_by_others: int = 0
+    holders: tuple[Holder, ...] = ()
+    computes_bf16: bool = True
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used_by_others
+
+
+def device_memory(device: str = "auto") -> DeviceMemory:
+    """Memory of the device that `auto`, `cuda` or `cpu` means on this machine.
+
+    Raises ConfigError when cuda is asked for and there is no NVIDIA driver or GPU.
+    """
+    if device == "cpu":
+        return cpu_memory()
+    if (found := gpu_memory()) is not None:
+        return found
+    if device == "cuda":
+        raise ConfigError("device", "cuda is not available: no NVIDIA driver or no visible GPU; use cpu, or name a GPU")
+    return cpu_memory()
+
+
+def gpu_memory() -> DeviceMemory | None:
+    """Memory of the GPU that CUDA_VISIBLE_DEVICES puts first; None without driver or GPU.
+
+    Raises ConfigError where a GPU is there but its driver does not report memory.
+    """
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        handle = _visible_gpu(nvml)
+        if handle is None:
+            return None
+        try:
+            # Version 2 tells apart what the driver keeps for itself, which CUDA never sees either.
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+            total, used = int(memory.total) - int(memory.reserved), int(memory.used)
+        except nvml.NVMLError as problem:
+            raise ConfigError("gpu_memory", f"the driver does not report the GPU's memory ({problem})") from problem
+        holders = _holders(nvml, handle)
+        own = next((holder.used for holder in holders if holder.pid == os.getpid()), 0)
+        others = tuple(holder for holder in holders if holder.pid != os.getpid())
+        name = _text(nvml.nvmlDeviceGetName(handle))
+        bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= _BF16_MAJOR
+        return DeviceMemory("cuda", name, total, max(0, used - own), others, bf16)
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The NVML module, initialised; None where there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    module: ModuleType = pynvml
+    try:
+        module.nvmlInit()
+    except module.NVMLError:
+        yield None
+        return
+    try:
+        yield module
+    finally:
+        module.nvmlShutdown()
+
+
+def _visible_gpu(nvml: Any) -> Any:
+    """The handle of the first visible GPU or MIG slice, None where none is visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    try:
+        if first.startswith(("GPU-", "MIG-")):
+            return nvml.nvmlDeviceGetHandleByUUID(first)
+        return nvml.nvmlDeviceGetHandleByIndex(int(first))
+    except (ValueError, nvml.NVMLError):
+        return None
+
+
+def _holders(nvml: Any, handle: Any) -> list[Holder]:
+    """Processes on the GPU that use memory; none where the driver does not tell (containers, Windows)."""
+    try:
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return []
+    return [Holder(p.pid, _process_name(nvml, p.pid), int(p.usedGpuMemory)) for p in processes if p.usedGpuMemory]
+
+
+def _process_name(nvml: Any, pid: int) -> str:
+    try:
+        return Path(_text(nvml.nvmlSystemGetProcessName(pid))).name
+    except nvml.NVMLError:
+        return "process"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def cpu_memory() -> DeviceMemory:
+    """Memory of this machine, or of the container if that is less."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for limit, used in cgroup_limits():
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    name = f"CPU with {os.cpu_count()} cores"
+    return DeviceMemory("cpu", name, total, total - available, computes_bf16=computes_bf16("cpu"))
+
+
+def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of every cgroup with a memory limit that this process is in, versions 1 and 2.
+
+    Page cache that the kernel would give back (inactive_file) does not count as used.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # Inside a container the path is the host's: what is not there is skipped, and the root is tried as well.
+        below = base / path.strip("/")
+        for group in (below, *(parent for parent in below.parents if parent.is_relative_to(base))):
+            limit, used = (_number(group / name) for name in names)
+            if limit is not None and used is not None and limit < 1 << 60:
+                found.append((limit, max(0, used - _inactive_file(group / "memory.stat"))))
+    return found
+
+
+def _number(file: Path) -> int | None:
+    """The number in a cgroup file; None where the file is missing or says "max"."""
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _inactive_file(file: Path) -> int:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))

@@ -1,0 +1,134 @@
+"""A model's config as one flat dictionary: the text part of it, with the class defaults of transformers filled in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmsched.engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: Where multimodal models keep the config of their language model.
+_NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
+
+#: Keys that the whole model shares with its nested text config.
+_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+
+_DENSE_KEYS = frozenset(
+    {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"}
+    | {"vocab_size", "max_position_embeddings"}
+)
+#: Families whose config class adds nothing to a file that has _DENSE_KEYS and the keys named here, so that it can be
+#: read without importing transformers, which takes seconds.
+_PLAIN_FAMILIES: Mapping[str, frozenset[str]] = {
+    "llama": frozenset(),
+    "mistral": frozenset({"sliding_window"}),
+    "mixtral": frozenset({"sliding_window", "num_local_experts", "num_experts_per_tok"}),
+    "qwen2": frozenset({"tie_word_embeddings"}),
+    "qwen3": frozenset({"head_dim", "tie_word_embeddings"}),
+    "qwen3_moe": frozenset({"head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"}),
+    "gpt_oss": frozenset({"head_dim", "layer_types", "sliding_window", "num_local_experts", "num_experts_per_tok"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """`values` are the language model's settings; `known` tells whether its class defaults could be filled in."""
+
+    values: Mapping[str, Any]
+    known: bool
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of `names` that is set and not null."""
+        for name in names:
+            if (value := self.values.get(name)) is not None:
+                return value
+        return default
+
+    @property
+    def model_type(self) -> str:
+        return str(self.get("model_type", default=""))
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The config.json at `path` (the file, or the directory it lies in). Raises ModelError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{file}: there is no such file; a model directory has a config.json") from None
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"{file}: cannot be read as JSON ({problem})") from problem
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: holds a {type(content).__name__}, not the settings of a model")
+    return content
+
+
+def read_fields(config: PretrainedConfig | Mapping[str, Any]) -> Fields:
+    """Flatten a transformers config or the content of a config.json.
+
+    What the file says wins; what it leaves out is the class default where transformers knows the model_type. The
+    language model of a multimodal config is taken from its nested part only: the outer numbers describe the vision
+    part. Raises ModelError for an encoder-decoder and for a config that transformers finds invalid.
+    """
+    if not isinstance(config, Mapping):
+        _refuse_encoder_decoder(config.to_dict())
+        return Fields(_class_values(config), known=True)
+    _refuse_encoder_decoder(config)
+    outer = dict(config)
+    text = next((dict(outer[name]) for name in _NESTED if isinstance(outer.get(name), Mapping)), outer)
+    shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
+    stated = shared | {name: value for name, value in text.items() if value is not None}
+    if _is_plain(text):
+        return Fields(stated, known=True)
+    made = transformers_config(outer)
+    if made is None:
+        return Fields(stated, known=False)
+    _refuse_encoder_decoder(made.to_dict())
+    return Fields(_class_values(made) | stated, known=True)
+
+
+def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
+    if values.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{values.get('model_type', 'this model')} is an encoder-decoder, which keeps a second cache for the "
+            "encoder's output; only decoders are served"
+        )
+
+
+def _is_plain(text: Mapping[str, Any]) -> bool:
+    needed = _PLAIN_FAMILIES.get(str(text.get("model_type")))
+    return needed is not None and text.keys() >= _DENSE_KEYS | needed and not text.get("use_sliding_window")
+
+
+def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
+    """The config that transformers makes of a config.json's content, None where it does not know the model_type.
+
+    Raises ModelError for content that the config class refuses.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = str(content.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return None
+    settings = {name: value for name, value in content.items() if name not in ("model_type", "auto_map")}
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except Exception as problem:  # config classes raise whatever their arithmetic or validation raises
+        raise ModelError(f"config of type {model_type} is invalid: {' '.join(str(problem).split())}") from problem
+
+
+def _class_values(config: PretrainedConfig) -> dict[str, Any]:
+    """What the text config sets, under its own names and under the standard ones (n_layer -> num_hidden_layers)."""
+    text = config.get_text_config(decoder=True)
+    own = {name: value for name, value in text.to_dict().items() if value is not None}
+    standard = {name: own[alias] for name, alias in text.attribute_map.items() if alias in own}
+    outer = config.to_dict()
+    shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
+    return shared | standard | own

@@ -1,0 +1,72 @@
+"""The result of planning memory: what goes where, and how much that serves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.geometry import Confidence
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What goes where, in bytes. `problem` is the reason why it cannot be served, None if it can.
+
+    kv_bytes_per_token counts layers whose KV grows for ever, kv_bytes_per_token_window those that read only the last
+    `window` tokens; a block holds block_size tokens of both, since one block table serves all layers. `state_bytes` is
+    reserved for max_num_seqs_limit sequences. max_model_len is the resolved one.
+    """
+
+    device: DeviceMemory
+    utilisation: float
+    budget_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    context_bytes: int
+    state_bytes: int
+    available_kv_bytes: int
+    dtype_bytes: int
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_window: int
+    window: int | None
+    state_bytes_per_seq: int
+    max_position: int | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs_limit: int
+    confidence: Confidence
+    notes: tuple[str, ...] = ()
+    problem: ConfigError | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but KV blocks."""
+        return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of KV that all blocks hold."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences of max_model_len tokens that fit at the same time."""
+        return self.num_seqs_at(self.max_model_len)
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks of a sequence that ends with `length` tokens, prompt and output."""
+        return math.ceil(max(1, length - 1) / self.block_size)
+
+    def num_seqs_at(self, length: int) -> int:
+        """Sequences of `length` tokens each that fit at the same time; recurrent state bounds them as well."""
+        fitting = self.num_blocks // self.blocks_for(length)
+        return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting

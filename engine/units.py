@@ -1,0 +1,19 @@
+"""Byte counts as text. Binary units only: GiB (1024^3) and GB (1000^3) must never meet in one figure."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: int | float) -> str:
+    """A byte count with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{three_figures(value)} {unit}"
+        value /= 1024
+    return f"{three_figures(value)} TiB"
+
+
+def three_figures(value: float) -> str:
+    """A number with three significant figures, more only before the point: 1.50, 23.4, 1,024."""
+    size = abs(value)
+    return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"

@@ -1,0 +1,86 @@
+"""Attention of one sequence's prefill chunk by torch's matrix products, over keys and values gathered once.
+
+Only this sequence's visible blocks are copied, and scores exist for one tile of queries at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+QUERY_TILE = 128
+
+
+def attend_chunk(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context: int,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query [q_len, heads, head_dim] are the last q_len of `context` positions. Returns [q_len, heads, value_dim]."""
+    first_query = context - query.shape[0]
+    block_size = key_cache.shape[2]
+    first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
+    blocks = block_table[first_key // block_size : -(-context // block_size)]
+    keys = gather(key_cache, blocks).to(query.dtype)
+    values = gather(value_cache, blocks).to(query.dtype)
+    output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
+    for start in range(first_query, context, QUERY_TILE):
+        stop = min(start + QUERY_TILE, context)
+        begin = first_key if window is None else max(first_key, start - window + 1)
+        rows, columns = slice(start - first_query, stop - first_query), slice(begin - first_key, stop - first_key)
+        tile, tile_keys, tile_values = query[rows].transpose(0, 1), keys[:, columns], values[:, columns]
+        visible = visible_keys(start, stop, begin, window)
+        if softcap is None and sinks is None:
+            output[rows] = F.scaled_dot_product_attention(
+                tile[None], tile_keys[None], tile_values[None], attn_mask=visible, scale=scale, enable_gqa=True
+            )[0].transpose(0, 1)
+        else:
+            attended = attend_tile(tile, tile_keys, tile_values, visible, scale, softcap, sinks)
+            output[rows] = attended.transpose(0, 1)
+    return output
+
+
+def gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """The blocks' tokens one after the other, [kv_heads, tokens, head_dim]."""
+    return cache.transpose(0, 1).index_select(1, blocks).flatten(1, 2)
+
+
+def visible_keys(start: int, stop: int, begin: int, window: int | None) -> Tensor:
+    """Which of the keys begin..stop - 1 the queries at positions start..stop - 1 see, [queries, keys]."""
+    queries = torch.arange(start, stop)[:, None]
+    keys = torch.arange(begin, stop)
+    visible = keys <= queries
+    if window is not None:
+        visible &= keys > queries - window
+    return visible
+
+
+def attend_tile(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What scaled_dot_product_attention has no argument for, in float32. query [heads, queries, head_dim]."""
+    heads, queries, _ = query.shape
+    kv_heads = keys.shape[0]
+    grouped = query.reshape(kv_heads, -1, query.shape[2]).float()  # the heads of one KV head follow each other
+    scores = torch.bmm(grouped, keys.float().transpose(1, 2)).mul_(scale).view(heads, queries, -1)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, queries, 1)], dim=2)
+    weights = torch.softmax(scores, dim=2)[:, :, : keys.shape[1]]
+    return torch.bmm(weights.reshape(kv_heads, -1, keys.shape[1]), values.float()).view(heads, queries, -1)

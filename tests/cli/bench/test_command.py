@@ -1,0 +1,205 @@
+"""`llmsched bench` as it is typed: real sockets, a real engine, exit codes, JSON."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+from fake_server import end, token
+
+Answer = Callable[[BaseHTTPRequestHandler, threading.Event], None]
+NOTHING = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0}
+STREAM = token(" ü\N{SLIGHTLY SMILING FACE}") * 3 + b":ping\r\n\r\n" + end(3).rstrip()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    for name in ("LLMSCHED_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return CommandLine(monkeypatch, capsys)
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[str]:
+    """A server on a real socket that answers every POST with `answer`; its URL."""
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer(self, over)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def start_stream(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/event-stream")
+    handler.send_header("Connection", "close")
+    handler.end_headers()
+    handler.wfile.flush()
+
+
+def byte_by_byte(handler: BaseHTTPRequestHandler, over: threading.Event) -> None:
+    handler.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    start_stream(handler)
+    for index in range(len(STREAM)):
+        handler.wfile.write(STREAM[index : index + 1])
+        handler.wfile.flush()
+    handler.close_connection = True
+
+
+def broken(handler: BaseHTTPRequestHandler, over: threading.Event) -> None:
+    handler.send_error(500, "out of order")
+
+
+def never_ending(handler: BaseHTTPRequestHandler, over: threading.Event) -> None:
+    start_stream(handler)
+    handler.wfile.write(token())
+    handler.wfile.flush()
+    over.wait()
+
+
+def test_byte_by_byte_over_a_socket(command: CommandLine) -> None:
+    """F16."""
+    with serving(byte_by_byte) as url:
+        outcome = command("bench", url, "--num-prompts", "3", "--output-len", "3", "--json")
+    assert outcome.code == 0
+    report = outcome.json
+    assert (report["completed"], report["failed"], report["output_tokens"]) == (3, 0, 9)
+    assert report["measured"] is True
+    assert report["itl_ms"]["count"] == 6
+    assert report["connect_ms"]["count"] > 0
+    assert report["preemptions"] is None
+
+
+def test_a_closed_port(command: CommandLine) -> None:
+    """F10."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        outcome = command("bench", f"http://127.0.0.1:{reserved.getsockname()[1]}", "--num-prompts", "4", "--json")
+    assert outcome.code == 1
+    report = outcome.json
+    assert (report["completed"], report["failed"], report["failures"]) == (0, 4, {"connect": 4})
+    assert [report[name] for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")] == [NOTHING] * 4
+
+
+def test_a_closed_port_as_a_table(command: CommandLine) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        outcome = command("bench", f"http://127.0.0.1:{reserved.getsockname()[1]}", "--num-prompts", "4")
+    assert outcome.code == 1
+    assert "n/a" in outcome.out
+    assert "error: 4 of 4 requests failed: connect" in outcome.err
+
+
+def test_a_server_of_errors(command: CommandLine) -> None:
+    """F10."""
+    with serving(broken) as url:
+        outcome = command("bench", url, "--num-prompts", "2", "--json")
+    assert outcome.code == 1
+    assert outcome.json["failures"] == {"http 500": 2}
+    assert "out of order" in outcome.json["failure_examples"]["http 500"]
+
+
+def test_a_server_that_hangs(command: CommandLine) -> None:
+    """F10."""
+    with serving(never_ending) as url:
+        outcome = command("bench", url, "--num-prompts", "2", "--timeout", "200ms", "--json")
+    assert outcome.code == 1
+    assert outcome.json["failures"] == {"timeout": 2}
+    assert outcome.json["ttft_ms"] == NOTHING
+
+
+def test_a_listener_that_never_answers(command: CommandLine) -> None:
+    """F10: it takes connections and says nothing, not even to the look-up of its models."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        outcome = command("bench", url, "--num-prompts", "2", "--timeout", "200ms", "--json")
+    assert outcome.code == 1
+    assert outcome.json["failures"] == {"timeout": 2}
+
+
+def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path: Path) -> None:
+    """F06."""
+    with serving(byte_by_byte) as url:
+        outcome = command("bench", url, "--num-prompts", "2", "--slo-ttft", "0ms", "--save", str(tmp_path / "r.json"))
+    assert outcome.code == 0
+    assert "goodput 0 requests/s" in outcome.out
+    assert json.loads((tmp_path / "r.json").read_text())["goodput_rps"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("http://x", "--block-size", "16"), "--block-size: the settings of a running server"),
+        (("http://", "--num-prompts", "1"), "names no host"),
+        (("http://host:port", "--num-prompts", "1"), "is not a URL"),
+        (("some-model", "--endpoint", "chat"), "--endpoint: only of use with the URL"),
+        (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only of use"),
+        (("http://x", "--request-rate", "0"), "request_rate is 0"),
+        (("http://x", "--prefix-len", "129"), "prefix_len is 129"),
+        (("http://x", "--num-prompts", "0"), "--num-prompts"),
+        (("http://x", "--timeout", "5"), "needs a unit"),
+        (("http://x", "--arrivals", "tidal"), "tidal"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
+    outcome = command("bench", *arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert message in outcome.err
+
+
+def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    saved = tmp_path / "report.json"
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu"),
+        *("--num-prompts", "6", "--max-concurrency", "1", "--input-len", "48", "--prefix-len", "32"),
+        *("--output-len", "5", "--slo-e2e", "10min", "--save", str(saved), "--json"),
+    )
+    assert outcome.code == 0
+    report = outcome.json
+    assert (report["completed"], report["failed"]) == (6, 0)
+    assert (report["input_tokens"], report["output_tokens"]) == (6 * 48, 6 * 5)
+    assert report["token_counts"] == "exact per chunk"
+    assert (report["ttft_ms"]["count"], report["tpot_ms"]["count"], report["itl_ms"]["count"]) == (6, 6, 24)
+    assert report["prefix_hit_rate"] == pytest.approx(5 * 32 / (6 * 48))
+    assert report["preemptions"] == 0
+    assert report["attainment"] == {"e2e": 1.0, "all": 1.0}
+    assert report["engine"]["num_gpu_blocks_override"] == 64
+    assert json.loads(saved.read_text()) == report
+
+
+def test_requests_that_can_never_fit_are_failures_with_their_reason(
+    command: CommandLine, tiny_model: Callable[..., Path]
+) -> None:
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu"),
+        *("--num-prompts", "2", "--input-len", "500", "--output-len", "100", "--json"),
+    )
+    assert outcome.code == 1
+    assert outcome.json["failures"] == {"refused": 2}
+    assert "512" in outcome.json["failure_examples"]["refused"]

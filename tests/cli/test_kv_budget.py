@@ -1,0 +1,228 @@
+"""`llmsched kv-budget` as it is typed: the JSON contract, the report, exit codes, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+from gguf_files import write_gguf
+from tiny_models import build_model, build_tokenizer
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.kv.budget import model_shape, plan_memory
+from llmsched.engine.kv.fields import read_config_file
+
+CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+def test_the_json_contract(command: CommandLine) -> None:
+    outcome = command("kv-budget", LLAMA, "--gpu-memory", "24GiB", "--max-model-len", "8192", "--json")
+    assert outcome.code == 0
+    answer = outcome.json
+    plan = answer["plan"]
+    assert answer["kv_bytes_per_token"] == 131072
+    assert answer["block_size"] == 16
+    assert answer["weights_bytes"] == 2 * 8030261248
+    fixed = plan["weights_bytes"] + plan["activation_bytes"] + plan["context_bytes"] + plan["state_bytes"]
+    assert answer["available_kv_bytes"] == int(0.9 * 24 * GIB) - fixed
+    assert answer["num_blocks"] == answer["available_kv_bytes"] // (16 * 131072)
+    assert answer["max_model_len"] == 8192
+    assert answer["max_num_seqs"] == answer["num_blocks"] // 512
+    assert answer["confidence"] == "exact"
+    assert answer["fits"] is True
+    assert answer["problem"] is None
+    assert [group["kind"] for group in answer["groups"]] == ["full"]
+    assert {"kv_bytes_per_token_window", "window", "state_bytes_per_seq", "notes"} <= answer.keys()
+
+
+def test_it_is_the_plan_that_serve_allocates_by(command: CommandLine) -> None:
+    answer = command(
+        "kv-budget", LLAMA, "--gpu", "L40S", "--max-num-seqs", "64", "--max-num-batched-tokens", "4096", "--json"
+    ).json
+    device = DeviceMemory("cuda", "L40S", round(44.39 * GIB))
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=4096)
+    plan = plan_memory(model_shape(read_config_file(Path(LLAMA)), dtype_bytes=2), config, device, dtype_bytes=2)
+    assert answer["num_blocks"] == plan.num_blocks
+    assert answer["max_model_len"] == plan.max_model_len
+    assert answer["max_num_seqs"] == plan.max_num_seqs
+    assert answer["plan"]["activation_bytes"] == plan.activation_bytes
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.name.split("_")[0])
+def test_every_config_gives_a_whole_report(command: CommandLine, file: Path) -> None:
+    outcome = command("kv-budget", str(file), "--gpu", "b200", "--json")
+    answer = outcome.json
+    assert outcome.code == (0 if answer["fits"] else 1)
+    assert answer["kv_bytes_per_token"] > 0
+    assert answer["kv_confidence"] == "exact"
+    text = command("kv-budget", str(file), "--gpu", "b200").out
+    assert f"{answer['groups'][0]['bytes_per_token']:,} B per token" in text or answer["state_bytes_per_seq"]
+
+
+def test_the_report_fills_in_the_formula(command: CommandLine) -> None:
+    out = command("kv-budget", LLAMA, "--gpu-memory", "24GiB", "--max-model-len", "8192", "--mean-len", "1500").out
+    assert "32 layers x 8 KV heads x 2 x 128 x 2 B = 131,072 B per token" in out
+    assert "16 tokens x 131,072 B = 2.00 MiB" in out
+    assert "24.0 GiB x 0.9 - 15.0 GiB weights" in out
+    assert "1,500 (mean)" in out
+    assert "8,192 (max_model_len)" in out
+    assert "W weights 15.0 GiB" in out
+    assert "\x1b" not in out
+
+
+def test_mean_length(command: CommandLine) -> None:
+    answer = command("kv-budget", LLAMA, "--gpu-memory", "24GiB", "--mean-len", "1500", "--json").json
+    assert answer["mean_len"] == 1500
+    assert answer["max_num_seqs_at_mean_len"] == answer["num_blocks"] // 94
+
+
+def test_a_model_that_does_not_fit_is_an_answer(command: CommandLine) -> None:
+    outcome = command("kv-budget", LLAMA, "--gpu-memory", "12GiB", "--json")
+    assert outcome.code == 1
+    answer = outcome.json
+    assert answer["fits"] is False
+    assert (answer["num_blocks"], answer["max_num_seqs"], answer["available_kv_bytes"]) == (0, 0, 0)
+    assert answer["kv_bytes_per_token"] == 131072
+    assert "weights 15.0 GiB" in answer["problem"]
+    text = command("kv-budget", LLAMA, "--gpu-memory", "12GiB")
+    assert text.code == 1
+    assert "does not fit: --gpu-memory-utilization: weights 15.0 GiB" in text.out
+    assert "leaves nothing" in text.out
+
+
+def test_a_context_that_does_not_fit_proposes_one(command: CommandLine) -> None:
+    outcome = command("kv-budget", LLAMA, "--gpu", "l4", "--max-model-len", "100000", "--json")
+    assert outcome.code == 1
+    assert f"use at most {outcome.json['kv_tokens']}" in outcome.json["problem"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--gpu", "a100"), "a100-40gb or a100-80gb"),
+        (("--gpu", "abacus"), "known are t4"),
+        (("--gpu", "l4", "--gpu-memory", "24GiB"), "leave out --gpu or --gpu-memory"),
+        (("--gpu", "l4", "--device", "cpu"), "leave out one of them"),
+        (("--gpu-memory", "24"), "GiB"),
+        (("--gpu-memory", "-24GiB"), "not above zero"),
+        (("--gpu-memory-utilization", "1.3"), "1.3 is out of range; allowed is from 0.01 to 1"),
+        (("--block-size", "0"), "allowed is from 1 to 256"),
+        (("--mean-len", "0"), "1 or more"),
+        (("--max-model-len", "200000"), "--max-model-len: 200000 is beyond the 131072 positions"),
+        (("--mean-len", "9000", "--max-model-len", "8192"), "9000 is beyond --max-model-len 8192"),
+        (("--enable-prefix-caching",), "--enable-prefix-caching"),
+    ],
+)
+def test_bad_input_is_one_line(command: CommandLine, arguments: tuple[str, ...], wanted: str) -> None:
+    outcome = command("kv-budget", LLAMA, *arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert wanted in outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1
+
+
+def write_config(directory: Path, content: Any) -> str:
+    path = directory / "config.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({"hidden_size": 64}, "no layers"),
+        ([], "holds a list"),
+        ({"model_type": "t5", "num_layers": 2}, "encoder-decoder"),
+        ({"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 64}, "does not divide"),
+    ],
+)
+def test_bad_configs_are_one_line(command: CommandLine, tmp_path: Path, content: Any, wanted: str) -> None:
+    outcome = command("kv-budget", write_config(tmp_path, content), "--gpu", "l4")
+    assert outcome.code == 2
+    assert wanted in outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1
+
+
+def test_what_is_no_model_is_one_line(command: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    for path in (tmp_path / "config.json", tmp_path, tmp_path / "model.gguf", tmp_path / "notes.txt"):
+        outcome = command("kv-budget", str(path))
+        assert outcome.code == 2
+        assert str(path) in outcome.err
+
+
+def test_a_bare_attention_config_is_an_estimate(command: CommandLine, tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    path = write_config(tmp_path, {"num_hidden_layers": 33, "llm_config": text})
+    answer = command("kv-budget", path, "--gpu-memory", "24GiB", "--json").json
+    assert answer["kv_bytes_per_token"] == 163840
+    assert answer["confidence"] == "estimate"
+    assert any("weights are not counted" in note for note in answer["notes"])
+    sized = command("kv-budget", path, "--gpu-memory", "24GiB", "--weights", "10GiB", "--json").json
+    assert sized["weights_bytes"] == 10 * GIB
+    assert sized["available_kv_bytes"] == answer["available_kv_bytes"] - 10 * GIB
+
+
+def test_window_layers_are_stated_apart_and_cost_full_length(command: CommandLine) -> None:
+    path = CONFIGS / "openai--gpt-oss-20b_config.json"
+    answer = command("kv-budget", str(path), "--gpu", "h100", "--max-model-len", "8192", "--json").json
+    assert (answer["kv_bytes_per_token"], answer["kv_bytes_per_token_window"], answer["window"]) == (24576, 24576, 128)
+    assert answer["block_bytes"] * 512 * 32 == 12 * GIB
+    assert any("one block table serves all layers" in note for note in answer["notes"])
+    assert any("serve does not take it" in note and "mxfp4" in note for note in answer["notes"])
+
+
+def test_a_gpu_without_bfloat16_computes_in_float32(command: CommandLine) -> None:
+    automatic = command("kv-budget", LLAMA, "--gpu", "t4", "--json").json
+    assert (automatic["dtype"], automatic["kv_bytes_per_token"]) == ("float32", 2 * 131072)
+    assert any("does not compute in bfloat16" in note for note in automatic["notes"])
+    half = command("kv-budget", LLAMA, "--gpu", "t4", "--dtype", "float16", "--json").json
+    assert (half["dtype"], half["kv_bytes_per_token"]) == ("float16", 131072)
+
+
+def test_this_machine_is_planned_for_when_no_gpu_is_named(
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch, tiny_model: Any
+) -> None:
+    here = DeviceMemory("cpu", "CPU of the test", 64 * GIB, 56 * GIB)
+    monkeypatch.setattr("llmsched.cli.kv_budget.device_memory", lambda device: here)
+    answer = command("kv-budget", str(tiny_model("llama")), "--json").json
+    assert answer["plan"]["device"] == "CPU of the test"
+    assert answer["available_kv_bytes"] == 2 * GIB
+    assert answer["weights_from"] == "safetensors"
+    assert "min(4 GiB, 8.00 GiB available / 4)" in command("kv-budget", str(tiny_model("llama"))).out
+
+
+def test_a_directory_and_its_gguf_agree(command: CommandLine, tmp_path: Path) -> None:
+    model, path = build_model("llama"), tmp_path / "tiny.gguf"
+    model.save_pretrained(tmp_path / "directory")
+    write_gguf(path, model, build_tokenizer(), arch="llama")
+    answers = [command("kv-budget", str(each), "--gpu", "l4", "--json").json for each in (tmp_path / "directory", path)]
+    for key in ("kv_bytes_per_token", "weights_bytes", "num_blocks", "max_model_len"):
+        assert answers[0][key] == answers[1][key], key
+    assert answers[0]["weights_from"] == "safetensors"
+
+
+def test_a_plain_model_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from llmsched.cli.main import main\n"
+        "sys.argv = ['llmsched', 'kv-budget', sys.argv[1], '--gpu', 'l4']\n"
+        "try: main()\n"
+        "except SystemExit as done: code = done.code\n"
+        "sys.exit(code or [name for name in ('torch', 'transformers') if name in sys.modules] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, LLAMA], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,103 @@
+"""How things look where the stream is not a terminal, and units."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from llmsched.cli import render
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (24 << 30, "24.0 GiB"),
+        (5 << 40, "5.00 TiB"),
+        (800 << 20, "800 MiB"),
+    ],
+)
+def test_bytes_are_binary(count: int, text: str) -> None:
+    assert render.human_bytes(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (0.9, "900 ms"), (1.5, "1.50 s"), (75, "75.0 s")])
+def test_seconds(seconds: float, text: str) -> None:
+    assert render.human_seconds(seconds) == text
+
+
+def test_a_table_is_plain_and_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 150
+    render.table("Title", ("name", "figure"), [("[bold]literal[/bold]", "1"), (long, "20")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].rstrip() == "Title"
+    assert lines[1].split() == ["name", "figure"]
+    assert lines[2].split() == ["[bold]literal[/bold]", "1"]
+    assert lines[3].split() == [long, "20"]
+
+
+def test_a_bar_is_made_of_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    render.stacked_bar([("weights", 50 << 20), ("KV", 25 << 20), ("tiny", 1)], 100 << 20, width=20)
+    bar, legend = capsys.readouterr().out.splitlines()
+    assert bar == "[WWWWWWWWWWKKKKK·····] 100 MiB"
+    assert legend == "W weights 50.0 MiB  K KV 25.0 MiB  T tiny 1 B"
+
+
+def test_a_bar_does_not_run_over(capsys: pytest.CaptureFixture[str]) -> None:
+    render.stacked_bar([("weights", 500), ("KV", 10)], 100, width=10)
+    assert capsys.readouterr().out.splitlines()[0] == "[WWWWWWWWWW] 100 B"
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Thing:
+    path: Path
+    colour: Colour
+
+
+def test_json_of_what_programs_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    render.emit_json({"thing": Thing(Path("a/b"), Colour.RED), "set": {2, 1}, "none": None})
+    wanted = {"thing": {"path": "a/b", "colour": "red"}, "set": [1, 2], "none": None}
+    assert json.loads(capsys.readouterr().out) == wanted
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_json_refuses_what_it_cannot_say(value: object, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        render.emit_json({"value": value})
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_without_a_terminal_says_each_stage_and_quarter_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with render.progress_bar() as progress:
+        for done in range(9):
+            progress("loading", done, 8)
+        progress("waiting", 0, 0)
+        progress("waiting", 5, 0)
+    err = capsys.readouterr().err.splitlines()
+    assert err == [
+        "loading ...",
+        "loading ... 25 %",
+        "loading ... 50 %",
+        "loading ... 75 %",
+        "loading ... 100 %",
+        "waiting ...",
+    ]
+
+
+def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    render.note("a [red]fact[/red]")
+    render.warn("careful")
+    render.error("first\nsecond")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == ["note: a [red]fact[/red]", "warning: careful", "error: first second"]

@@ -1,0 +1,131 @@
+"""Metrics: the names that dashboards have, and what is counted when."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.metrics import EngineMetrics
+from llmsched.engine.request import FinishReason
+
+HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "iteration_tokens_total",
+)
+GAUGES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+COUNTERS = (
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+)
+
+
+def samples(metrics: EngineMetrics) -> dict[str, float]:
+    """Name and labels of each sample, as written, without the model's name."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+@pytest.fixture
+def metrics() -> EngineMetrics:
+    return EngineMetrics("demo", block_size=16, num_blocks=100)
+
+
+def finish(metrics: EngineMetrics, reason: FinishReason) -> None:
+    metrics.finished(reason, e2e_s=2.0, prefill_s=0.5, decode_s=1.0, tpot_s=0.1, prompt_tokens=7, output_tokens=11)
+
+
+@pytest.mark.parametrize("prefix", ["llmsched", "vllm"])
+def test_names_of_dashboards(prefix: str) -> None:
+    found = samples(EngineMetrics("demo", 16, 100, prefix=prefix))
+    assert all(f"{prefix}:{name}_count" in found for name in HISTOGRAMS)
+    assert all(f"{prefix}:{name}" in found for name in (*GAUGES, *COUNTERS))
+    assert all(f"{prefix}:request_success_total{{finished_reason={r.value}}}" in found for r in FinishReason)
+    assert found["process_resident_memory_bytes"] > 0
+
+
+def test_every_sample_names_the_model(metrics: EngineMetrics) -> None:
+    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("llmsched:")]
+    assert lines
+    assert all('model_name="demo"' in line for line in lines)
+
+
+def test_info_has_the_size_of_the_cache(metrics: EngineMetrics) -> None:
+    assert samples(metrics)["llmsched:cache_config_info{block_size=16,num_gpu_blocks=100}"] == 1
+
+
+def test_tokens_are_counted_as_they_come(metrics: EngineMetrics) -> None:
+    metrics.first_token(0.25)
+    metrics.token_gap(0.02)
+    metrics.token_gap(0.03, count=2)
+    found = samples(metrics)
+    assert found["llmsched:generation_tokens_total"] == 4
+    assert found["llmsched:inter_token_latency_seconds_count"] == 3
+    assert found["llmsched:inter_token_latency_seconds_sum"] == pytest.approx(0.08)
+    assert found["llmsched:time_to_first_token_seconds_bucket{le=0.25}"] == 1
+    assert found["llmsched:time_to_first_token_seconds_bucket{le=0.15}"] == 0
+
+
+def test_an_end_counts_by_its_reason(metrics: EngineMetrics) -> None:  # C01, C16: the aborted counter
+    finish(metrics, FinishReason.STOP)
+    finish(metrics, FinishReason.ABORT)
+    finish(metrics, FinishReason.ABORT)
+    found = samples(metrics)
+    assert found["llmsched:request_success_total{finished_reason=stop}"] == 1
+    assert found["llmsched:request_success_total{finished_reason=abort}"] == 2
+    assert found["llmsched:prompt_tokens_total"] == 21
+    assert found["llmsched:e2e_request_latency_seconds_sum"] == 6
+    assert found["llmsched:request_generation_tokens_sum"] == 33
+
+
+def test_times_a_request_never_came_to_are_not_counted(metrics: EngineMetrics) -> None:
+    metrics.finished(
+        FinishReason.ABORT, e2e_s=1, prefill_s=None, decode_s=None, tpot_s=None, prompt_tokens=5, output_tokens=0
+    )
+    found = samples(metrics)
+    assert found["llmsched:request_time_per_output_token_seconds_count"] == 0
+    assert found["llmsched:request_prefill_time_seconds_count"] == 0
+    assert found["llmsched:e2e_request_latency_seconds_count"] == 1
+
+
+def test_work_done_again_is_no_prefix_hit(metrics: EngineMetrics) -> None:  # D15
+    metrics.prefix(queried_tokens=64, hit_tokens=48)
+    metrics.preempted(requests=1, recomputed_tokens=64)
+    found = samples(metrics)
+    assert found["llmsched:prefix_cache_queries_total"] == 64
+    assert found["llmsched:prefix_cache_hits_total"] == 48
+    assert found["llmsched:num_preemptions_total"] == 1
+    assert found["llmsched:recomputed_tokens_total"] == 64
+
+
+def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
+    metrics.gauges(running=3, waiting=2, used_blocks=25, cached_blocks=10)
+    metrics.gauges(running=0, waiting=0, used_blocks=0, cached_blocks=35)
+    found = samples(metrics)
+    assert (found["llmsched:num_requests_running"], found["llmsched:num_requests_waiting"]) == (0, 0)
+    assert (found["llmsched:kv_cache_usage_perc"], found["llmsched:kv_blocks_cached"]) == (0, 35)
+
+
+def test_two_engines_do_not_share_a_registry(metrics: EngineMetrics) -> None:
+    other = EngineMetrics("other", 16, 100)
+    finish(other, FinishReason.STOP)
+    assert samples(metrics)["llmsched:request_success_total{finished_reason=stop}"] == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "1x", "a b", "a-b", "a:b"])
+def test_wrong_prefix(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_prefix"):
+        EngineMetrics("demo", 16, 100, prefix=prefix)

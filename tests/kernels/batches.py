@@ -1,0 +1,126 @@
+"""Made-up packed batches for the kernels' tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch: (q_len, context) of each sequence, the model's dimensions, and the options of paged_attention."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 64
+    value_dim: int | None = None
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Batch:
+    """`keys` and `values` are the caches' contents per sequence, [context, kv_heads, dim], before they were cut up."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.context_lens,
+        )
+
+
+def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Batch:
+    """Random tokens in blocks of random order; what no sequence owns is NaN, and tables are padded with a bad id.
+
+    The queries are large enough for the softmax to have peaks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    value_dim = shape.value_dim or shape.head_dim
+    needed = [-(-context // shape.block_size) for _, context in shape.sequences]
+    num_blocks = sum(needed) + 3
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    key_cache = torch.full((num_blocks, shape.kv_heads, shape.block_size, shape.head_dim), torch.nan, dtype=dtype)
+    value_cache = torch.full((num_blocks, shape.kv_heads, shape.block_size, value_dim), torch.nan, dtype=dtype)
+    block_tables = torch.full((len(needed), max(needed) + 1), 2**30, dtype=torch.int32)
+    keys = [normal(context, shape.kv_heads, shape.head_dim) for _, context in shape.sequences]
+    values = [normal(context, shape.kv_heads, value_dim) for _, context in shape.sequences]
+    for sequence, count in enumerate(needed):
+        for index in range(count):
+            block = order.pop()
+            block_tables[sequence, index] = block
+            part = slice(index * shape.block_size, (index + 1) * shape.block_size)
+            filled = len(keys[sequence][part])
+            key_cache[block, :, :filled] = keys[sequence][part].transpose(0, 1)
+            value_cache[block, :, :filled] = values[sequence][part].transpose(0, 1)
+    q_lens = torch.tensor([0] + [q_len for q_len, _ in shape.sequences])
+    options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+    if shape.sinks:
+        options["sinks"] = normal(shape.heads).to(device)
+    return Batch(
+        query=(2 * normal(int(q_lens.sum()), shape.heads, shape.head_dim)).to(device),
+        key_cache=key_cache.to(device),
+        value_cache=value_cache.to(device),
+        block_tables=block_tables.to(device),
+        cu_seqlens_q=q_lens.cumsum(0).to(torch.int32).to(device),
+        context_lens=torch.tensor([context for _, context in shape.sequences], dtype=torch.int32).to(device),
+        keys=keys,
+        values=values,
+        options=options,
+    )
+
+
+MIXED = ((1, 37), (16, 16), (15, 40), (1, 1), (17, 17), (1, 300), (40, 70), (3, 33), (1, 16))
+
+SHAPES = (
+    Shape("mixed", MIXED),
+    Shape("decodes", ((1, 1), (1, 15), (1, 16), (1, 17), (1, 257), (1, 512), (1, 600))),
+    Shape("one chunk", ((33, 33),)),
+    Shape("chunk of a long context", ((7, 700), (300, 555))),
+    Shape("all heads alike", MIXED, heads=3, kv_heads=3),
+    Shape("eight heads to one", MIXED, heads=16, kv_heads=2),
+    Shape("head_dim 80", MIXED, head_dim=80),
+    Shape("head_dim 96", MIXED, head_dim=96),
+    Shape("head_dim 128", MIXED, head_dim=128),
+    Shape("head_dim 256", MIXED, heads=2, kv_heads=1, head_dim=256),
+    Shape("values narrower than keys", MIXED, head_dim=96, value_dim=64),
+    Shape("values wider than keys", MIXED, head_dim=64, value_dim=80),
+    Shape("block_size 32", MIXED, block_size=32),
+    Shape("window 1", MIXED, window=1),
+    Shape("window below a block", MIXED, window=5),
+    Shape("window of a block", MIXED, window=16),
+    Shape("window across blocks", MIXED, window=37),
+    Shape("window beyond the context", MIXED, window=1000),
+    Shape("softcap", MIXED, softcap=3.0),
+    Shape("sinks", MIXED, sinks=True),
+    Shape("softcap, sinks and window", MIXED, softcap=3.0, sinks=True, window=20),
+    Shape("a sequence without queries", ((1, 20), (0, 30), (20, 20), (0, 7))),
+)

@@ -1,0 +1,191 @@
+"""The CPU's kernels against the reference."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from batches import MIXED, SHAPES, Shape, make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsched.kernels import reference
+from llmsched.kernels.cpu import ops
+from llmsched.kernels.cpu.compiled import jit
+
+
+def tolerance(dtype: torch.dtype, largest_value: float) -> float:
+    """float32: 1e-5. Half types: the output is rounded once (half a unit of at most largest_value) and a product may
+    round the weights, which add up to 1, by half a unit each; twice that for luck's sake."""
+    return 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps * largest_value
+
+
+def check(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    batch = make_batch(shape, dtype=dtype, seed=seed)
+    expected = reference.paged_attention(*batch.tensors, **batch.options)
+    actual = ops.paged_attention(*batch.tensors, **batch.options)
+    assert actual.dtype == dtype
+    largest = max(float(values.abs().max()) for values in batch.values)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance(dtype, largest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_reference(shape: Shape, dtype: torch.dtype) -> None:
+    check(shape, dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 256])
+def test_any_block_size(block_size: int) -> None:
+    check(Shape("", MIXED, block_size=block_size, window=45))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 8]),
+    head_dim=st.sampled_from([1, 8, 20, 64, 80]),
+    value_dim=st.sampled_from([None, 4, 64]),
+    block_size=st.sampled_from([1, 2, 16, 32]),
+    window=st.none() | st.integers(1, 400),
+    softcap=st.none() | st.floats(0.5, 50),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch(data: st.DataObject, seed: int, kv_heads: int, group: int, **options: object) -> None:
+    contexts = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=5))
+    sequences = tuple((data.draw(st.integers(0, min(context, 40))), context) for context in contexts)
+    check(Shape("", sequences, heads=kv_heads * group, kv_heads=kv_heads, **options), seed=seed)  # type: ignore[arg-type]
+
+
+def test_chunk_longer_than_a_query_tile() -> None:
+    check(Shape("", ((300, 310),), window=70))
+    check(Shape("", ((300, 310),), softcap=4.0, sinks=True))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    """Whole numbers, so that scores of tens of thousands are exact and their differences too."""
+    batch = make_batch(Shape("", MIXED))
+    tensors = (batch.query.round(), batch.key_cache.round(), *batch.tensors[2:])
+    batch.options["scale"] = 256.0
+    expected = reference.paged_attention(*tensors, **batch.options)
+    torch.testing.assert_close(ops.paged_attention(*tensors, **batch.options), expected, rtol=0, atol=1e-5)
+
+
+def test_nan_is_not_hidden() -> None:
+    """A decode that sees a NaN key yields NaN; its neighbour in the batch does not."""
+    batch = make_batch(Shape("", ((1, 300), (1, 300))))
+    batch.key_cache[batch.block_tables[0, 1], :, 3] = torch.nan
+    output = ops.paged_attention(*batch.tensors, **batch.options)
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
+
+
+def test_all_float16_numbers_are_read_right() -> None:
+    """Every finite half, subnormal ones too, as the value of the only key of a sequence."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    values = halves[halves.isfinite()].view(-1, 1, 1, 32)
+    count = len(values)
+    output = ops.paged_attention(
+        torch.zeros(count, 1, 4),
+        torch.zeros(count, 1, 1, 4, dtype=torch.float16),
+        values,
+        torch.arange(count, dtype=torch.int32)[:, None],
+        torch.arange(count + 1, dtype=torch.int32),
+        torch.ones(count, dtype=torch.int32),
+        scale=1.0,
+    )
+    torch.testing.assert_close(output.flatten(), values.float().flatten(), rtol=0, atol=0)
+
+
+def test_a_row_is_the_same_in_every_batch() -> None:
+    """Bit for bit: alone on one thread, and among others on all of them."""
+    shape = Shape("", ((1, 700),) + ((1, 400),) * 12, heads=9, kv_heads=3)
+    batch = make_batch(shape)
+    together = ops.paged_attention(*batch.tensors, **batch.options)
+    alone = ops.paged_attention(
+        batch.query[:1],
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_tables[:1],
+        batch.cu_seqlens_q[:2],
+        batch.context_lens[:1],
+        **batch.options,
+    )
+    torch.testing.assert_close(together[:1], alone, rtol=0, atol=0)
+
+
+def test_strided_queries() -> None:
+    """As transformers hands them over: a transposed view of [heads, tokens, head_dim]."""
+    batch = make_batch(Shape("", MIXED))
+    expected = ops.paged_attention(*batch.tensors, **batch.options)
+    query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(ops.paged_attention(query, *batch.tensors[1:], **batch.options), expected)
+
+
+def test_query_and_cache_of_different_types() -> None:
+    batch = make_batch(Shape("", MIXED), dtype=torch.bfloat16)
+    tensors = (batch.query.float(), *batch.tensors[1:])
+    expected = reference.paged_attention(*tensors, **batch.options)
+    actual = ops.paged_attention(*tensors, **batch.options)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_threads_of_several_engines_at_once() -> None:
+    """Calls from many Python threads, each large enough for a team of its own, do not disturb each other."""
+    batch = make_batch(Shape("", ((1, 600),) * 8, heads=9, kv_heads=3))
+    expected = ops.paged_attention(*batch.tensors, **batch.options)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(5):
+                actual = ops.paged_attention(*batch.tensors, **batch.options)
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_write_kv_touches_its_slots_only(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(6, 3, d, generator=generator).to(dtype) for d in (8, 12))
+    caches = [torch.randn(5, 3, 4, d, generator=generator).to(cache_dtype) for d in (8, 12)]
+    slots = torch.tensor([19, 0, -1, 7, 8, 3])
+    expected = [cache.clone() for cache in caches]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0][slot // 4, :, slot % 4] = key[token].to(cache_dtype)
+            expected[1][slot // 4, :, slot % 4] = value[token].to(cache_dtype)
+    for module in (ops, reference):
+        written = [cache.clone() for cache in caches]
+        module.write_kv(key, value, *written, slots)
+        torch.testing.assert_close(written, expected, rtol=0, atol=0)
+
+
+def test_cache_that_cannot_be_walked_is_refused() -> None:
+    batch = make_batch(Shape("", ((1, 20),)))
+    tensors = list(batch.tensors)
+    tensors[1] = batch.key_cache.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        ops.paged_attention(*tensors, **batch.options)
+    tensors[1] = batch.key_cache.double()
+    with pytest.raises(ValueError, match=r"torch\.float64 on the CPU; allowed is float32, bfloat16 or float16"):
+        ops.paged_attention(*tensors, **batch.options)
+
+
+def test_without_a_place_for_the_cache() -> None:
+    """Numba refuses to keep what comes from no file, as it does where nothing can be written: compiled all the same."""
+    namespace: dict[str, object] = {}
+    exec("def double(x):\n    return 2 * x", namespace)
+    assert jit()(namespace["double"])(21) == 42  # type: ignore[type-var, operator]

@@ -1,0 +1,63 @@
+"""Compiled bodies run on torch's threads, each once, or on the calling thread where there is no OpenMP runtime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+from numba import types
+
+from llmsched.kernels.cpu import openmp
+from llmsched.kernels.cpu.compiled import c_function
+
+RECORD = np.dtype([("num_threads", np.intp), ("visits", np.intp, 64)])
+
+
+@c_function(types.CPointer(numba.from_dtype(RECORD)))
+def visit(pointer: Any) -> None:
+    numba.carray(pointer, 1)[0].visits[openmp.thread_num()] += 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_each_thread_runs_the_body_once(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        record = np.zeros(1, RECORD)
+        openmp.run(visit, record, parallel=True)
+    finally:
+        torch.set_num_threads(before)
+    expected = threads if openmp.parallel_entry() else 1
+    assert record["num_threads"] == expected
+    assert record["visits"][0].tolist() == [1] * expected + [0] * (64 - expected)
+
+
+def test_not_parallel_is_the_calling_thread() -> None:
+    record = np.zeros(1, RECORD)
+    openmp.run(visit, record, parallel=False)
+    assert record["num_threads"] == 1
+    assert record["visits"][0].tolist() == [1] + [0] * 63
+
+
+def test_the_runtime_is_torchs() -> None:
+    """One OpenMP runtime in the process: a second would put its own threads beside torch's."""
+    maps = Path("/proc/self/maps")
+    mapped = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    runtimes = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp"))]
+    assert len(runtimes) == (1 if openmp.parallel_entry() else 0)
+
+
+def test_without_an_openmp_runtime() -> None:
+    """macOS and Windows, as far as this can be played here."""
+    code = (
+        f"import sys, numba, torch; sys.platform = 'darwin'; sys.path.insert(0, {str(Path(__file__).parent)!r});"
+        "import test_openmp as t; assert t.openmp.parallel_entry() is None;"
+        "t.test_each_thread_runs_the_body_once(2)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,111 @@
+"""What cannot be served is refused on its configuration, with the name found and what is supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import ARCHITECTURES, build_config
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.load import load_config, locate
+from llmsched.engine.model.support import TESTED, check_supported
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+QWEN3_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> str:
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(directory)
+
+
+def quantised(method: str) -> dict[str, Any]:
+    return {**LLAMA, "quantization_config": {"quant_method": method, "bits": 4}}
+
+
+#: config.json, and what the refusal must say (fault G15, and attention that the engine does not compute).
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown type": ({"model_type": "foo", "architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
+    "unknown class": ({**LLAMA, "architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported: LlamaForCausalLM"),
+    "no class": ({"model_type": "llama"}, "names no architectures.*supported: LlamaForCausalLM"),
+    "empty list": ({**LLAMA, "architectures": []}, "names no architectures"),
+    "no type": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+    "classifier": ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    "encoder": ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+    "encoder as decoder": ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "BertLMHeadModel.*encoder"),
+    "encoder-decoder": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5.*encoder"),
+    "vision": (
+        {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+        "Gemma3ForConditionalGeneration.*more than text",
+    ),
+    "text part": (
+        {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        "Qwen2_5_VLForConditionalGeneration.*more than text",
+    ),
+    "gptq": (quantised("gptq"), r"quantised \(gptq\); supported: float32"),
+    "awq": (quantised("awq"), r"quantised \(awq\)"),
+    "fp8": (quantised("fp8"), r"quantised \(fp8\)"),
+    "unnamed": ({**LLAMA, "quantization_config": {"bits": 4}}, "quantised"),
+    "alibi": ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*ALiBi"),
+    "falcon": ({"model_type": "falcon", "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM.*ALiBi"),
+    "mpt": ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, "MptForCausalLM.*ALiBi"),
+    "own attention": ({"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]}, "attention interface"),
+    "recurrent": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
+    "hybrid": (QWEN3_NEXT, "Qwen3NextForCausalLM.*recurrent"),
+    "chunks": ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line_before_weights_are_looked_for(case: str, tmp_path: Path) -> None:
+    config, message = REFUSED[case]
+    spec = write_config(tmp_path, config)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_config(locate(spec))
+    assert "\n" not in str(caught.value)
+    assert spec in str(caught.value)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_configuration_alone_is_enough(arch: str, tmp_path: Path) -> None:
+    config = build_config(arch)
+    names = {"gemma": "GemmaForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"} | {
+        name.lower().split("for")[0].split("lmhead")[0]: name for name in TESTED
+    }
+    config.architectures = [names[arch.replace("_", "")]]
+    config.save_pretrained(tmp_path)
+    loaded = load_config(locate(str(tmp_path)))
+    assert loaded.model_type == config.model_type
+    check_supported(loaded, "tiny")
+
+
+def test_damaged_configurations_are_named(tmp_path: Path) -> None:
+    for content, message in {"{": "no valid JSON", "[]": "no JSON object"}.items():
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ModelError, match=message):
+            load_config(locate(str(tmp_path)))
+
+
+def test_directory_without_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json; expected a Hugging Face"):
+        load_config(locate(str(tmp_path)))
+    (tmp_path / "m.Q8_0.gguf").touch()
+    with pytest.raises(ModelError, match=r"has no config\.json; name a file in it, e\.g\. m\.Q8_0\.gguf"):
+        load_config(locate(str(tmp_path)))
+
+
+def test_impossible_values_are_named(tmp_path: Path) -> None:
+    spec = write_config(tmp_path, {**LLAMA, "num_hidden_layers": "many"})
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        load_config(locate(spec))
+
+
+def test_code_from_the_directory_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "configuration_foo.py").write_text("raise SystemExit('ran')\n", encoding="utf-8")
+    auto_map = {"AutoConfig": "configuration_foo.FooConfig"}
+    spec = write_config(tmp_path, {"model_type": "foo", "architectures": ["Foo"], "auto_map": auto_map})
+    with pytest.raises(ModelError):
+        load_config(locate(spec))

@@ -1,0 +1,276 @@
+"""What is refused, how, and that the server lives on; API keys, limits, full queues."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from scripted import MODEL, ScriptedServer
+
+from llmsched.cli.serve.body import MAX_BODY_BYTES
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a b c", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 2},
+}
+
+
+def strict(answer: httpx.Response) -> Any:
+    """The answer's JSON, which may have no NaN or Infinity."""
+    return json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in {answer.text}"))
+
+
+def refused(http: httpx.Client, path: str, status: int = 400, **fields: Any) -> dict[str, Any]:
+    answer = http.post(path, json={**BODIES[path], **fields})
+    assert answer.status_code == status, answer.text
+    error = strict(answer)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+@pytest.fixture(autouse=True)
+def _lives_on(http: httpx.Client) -> Iterator[None]:
+    yield
+    assert http.post(COMPLETIONS, json=BODIES[COMPLETIONS]).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "param", "value"),
+    [
+        (COMPLETIONS, "n", 0),
+        (COMPLETIONS, "n", 3_000_000),
+        (COMPLETIONS, "temperature", -0.1),
+        (COMPLETIONS, "temperature", 2.1),
+        (COMPLETIONS, "top_p", 1.5),
+        (COMPLETIONS, "top_p", -0.1),
+        (COMPLETIONS, "min_p", 2),
+        (COMPLETIONS, "top_k", -1),
+        (COMPLETIONS, "repetition_penalty", 0),
+        (COMPLETIONS, "presence_penalty", 2.5),
+        (COMPLETIONS, "frequency_penalty", -2.5),
+        (COMPLETIONS, "max_tokens", -1),
+        (COMPLETIONS, "max_tokens", 10**18),
+        (COMPLETIONS, "min_tokens", 3),
+        (COMPLETIONS, "stop", [""]),
+        (COMPLETIONS, "stop", ["x"] * 17),
+        (COMPLETIONS, "logit_bias", {"1000000": 1}),
+        (COMPLETIONS, "stop_token_ids", [-1]),
+        (COMPLETIONS, "prompt", [10**7]),
+        (COMPLETIONS, "prompt", [-1]),
+        (COMPLETIONS, "prompt", ""),
+        (COMPLETIONS, "prompt", [""]),
+        (COMPLETIONS, "prompt", [[]]),
+        (CHAT, "n", 0),
+        (CHAT, "temperature", -1),
+        (CHAT, "messages", []),
+    ],
+)
+def test_ranges_are_refused_by_name_before_any_event(
+    http: httpx.Client, path: str, param: str, value: Any, streamed: bool
+) -> None:  # A18, B15, C05, C07
+    error = refused(http, path, stream=streamed, **{param: value})
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0, "temperature": 0}, {"top_p": 0}, {"min_p": 1}, {"top_p": 1e-9}])
+def test_edges_of_ranges_are_taken(http: httpx.Client, fields: dict[str, float]) -> None:  # A18
+    assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **fields}).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400"])
+def test_the_refusal_of_nan_is_strict_json(http: httpx.Client, value: str) -> None:  # C08
+    body = json.dumps({**BODIES[COMPLETIONS], "temperature": "@"}).replace('"@"', value)
+    answer = http.post(COMPLETIONS, content=body)
+    assert answer.status_code == 400
+    assert strict(answer)["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("body", [b"", b'{"model": "x", ', b"[" * 200_000, b'{"prompt": "\xff"}', b"\x00", b"[1]"])
+def test_what_is_no_json(http: httpx.Client, path: str, body: bytes) -> None:
+    answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert strict(answer)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
+def test_any_content_type_is_read_as_json(http: httpx.Client, kind: str) -> None:
+    answer = http.post(COMPLETIONS, content=json.dumps(BODIES[COMPLETIONS]), headers={"Content-Type": kind})
+    assert answer.status_code == 200
+
+
+def test_unknown_model(http: httpx.Client) -> None:
+    assert refused(http, COMPLETIONS, 404, model="other")["code"] == "model_not_found"
+    assert http.get("/v1/models/other").status_code == 404
+    assert http.get(f"/v1/models/{MODEL}").json()["max_model_len"] == 512
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/nothing", 404),
+        ("HEAD", "/v1/models", 200),
+        ("HEAD", "/health", 200),
+        ("GET", "/docs", 404),
+    ],
+)
+def test_methods_and_routes(http: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    assert not answer.content if method == "HEAD" else strict(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "accepted"),
+    [(511, 1, True), (512, 1, False), (511, 2, False), (508, 5, False), (513, 1, False), (600, 0, False)],
+)
+def test_context(http: httpx.Client, length: int, max_tokens: int, accepted: bool) -> None:  # C10
+    answer = http.post(COMPLETIONS, json={"prompt": [10] * length, "max_tokens": max_tokens})
+    assert (answer.status_code == 200) == accepted
+    if not accepted:
+        message = strict(answer)["error"]["message"]
+        assert answer.status_code == 400
+        assert all(str(number) in message for number in (512, length, max_tokens))
+
+
+def test_the_default_of_sixteen_tokens_ends_with_the_context(http: httpx.Client) -> None:  # C10
+    answer = http.post(COMPLETIONS, json={"prompt": [10] * 505})
+    assert answer.json()["usage"]["completion_tokens"] == 7
+
+
+def test_chat_beyond_the_context(http: httpx.Client) -> None:  # C10
+    error = refused(http, CHAT, messages=[{"role": "user", "content": "x " * 600}], max_tokens=None)
+    assert "512" in error["message"]
+
+
+def test_what_can_never_fit_the_pool(make_server: Callable[..., ScriptedServer]) -> None:  # D01
+    with httpx.Client(base_url=make_server(num_blocks=8).url) as http:
+        assert http.post(COMPLETIONS, json={"prompt": [10] * 128, "max_tokens": 1}).status_code == 200
+        answer = http.post(COMPLETIONS, json={"prompt": [10] * 128, "max_tokens": 2})
+        assert answer.status_code == 400
+        assert "128" in answer.json()["error"]["message"]
+        assert http.post(COMPLETIONS, json={"prompt": [10] * 8}).status_code == 200
+
+
+# -- size and time ----------------------------------------------------------------------------------------------
+
+
+def test_a_large_body_is_refused(http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "word " * (MAX_BODY_BYTES // 4)})
+    answer = http.post(COMPLETIONS, content=body)
+    assert answer.status_code == 413
+    assert str(MAX_BODY_BYTES) in strict(answer)["error"]["message"]
+
+
+def test_a_large_body_of_unknown_length_is_refused(http: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(MAX_BODY_BYTES // 65536 + 8):
+            yield b" " * 65536
+
+    assert http.post(COMPLETIONS, content=chunks()).status_code == 413
+
+
+def test_a_text_far_too_long_is_not_tokenised(
+    http: httpx.Client, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
+        for path, text in ((COMPLETIONS, {"prompt": "x" * 1_000_000}), (CHAT, {"messages": [_user("x" * 1_000_000)]})):
+            assert "512" in refused(http, path, **text)["message"]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_others_are_served_while_a_prompt_is_tokenised(
+    http: httpx.Client, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:  # C03
+    begun, go_on, encode = threading.Event(), threading.Event(), server.tokenizer.encode
+
+    def slow(text: str, *rest: Any, **more: Any) -> list[int]:
+        if text == "slow":
+            begun.set()
+            assert go_on.wait(20)
+        return encode(text, *rest, **more)
+
+    monkeypatch.setattr(server.tokenizer, "encode", slow)
+    answers: list[int] = []
+    sender = threading.Thread(
+        target=lambda: answers.append(httpx.post(server.url + COMPLETIONS, json={"prompt": "slow"}).status_code)
+    )
+    sender.start()
+    assert begun.wait(20)
+    assert http.post(COMPLETIONS, json=BODIES[COMPLETIONS]).status_code == 200
+    go_on.set()
+    sender.join()
+    assert answers == [200]
+
+
+def test_a_full_queue(make_server: Callable[..., ScriptedServer]) -> None:
+    with httpx.Client(base_url=make_server(max_queue_size=2).url) as http:
+        answer = http.post(COMPLETIONS, json={"prompt": "a", "n": 3})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert strict(answer)["error"]["type"] == "rate_limit_error"
+        assert http.post(COMPLETIONS, json={"prompt": "a", "n": 2}).status_code == 200
+
+
+def test_a_fault_of_one_row_fails_its_request_alone(http: httpx.Client, server: ScriptedServer) -> None:
+    server.script.row_error = "no number came out"
+    answer = http.post(COMPLETIONS, json=BODIES[COMPLETIONS])
+    assert answer.status_code == 500
+    assert "no number came out" in strict(answer)["error"]["message"]
+    server.script.row_error = "no number came out"
+    streamed = http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "stream": True})
+    (event, rest) = streamed.text.split("\n\n", 1)
+    assert "no number came out" in json.loads(event.removeprefix("data: "))["error"]["message"]
+    assert rest == ""
+
+
+# -- keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[httpx.Client]:
+    server = ScriptedServer(api_key="geheim-é").start()
+    with httpx.Client(base_url=server.url) as http:
+        yield http
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer wrong", "Basic geheim-é", "geheim-é", "Bearer geheim-é2", "Bearer geheim"],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("POST", "/reset_prefix_cache")],
+)
+def test_no_way_in_without_the_key(locked: httpx.Client, method: str, path: str, header: str | None) -> None:  # C15
+    headers = {} if header is None else {"Authorization": header.encode()}
+    answer = locked.request(method, path, headers=headers, content=b"{")
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert strict(answer)["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_the_key_opens(locked: httpx.Client, scheme: str) -> None:  # C15
+    headers = {"Authorization": f"{scheme} geheim-é".encode()}
+    assert locked.post(COMPLETIONS, headers=headers, json=BODIES[COMPLETIONS]).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_probes_need_no_key(locked: httpx.Client, path: str) -> None:  # C15
+    assert locked.get(path).status_code == 200

@@ -1,0 +1,143 @@
+"""Drain, engine failure, signals, ports."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import scripted
+from scripted import ScriptedServer
+
+from llmsched.cli.serve.lifecycle import PortInUseError, bind
+
+PATH = "/v1/completions"
+LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+
+
+def events_of(answer: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+
+
+def test_idle_drain_ends_with_zero(make_server: Callable[..., ScriptedServer]) -> None:  # C14 a
+    server = make_server()
+    server.drain()
+    assert server.join() == 0
+
+
+def test_a_stream_may_finish_while_draining(make_server: Callable[..., ScriptedServer]) -> None:  # C14 b
+    server = make_server(grace_s=60.0)
+    server.script.step_s = 0.05
+    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}) as answer:
+        events = events_of(answer)
+        next(events)
+        server.script.gate.clear()
+        server.drain()
+        while (health := httpx.get(server.url + "/health", timeout=20)).status_code == 200:
+            pass
+        assert health.json() == {"status": "draining", "error": None}
+        refused = httpx.post(server.url + PATH, json={"prompt": "x"}, timeout=20)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "service_unavailable_error"
+        server.script.step_s = 0.0
+        server.script.gate.set()
+        assert list(events)[-1] == "[DONE]"
+    assert server.join() == 0
+
+
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error(make_server: Callable[..., ScriptedServer]) -> None:
+    """C14 c."""
+    server = make_server(grace_s=0.2)
+    server.script.step_s = 0.05
+    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}, timeout=30) as answer:
+        events = events_of(answer)
+        next(events)
+        server.drain()
+        assert json.loads(list(events)[-1])["error"]["type"] == "service_unavailable_error"
+    assert server.join() == 0
+
+
+def test_whole_answers_that_do_not_finish_in_time_are_503(make_server: Callable[..., ScriptedServer]) -> None:
+    server = make_server(grace_s=0.2)
+    server.script.step_s = 0.05
+    threading.Timer(0.3, server.drain).start()
+    assert httpx.post(server.url + PATH, json=LONG, timeout=30).status_code == 503
+    assert server.join() == 0
+
+
+def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture) -> None:
+    """C09, B15: everyone is told, health fails, the process ends with an error."""
+    server = make_server()
+    server.script.fail_at_step = 20
+    server.script.step_s = 0.01
+    statuses: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: statuses.append(httpx.post(server.url + PATH, json=LONG, timeout=30).status_code)
+    )
+    waiting.start()
+    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}, timeout=30) as answer:
+        events = list(events_of(answer))
+    assert "scripted failure" in json.loads(events[-1])["error"]["message"]
+    assert "[DONE]" not in events
+    waiting.join()
+    assert statuses == [503]
+    health = httpx.get(server.url + "/health", timeout=30)
+    assert (health.status_code, health.json()["status"]) == (503, "dead")
+    assert httpx.post(server.url + PATH, json=LONG, timeout=30).status_code == 503
+    assert server.join() == 1
+    assert "the engine has failed" in caplog.text
+
+
+@contextmanager
+def process(step_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A scripted server in a process of its own, and its URL."""
+    support = Path(scripted.__file__)
+    child = subprocess.Popen(
+        [sys.executable, support.name, str(step_s)], cwd=support.parent, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        url = child.stdout.readline().strip()
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            assert http.get(url + "/health", timeout=30).status_code == 200
+        yield child, url
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_sigterm_ends_an_idle_process_with_zero() -> None:  # C14 a
+    with process(0) as (child, _):
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+
+
+def test_a_second_signal_ends_at_once() -> None:  # C14
+    with process(60) as (child, url), httpx.stream("POST", url + PATH, json={**LONG, "stream": True}, timeout=30):
+        child.send_signal(signal.SIGINT)
+        while httpx.get(url + "/health", timeout=30).status_code == 200:
+            pass
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"127.0.0.1:{port}: address already in use; choose another --port"):
+            bind("127.0.0.1", port)
+
+
+def test_an_unknown_host_is_one_line() -> None:
+    with pytest.raises(PortInUseError, match=r"cannot listen on 256\.0\.0\.1"):
+        bind("256.0.0.1", 8000)

@@ -1,0 +1,238 @@
+"""Request schemas: strict types, unknown and unsupported fields by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmsched.cli.serve.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, parse
+from llmsched.engine.errors import RequestError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "a", **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def refusal(call: Any, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(**fields)
+    return caught.value
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", '"1.0"', "true", "{}"])
+def test_numbers_are_finite_numbers(field: str, value: str) -> None:  # C08
+    with pytest.raises(RequestError) as caught:
+        parse(CompletionRequest, f'{{"prompt": "a", "{field}": {value}}}'.encode())
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [*NUMBERS, "max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "stream"])
+def test_null_is_the_default(field: str) -> None:  # C08
+    assert completion(**{field: None}).sampling_fields() == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 1.5),
+        ("max_tokens", "x"),
+        ("max_tokens", []),
+        ("max_tokens", True),
+        ("n", True),
+        ("seed", "x"),
+        ("seed", 1 << 63),
+        ("top_k", 1 << 63),
+        ("stream", "maybe"),
+        ("stream", 1),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop_token_ids", ["a"]),
+        ("logprobs", True),
+        ("logprobs", -1),
+        ("logprobs", 6),
+        ("logprobs", 10**8),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1_0": 1}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", {"1": 101}),
+        ("priority", 1.0),
+        ("cache_salt", "x" * 2000),
+        ("model", 5),
+        ("best_of", 10**6),
+        ("echo", "yes"),
+        ("prompt", 5),
+        ("prompt", {"a": 1}),
+        ("prompt", []),
+        ("prompt", [["a"]]),
+        ("prompt", [1, "a"]),
+        ("prompt", [1, True]),
+        ("prompt", ["a"] * (MAX_CHOICES + 1)),
+        ("suffix", "x"),
+    ],
+)
+def test_completions_refuse_by_name(field: str, value: Any) -> None:  # C07, B19
+    error = refusal(completion, **{field: value})
+    assert error.param == field
+    assert field in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]]), ([[]], [[]])],
+)
+def test_four_kinds_of_prompt(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompt == prompts
+
+
+def test_prompts_times_n_is_bounded() -> None:
+    assert refusal(completion, prompt=["a"] * 100, n=128).param == "n"
+
+
+def test_best_of_is_taken_where_it_changes_nothing() -> None:
+    assert completion(n=2, best_of=2).n == 2
+
+
+def test_logit_bias_has_ids_as_keys() -> None:
+    assert completion(logit_bias={"464": -100, "7": 1.5}).sampling_fields() == {"logit_bias": {464: -100.0, 7: 1.5}}
+
+
+@pytest.mark.parametrize("stop", ["x", ["x"]])
+def test_one_stop_string_or_several(stop: Any) -> None:
+    assert completion(stop=stop).sampling_fields() == {"stop": ("x",)}
+
+
+def test_an_explicit_zero_is_given() -> None:  # G05
+    assert completion(temperature=0, top_p=0).sampling_fields() == {"temperature": 0.0, "top_p": 0.0}
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_unknown_fields_are_refused_by_name(call: Any) -> None:
+    error = refusal(call, made_up_field=1)
+    assert (error.param, error.code) == ("made_up_field", "unknown_parameter")
+    assert "made_up_field" in str(error)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"store": False},
+        {"service_tier": "auto"},
+        {"parallel_tool_calls": True},
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"modalities": ["text"]},
+        {"top_logprobs": None},
+    ],
+)
+def test_harmless_fields_of_the_api_are_taken(fields: dict[str, Any]) -> None:
+    assert chat(**fields).sampling_fields() == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["audio"]),
+        ("reasoning_effort", "high"),
+    ],
+)
+def test_what_is_not_supported_is_said(field: str, value: Any) -> None:
+    error = refusal(chat, **{field: value})
+    assert error.param == field
+    assert "not supported" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([{"content": "no role"}], "messages.0.role"),
+        ([{"role": "tool", "content": "x"}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([*HELLO, {"role": "user", "content": "x", "colour": 1}], "messages.1: unknown field 'colour'"),
+    ],
+)
+def test_messages(messages: Any, where: str) -> None:
+    error = refusal(chat, messages=messages)
+    assert error.param == "messages"
+    assert where in str(error)
+
+
+def test_an_answer_of_ours_can_be_sent_back() -> None:
+    answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None, "audio": None}
+    assert len(chat(messages=[*HELLO, answer, *HELLO]).messages) == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": True, "top_logprobs": -1},
+        {"logprobs": 3},
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"made_up": 1}},
+        {"max_tokens": 3, "max_completion_tokens": 4},
+    ],
+)
+def test_chat_refuses(fields: dict[str, Any]) -> None:
+    assert refusal(chat, **fields).param in fields
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"prompt": "x", ',
+        b"[1]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800 half"}',
+        b"[" * 100_000,
+        b'{"prompt":' * 100_000,
+        b'{"prompt": "a", "seed": ' + b"1" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        parse(CompletionRequest, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", **{f"field{i}": 1 for i in range(20_000)}},
+        {"prompt": "a", "stop": [1] * 50_000},
+        {"prompt": ["a"] * 50_000 + [1]},
+        {"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(50_000)}},
+    ],
+    ids=["fields", "stops", "prompts", "biases"],
+)
+def test_thousands_of_faults_make_one_short_error(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(CompletionRequest, json.dumps(body).encode())
+    assert len(str(caught.value)) < 200

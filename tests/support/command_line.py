@@ -1,0 +1,46 @@
+"""Calling llmsched as it is typed, in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from llmsched.cli.main import main
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """What was printed, as strict JSON."""
+
+        def refuse(name: str) -> None:
+            raise ValueError(f"{name} is no JSON")
+
+        parsed: dict[str, Any] = json.loads(self.out, parse_constant=refuse)
+        return parsed
+
+
+@dataclass
+class CommandLine:
+    """command("bench", "--json") -> what it printed, and its exit code."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: str) -> Outcome:
+        self.monkeypatch.setattr(sys, "argv", ["llmsched", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = self.capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Outcome(code or 0, printed.out, printed.err)

@@ -1,0 +1,125 @@
+"""Engines around a small model with the real executor, and running requests through them by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from llmsched.engine.text.tokenizer import Tokenizer
+
+EOS = 2
+BLOCK = 16
+
+
+@cache
+def model(arch: str = "llama") -> Any:
+    return build_model(arch, seed=3)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(build_tokenizer())
+
+
+def make_engine(arch: str = "llama", *, num_blocks: int = 256, **config: Any) -> Engine:
+    """An engine of its own around the shared model of `arch`."""
+    settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK} | config
+    executor = TorchExecutor(
+        model(arch), num_blocks=num_blocks, block_size=settings["block_size"], device="cpu", kv_dtype=torch.float32
+    )
+    info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
+    return Engine(EngineConfig(**settings), info, tokenizer(), executor, num_blocks)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random ids, none of them special."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def sampling(**fields: Any) -> SamplingParams:
+    """Greedy, 16 tokens, whatever the end-of-sequence token says, unless `fields` say otherwise."""
+    return SamplingParams(**{"temperature": 0, "max_tokens": 16, "ignore_eos": True, **fields})
+
+
+@dataclass
+class Choice:
+    """The whole output of one sequence."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        assert self.finish_reason is None, "an output after the last"
+        self.text += output.text
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_prompt_tokens = output.num_prompt_tokens
+        self.finish_reason, self.error = output.finish_reason, output.error
+        assert output.num_output_tokens == len(self.tokens)
+
+
+class Collector:
+    """Steps an engine, checks its books after every step, and keeps what came out by (request_id, index)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.choices: dict[tuple[str, int], Choice] = {}
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self.choices.setdefault((output.request_id, output.index), Choice()).add(output)
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+        self.engine.check_integrity()
+
+    def run(self) -> None:
+        while self.engine.has_work():
+            self.step()
+
+    def all(self, request_id: str) -> list[Choice]:
+        found = {index: choice for (name, index), choice in self.choices.items() if name == request_id}
+        return [found[index] for index in sorted(found)]
+
+
+def generate(engine: Engine, *requests: tuple[list[int], SamplingParams]) -> list[Choice]:
+    """Serve all requests together; the first choice of each."""
+    return [choices[0] for choices in generate_all(engine, *requests)]
+
+
+def generate_all(engine: Engine, *requests: tuple[list[int], SamplingParams]) -> list[list[Choice]]:
+    """Serve all requests together; every choice of each."""
+    collector = Collector(engine)
+    for index, (token_ids, params) in enumerate(requests):
+        engine.add_request(str(index), token_ids, params)
+    collector.run()
+    assert_idle(engine)
+    return [collector.all(str(index)) for index in range(len(requests))]
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is left but cached blocks."""
+    engine.check_integrity()
+    stats = engine.stats()
+    assert not engine.has_work()
+    assert stats.blocks_used == 0
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total

@@ -1,0 +1,159 @@
+"""Writes a small transformers model and its tokenizer as .gguf, the way llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    tokenizer: Any,
+    *,
+    arch: str,
+    pre: str = "gpt-2",
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, npt.NDArray[np.float32]] | None = None,
+    quantisation: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """Write `model` (fp32) and a byte-level `tokenizer`. `metadata` adds or replaces; None leaves a key out.
+
+    Matrices are written as `quantisation`, or as they are.
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    values = {**_metadata(model.config, arch), **_vocabulary(tokenizer, pre), **(metadata or {})}
+    for key, value in values.items():
+        if value is not None:
+            _write_value(writer, key, value)
+    tied = model.config.tie_word_embeddings
+    for name, parameter in model.state_dict().items():
+        if not (tied and name.startswith("lm_head")):
+            _write_tensor(
+                writer, _gguf_name(name, arch), _changed(name, parameter.numpy(), model.config, arch), quantisation
+            )
+    for name, table in (tensors or {}).items():
+        _write_tensor(writer, name, table, None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _metadata(config: Any, arch: str) -> dict[str, Any]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    values = {
+        "general.name": "tiny",
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+        f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+    }
+    if head_dim != config.hidden_size // config.num_attention_heads:
+        values |= {f"{arch}.attention.key_length": head_dim, f"{arch}.attention.value_length": head_dim}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None):
+            values[f"{arch}.{key}"] = float(getattr(config, key))
+    if arch in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+        values[f"{arch}.attention.sliding_window"] = config.sliding_window
+    return values
+
+
+def _vocabulary(tokenizer: Any, pre: str) -> dict[str, Any]:
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens: list[str] = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kinds = [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(tokens))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [int(kind) for kind in kinds],
+        "tokenizer.ggml.merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+
+
+def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _write_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    values: npt.NDArray[np.float32],
+    quantisation: gguf.GGMLQuantizationType | None,
+) -> None:
+    if quantisation is None or values.ndim == 1:
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    else:
+        writer.add_tensor(name, gguf.quantize(values, quantisation), raw_dtype=quantisation)
+
+
+def _gguf_name(name: str, arch: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP_NAMES:
+        return f"{_TOP_NAMES[stem]}.{kind}"
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    assert match is not None, name
+    names = _LAYER_NAMES | (_GEMMA_NAMES if arch in ("gemma2", "gemma3") else {})
+    return f"blk.{match[1]}.{names[match[2]]}.{kind}"
+
+
+def _changed(name: str, values: npt.NDArray[np.float32], config: Any, arch: str) -> npt.NDArray[np.float32]:
+    """Llama's rope rows are interleaved; Gemma's norms are stored with the 1 that Gemma adds."""
+    if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        return halves.swapaxes(1, 2).reshape(values.shape)
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    return values

@@ -1,0 +1,82 @@
+"""Drives an executor by hand-made plans, as a scheduler would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
+
+
+def make_sequence(
+    name: str, prompt: ListLike[int], *, seed: int = 0, stop: ListLike[int] = (), **sampling: Any
+) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 1000, "temperature": 0, **sampling})
+    return Sequence(name, list(prompt), len(prompt), params, seed, frozenset(stop))
+
+
+class Stepper:
+    """Sequences over an executor, each with blocks from one shuffled pool, advanced by plans of given chunk sizes."""
+
+    def __init__(self, executor: TorchExecutor, sequences: ListLike[Sequence], max_len: int, *, seed: int = 0) -> None:
+        self.executor = executor
+        self.sequences = list(sequences)
+        self.computed = [0] * len(self.sequences)
+        self.prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in self.sequences]
+        self.results: list[list[RowResult]] = [[] for _ in self.sequences]
+        width = -(-max_len // executor.block_size)
+        pool = np.random.default_rng(seed).permutation(executor.num_blocks)[: width * len(self.sequences)]
+        self.tables = pool.reshape(len(self.sequences), width).astype(np.int32)
+
+    def row(self, index: int, chunk: int) -> ScheduledRow | None:
+        """The next `chunk` tokens of a sequence, fewer at its end, None if it is computed."""
+        sequence, start = self.sequences[index], self.computed[index]
+        count = min(chunk, sequence.num_tokens - start)
+        end = start + count == sequence.num_tokens
+        return ScheduledRow(sequence, start, count, self.tables[index], sample=end) if count else None
+
+    def rows(self, chunks: ListLike[int], offset: int = 0) -> list[tuple[int, ScheduledRow]]:
+        """Sequence i takes chunks[(i + offset) % len(chunks)] tokens."""
+        made = [(i, self.row(i, chunks[(i + offset) % len(chunks)])) for i in range(len(self.sequences))]
+        return [(index, row) for index, row in made if row is not None]
+
+    def logits(self, chunks: ListLike[int]) -> list[torch.Tensor]:
+        """Logits of all tokens of every sequence, computed in steps that mix them."""
+        found: list[list[torch.Tensor]] = [[] for _ in self.sequences]
+        offset = 0
+        while step := self.rows(chunks, offset):
+            logits = self.executor.logits([row for _, row in step])
+            parts = logits.split([row.num_tokens for _, row in step])
+            for (index, row), part in zip(step, parts, strict=True):
+                found[index].append(part)
+                self.computed[index] += row.num_tokens
+            offset += 1
+        return [torch.cat(parts) for parts in found]
+
+    def step(self, chunks: ListLike[int], offset: int = 0, finished: ListLike[str] = ()) -> None:
+        """One plan; what is sampled is appended."""
+        step = self.rows(chunks, offset)
+        result = self.executor.execute(StepPlan([row for _, row in step], finished))
+        for (index, row), found in zip(step, result.rows, strict=True):
+            self.computed[index] += row.num_tokens
+            self.prompt_logprobs[index] += found.prompt_logprobs
+            self.results[index].append(found)
+            if found.token_id is not None:
+                self.sequences[index].token_ids.append(found.token_id)
+
+    def generate(self, num_tokens: int, chunks: ListLike[int] = (1000,)) -> list[list[int]]:
+        """Outputs once every sequence has num_tokens of them; those that are done rest."""
+        offset = 0
+        while waiting := [i for i, s in enumerate(self.sequences) if s.num_output_tokens < num_tokens]:
+            self.computed = [
+                count if index in waiting else sequence.num_tokens
+                for index, (count, sequence) in enumerate(zip(self.computed, self.sequences, strict=True))
+            ]
+            self.step(chunks, offset)
+            offset += 1
+        return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in self.sequences]
