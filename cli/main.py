@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": Entry("llmsched.cli.bench.command", "bench", "Load a server or a model and measure latency and goodput."),
     "kv-budget": Entry("llmsched.cli.kv_budget", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."),
     "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
+    "explain": Entry("llmsched.cli.explain", "explain", "Tell where the time of one request went."),
     "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
 }
 

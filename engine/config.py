@@ -80,10 +80,14 @@ class EngineConfig:
         choices=("fair", "fcfs", "sptf", "static", "serial"),
     )
     priority_step: float = knob(
-        10.0, "waiting that one priority level is worth; ageing is linear, so nobody starves", unit="s", low=0, high=1e6
+        10.0,
+        "waiting that one priority level is worth; ageing is linear, so nobody starves",
+        unit="seconds",
+        low=0,
+        high=1e6,
     )
     cache_bonus: float = knob(
-        2.0, "waiting that a prefix hit of 512 tokens or more is worth", unit="s", low=0, high=1e6
+        2.0, "waiting that a prefix hit of 512 tokens or more is worth", unit="seconds", low=0, high=1e6
     )
     fast_lane_share: float = knob(
         0.3, "share of a step's prefill tokens kept for short requests; unused parts go to the others", low=0, high=0.9
@@ -102,10 +106,14 @@ class EngineConfig:
     )
     max_passes: int = knob(16, "later requests that may pass one that does not fit yet", low=0)
     target_itl: float | None = knob(
-        None, "gap between tokens that steps are sized to meet while requests decode", unit="s", low=1e-4, high=60
+        None, "gap between tokens that steps are sized to meet while requests decode", unit="seconds", low=1e-4, high=60
     )
     schedule_window: float = knob(
-        0.0, "how long an idle engine waits for min_schedule_batch requests before it starts", unit="s", low=0, high=10
+        0.0,
+        "how long an idle engine waits for min_schedule_batch requests before it starts",
+        unit="seconds",
+        low=0,
+        high=10,
     )
     min_schedule_batch: int = knob(1, "requests that an idle engine starts with at once", low=1)
 

@@ -18,7 +18,8 @@ from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
-from llmsched.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.scheduler.scheduler import SchedulerCounters
 
@@ -48,6 +49,15 @@ class EngineStats:
     num_preemptions: int
     finished: dict[FinishReason, int]
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The ledger of one sequence (choice `index` of its request), queued at `start` by the engine's clock."""
+
+    index: int
+    start: float
+    entries: list[Entry]
 
 
 class Engine:
@@ -149,7 +159,7 @@ class Engine:
         arrival = self._clock() if arrival_time is None else arrival_time
         seed = self._seed_of(sampling)
         eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
-        names = [f"{request_id}/{index}" for index in range(sampling.n)]
+        names = [_sequence_name(request_id, index) for index in range(sampling.n)]
         for index, name in enumerate(names):
             request = Request(
                 request_id=name,
@@ -279,6 +289,16 @@ class Engine:
         self.scheduler.kv.reset_prefix_cache()
         self._update_gauges()
 
+    def explain(self, request_id: str) -> list[Timeline]:
+        """What the scheduler decided about a request, for each of its sequences; empty if unknown or long gone."""
+        timelines = []
+        for index in range(MAX_N):
+            entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
+            if not entries:
+                break
+            timelines.append(Timeline(index, entries[0].time, [replace(entry) for entry in entries]))
+        return timelines
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a block or a request is lost."""
         self.scheduler.check_integrity()
@@ -301,6 +321,10 @@ class Engine:
     def _update_gauges(self) -> None:
         pool = self.scheduler.kv.pool
         self.metrics.gauges(len(self.scheduler.running), len(self.scheduler.waiting), pool.num_used, pool.num_cached)
+
+
+def _sequence_name(request_id: str, index: int) -> str:
+    return f"{request_id}/{index}"
 
 
 def _choice_seed(seed: int, index: int) -> int:

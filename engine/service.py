@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.core import Engine, EngineStats
+from llmsched.engine.core import Engine, EngineStats, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
@@ -22,6 +22,8 @@ from llmsched.engine.request import RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from llmsched.engine.kv.budget import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ class AsyncEngine:
         self.error: str | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
-        self._calls: set[asyncio.Future[None]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
         self._stats = engine.stats()
         self._num_submitted = 0
         self._num_taken = 0
@@ -211,6 +213,10 @@ class AsyncEngine:
         """See Engine.reset_prefix_cache."""
         await self._call(self._engine.reset_prefix_cache)
 
+    async def explain(self, request_id: str) -> list[Timeline]:
+        """See Engine.explain."""
+        return await self._call(lambda: self._engine.explain(request_id))
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for those that are there; True if all ended in time."""
         self.draining = True
@@ -252,32 +258,31 @@ class AsyncEngine:
         for request_id in list(self._streams):
             self._fail(request_id, EngineDeadError(reason))
         for call in self._calls:
-            if not call.done():
-                call.set_exception(EngineDeadError(reason))
+            _fail_future(call, EngineDeadError(reason))
 
     def _forget(self, request_id: str) -> None:
         del self._streams[request_id]
         if not self._streams:
             self._idle.set()
 
-    async def _call(self, action: Callable[[], None]) -> None:
-        """Run `action` between two steps and wait for it; its error is raised here."""
+    async def _call(self, action: Callable[[], T]) -> T:
+        """Run `action` between two steps and wait for its result; its error is raised here."""
         if self._stopping or not self.healthy:
             raise EngineDeadError(f"the engine has stopped: {self.error or 'shut down'}")
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             try:
-                action()
+                result = action()
             except LlmschedError as error:
-                self._on_loop(_settle, done, error)
+                self._on_loop(_fail_future, done, error)
             else:
-                self._on_loop(_settle, done, None)
+                self._on_loop(_settle, done, result)
 
         self._calls.add(done)
         self._inbox.put(run)
         try:
-            await done
+            return await done
         finally:
             self._calls.discard(done)
 
@@ -334,12 +339,13 @@ class AsyncEngine:
             logger.debug("event loop closed before %s", function)
 
 
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
+def _settle(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail_future(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
         future.set_exception(error)
 
 

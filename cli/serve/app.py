@@ -16,11 +16,13 @@ from starlette.requests import ClientDisconnect
 from llmsched.cli.serve.auth import require_key
 from llmsched.cli.serve.body import read_body, until_disconnect
 from llmsched.cli.serve.choices import ChatStyle, CompletionStyle, Style
+from llmsched.cli.serve.classes import CLASS_HEADER, priority_of
 from llmsched.cli.serve.errors import ApiError, api_error, json_response
 from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from llmsched.cli.serve.sse import EventStream
+from llmsched.cli.serve.timeline import timeline_body
 from llmsched.cli.serve.tokens import TokenWriter
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
@@ -79,6 +81,18 @@ def _model_routes(engine: AsyncEngine, model_name: str) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         return await desk.answer(request, ChatRequest, desk.preparer.chat, ChatStyle)
 
+    @router.get("/v1/requests/{request_id}/explain")
+    async def explain(request_id: str) -> Response:
+        timelines = await engine.explain(request_id)
+        if not timelines:
+            raise ApiError(
+                404,
+                f"request {request_id[:200]!r} is not known here; only the latest ones are kept",
+                param="request_id",
+                code="request_not_found",
+            )
+        return json_response({"id": request_id, "choices": [timeline_body(timeline) for timeline in timelines]})
+
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         await engine.reset_prefix_cache()
@@ -128,10 +142,13 @@ class _Desk:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         request = parse(schema, await read_body(http))
         self.check_model(request.model)
+        priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
 
         async def work() -> Response:
             prompts = await asyncio.to_thread(prepare, request)
-            generation = Generation(self._engine, make_style(request, prompts, self._writer), self._model_name)
+            generation = Generation(
+                self._engine, make_style(request, prompts, self._writer), self._model_name, priority
+            )
             if request.stream:
                 return EventStream(generation.events(), generation.abort)
             return json_response(await generation.whole())

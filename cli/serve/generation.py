@@ -49,7 +49,7 @@ class Generation:
     Raises RequestError, QueueFullError or EngineDeadError; then nothing stays submitted.
     """
 
-    def __init__(self, engine: AsyncEngine, style: Style, model_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, style: Style, model_name: str, priority: int = 0) -> None:
         self.id = f"{style.id_prefix}-{uuid.uuid4().hex}"
         self._style = style
         self._head = {"created": int(time.time()), "model": model_name}
@@ -64,7 +64,7 @@ class Generation:
                     self.id if len(style.prompts) == 1 else f"{self.id}-{index}",
                     prompt.token_ids,
                     prompt.sampling,
-                    priority=request.priority or 0,
+                    priority=priority,
                     cache_salt=request.cache_salt or "",
                 )
                 self._streams.append(stream)
