@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.kv.manager import KVManager, table_of
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.waiting import WaitingQueue, rank
 
@@ -67,7 +68,7 @@ class Scheduler:
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a request can ever be served. The last sampled token needs no KV: nothing is computed after it."""
         most = num_prompt_tokens + max(0, max_tokens - 1)
-        return self.kv.num_blocks_for(most) <= self.kv.pool.num_blocks
+        return self.kv.num_blocks_for(most) <= self.kv.max_request_blocks
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -76,13 +77,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide one step: memory for those who run, then decodes, partial prefills, admissions within the budget."""
+        self.kv.expire(self._clock())
         preempted = self._secure_memory()
         rows: list[ScheduledRow] = []
         budget = self._schedule_running(rows)
         if not preempted:
             self._admit(rows, budget)
         finished, self._finished = self._finished, []
-        return StepPlan(rows, finished)
+        return StepPlan(rows, finished, self.kv.take_copies())
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens, preempting the last by rank until they suffice."""
