@@ -71,7 +71,6 @@ class PrefixFinder:
 
 def _encoded(request: Request) -> bytes:
     """The request's tokens, encoded; kept with it, since a request that waits is looked up again and again."""
-    missing = request.num_tokens - len(request.encoded) // TOKEN_BYTES
-    if missing:
-        request.encoded += encode(request.token_ids[-missing:])
+    if not request.encoded:
+        request.encoded = encode(request.token_ids)
     return request.encoded

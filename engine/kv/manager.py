@@ -89,11 +89,8 @@ class KVManager:
         request.encoded = b""
         self.grow(request)
         if hit.copy_from is not None:
-            # What was noted for this block before, in this step, was for a request that has left again. A source that
-            # was evicted to become the destination is where it should be.
             destination = int(table.ids[len(hit.nodes)])
-            self._copies.pop(destination, None)
-            if destination != hit.copy_from:
+            if destination != hit.copy_from:  # it may have been evicted just now, to become the destination
                 self._copies[destination] = hit.copy_from
         if self.enable_prefix_caching:
             self._writers.add(request)
@@ -157,8 +154,8 @@ class KVManager:
         Why that is safe: only blocks that were written in earlier steps are sources, so a source holds what it is copied
         for when the copy is noted. From then on it may be evicted and given to somebody else, but nothing is written to
         it before the step, and copies come first in it. It may become the destination of a later copy, but was none of
-        an earlier one, and a destination occurs once: so in order, or with all sources read first, each block gets what
-        was meant.
+        an earlier one, and a destination occurs once, as that of its last owner: so in order, or with all sources read
+        first, each block gets what was meant.
         """
         copies, self._copies = self._copies, {}
         return [(source, destination) for destination, source in copies.items()]

@@ -58,9 +58,8 @@ class Writers:
         most = 0
         for other in self._newest(node, request.cache_salt):
             size = table_of(other).block_size
-            end = min(limit, other.num_tokens)
             if other.token_ids[start : start + size] == request.token_ids[start : start + size]:
-                common = _common_length(other.token_ids, request.token_ids, start, end) - start
+                common = _common_length(other.token_ids, request.token_ids, start, limit) - start
                 most = max(most, common // size * size)
         return most
 

@@ -254,6 +254,21 @@ def test_return_of_a_preempted_request_shares_nothing() -> None:
     assert find(driver, tokens(48)) == 0
 
 
+def test_block_is_shared_only_with_all_in_front_of_it() -> None:
+    driver = KVDriver(12)
+    late = driver.come(tokens(48), name="late")
+    driver.leave(late)
+    first = driver.come(tokens(48), name="first")
+    driver.step({first: 16})
+    late.num_preemptions += 1
+    assert driver.admit(late).num_tokens == 16, "written by another, but found on a return"
+    driver.step({first: 32, late: 32})
+    assert table_of(first).ids.tolist() == table_of(late).ids.tolist()
+    driver.leave(first)
+    driver.leave(late)
+    driver.serve(tokens(12 * 16, seed=5))
+
+
 def test_prefix_with_an_evicted_beginning_is_no_hit() -> None:
     driver = KVDriver(8)
     driver.serve([*tokens(48), 1])
