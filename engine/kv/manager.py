@@ -43,6 +43,11 @@ class KVManager:
         """Blocks that a request can have in any case, if nobody else runs."""
         return self.pool.num_blocks - self.pins.max_blocks
 
+    @property
+    def num_pinned(self) -> int:
+        """How many of the used blocks pins hold, alone or beside requests."""
+        return self.pins.num_blocks
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens: ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
@@ -151,11 +156,11 @@ class KVManager:
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy before anything else of the next step, noted since the last call.
 
-        Why that is safe: only blocks that were written in earlier steps are sources, so a source holds what it is copied
-        for when the copy is noted. From then on it may be evicted and given to somebody else, but nothing is written to
-        it before the step, and copies come first in it. It may become the destination of a later copy, but was none of
-        an earlier one, and a destination occurs once, as that of its last owner: so in order, or with all sources read
-        first, each block gets what was meant.
+        Why that is safe: only blocks written in earlier steps are sources, so a source holds what it is copied for when
+        the copy is noted. From then on it may be evicted and given to another, but nothing is written to it before the
+        step, and copies come first in it. It may become the destination of a later copy, but was none of an earlier
+        one, and a destination occurs once, as that of its last owner: so in order, or with all sources read first,
+        each block gets what was meant.
         """
         copies, self._copies = self._copies, {}
         return [(source, destination) for destination, source in copies.items()]
@@ -173,7 +178,7 @@ class KVManager:
         self.pool.check_integrity(held)
         if self.enable_prefix_caching:
             assert set(holders) == set(self._writers.requests()), "a request is not where it writes"
-        assert self.pins.num_blocks <= self.pins.max_blocks, "too many blocks are pinned"
+        assert self.num_pinned <= self.pins.max_blocks, "too many blocks are pinned"
 
     def _may_share(self, request: Request) -> bool:
         return self.enable_prefix_caching and request.sampling.prompt_logprobs is None

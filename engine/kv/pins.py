@@ -13,6 +13,11 @@ from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixNode, PrefixTree, encode
 
 
+def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
+    """The cap on pins: a share of all blocks, but never so many that the longest request finds no room beside them."""
+    return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
+
+
 @dataclass(frozen=True, slots=True)
 class PinState:
     """A pin as it is now. `num_tokens` are whole blocks, `num_written_tokens` those of them that are in the cache.
@@ -138,7 +143,8 @@ class Pins:
             raise RequestError(
                 "prefix",
                 f"pinning {pin.num_blocks * size} tokens takes {wanted} more blocks of {size}; {taken} are pinned, and "
-                f"at most {self.max_blocks} may be; delete a pin, or leave pins more of the KV memory",
+                f"at most {self.max_blocks} may be; delete a pin, raise the share of pins, or lower max_model_len: a "
+                "request of that length must find room beside them",
             )
 
 

@@ -18,22 +18,25 @@ NUM_RUNNING = 256
 
 def main() -> None:
     for count in (2_048, 32_768):
-        prompt = random.Random(0).choices(range(100_000), k=count)
-        kv = KVManager(NUM_BLOCKS, BLOCK)
-        write(kv, make(prompt))
-        waiting = make(prompt)
-        on_its_way = KVManager(NUM_BLOCKS, BLOCK)
-        on_its_way.admit(writer := make([*prompt, 1]), on_its_way.find_prefix(writer))
         print(f"{count} tokens")
-        show("find_prefix, all cached, first look", median(kv.find_prefix, prompt))
-        show("find_prefix, all cached, looked up before", median(lambda _: kv.find_prefix(waiting), prompt))
-        show("find_prefix, nothing cached", median(kv.find_prefix, prompt[::-1]))
-        show("find_prefix and find_in_flight, all on its way", median(lambda r: look_in_flight(on_its_way, r), prompt))
-        show("find, classify, admit and release, all cached", median(lambda r: come_and_go(kv, r), prompt))
-        show("admit, commit and release, all new, pool full", rewriting(prompt))
+        lookups(random.Random(0).choices(range(100_000), k=count))
     print("others")
     crowded_root()
     decode_steps()
+
+
+def lookups(prompt: list[int]) -> None:
+    kv = KVManager(NUM_BLOCKS, BLOCK)
+    write(kv, make(prompt))
+    waiting = make(prompt)
+    on_its_way = KVManager(NUM_BLOCKS, BLOCK)
+    on_its_way.admit(writer := make([*prompt, 1]), on_its_way.find_prefix(writer))
+    show("find_prefix, all cached, first look", median(kv.find_prefix, prompt))
+    show("find_prefix, all cached, looked up before", median(lambda _: kv.find_prefix(waiting), prompt))
+    show("find_prefix, nothing cached", median(kv.find_prefix, prompt[::-1]))
+    show("find_prefix and find_in_flight, all on its way", median(lambda r: look_in_flight(on_its_way, r), prompt))
+    show("find, classify, admit and release, all cached", median(lambda r: come_and_go(kv, r), prompt))
+    show("admit, commit and release, all new, pool full", rewriting(prompt))
 
 
 def make(prompt: list[int]) -> Request:

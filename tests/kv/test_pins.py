@@ -7,6 +7,7 @@ from fakes import make_request, tokens
 from kv_driver import KVDriver
 
 from llmsched.engine.errors import RequestError
+from llmsched.engine.kv.pins import most_pinned_blocks
 
 
 def filled(driver: KVDriver) -> None:
@@ -136,3 +137,11 @@ def test_pins_leave_what_one_request_may_need() -> None:
     driver.serve(tokens(64))
     filled(driver)
     assert driver.kv.pool.num_available == driver.kv.max_request_blocks == 12
+    assert driver.kv.num_pinned == 4
+
+
+def test_cap_is_a_share_that_leaves_room_for_the_longest_request() -> None:
+    assert most_pinned_blocks(100, 0.25, 60) == 25
+    assert most_pinned_blocks(100, 0.25, 90) == 10
+    assert most_pinned_blocks(100, 0.25, 100) == 0
+    assert most_pinned_blocks(100, 0.25, 120) == 0
