@@ -71,6 +71,12 @@ class EngineConfig:
         None, "exact number of KV blocks, for tests and experiments with a small pool", unit="blocks", low=1
     )
     enable_prefix_caching: bool = knob(True, "reuse the KV of prompts that begin alike")
+    max_pinned_share: float = knob(
+        0.25,
+        "share of blocks that pinned prefixes may take; the longest request still fits",
+        low=0,
+        high=0.9,
+    )
     max_queue_size: int = knob(2048, "waiting requests beyond which new ones are refused with 429", low=1)
     seed: int | None = knob(None, "seed for requests that bring none; default: a fresh one per request", low=0)
     scheduling_policy: Policy = knob(

@@ -15,6 +15,7 @@ from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.pins import PinState, most_pinned_blocks
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
@@ -89,7 +90,9 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
         self._clock = clock
-        kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        longest = -(-self.max_model_len // config.block_size)
+        pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, longest)
+        kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned)
         self.scheduler = make_scheduler(kv, config, clock)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
@@ -288,6 +291,25 @@ class Engine:
         """Forget the KV of all prompts that are not running."""
         self.scheduler.kv.reset_prefix_cache()
         self._update_gauges()
+
+    def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
+        """Compute and keep the KV of a prompt's beginning (whole blocks) for `ttl` seconds (None: until deleted).
+
+        Raises RequestError when there is no whole block or no room for it.
+        """
+        self.check(token_ids, SamplingParams(max_tokens=0))
+        pin = self.scheduler.kv.pins.pin(token_ids, cache_salt, ttl, self._clock())
+        if pin.num_written_tokens < pin.num_tokens:
+            name = f"{pin.pin_id}@{self._steps}"
+            self.add_request(name, token_ids[: pin.num_tokens], SamplingParams(max_tokens=0), cache_salt=cache_salt)
+        return pin
+
+    def unpin_prefix(self, pin_id: str) -> None:
+        """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
+        self.scheduler.unpin(pin_id)
+
+    def pinned_prefixes(self) -> list[PinState]:
+        return self.scheduler.kv.pins.states()
 
     def explain(self, request_id: str) -> list[Timeline]:
         """What the scheduler decided about a request, for each of its sequences; empty if unknown or long gone."""

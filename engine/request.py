@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.engine.errors import RequestError
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.manager import BlockTable
+    from llmsched.engine.kv.table import BlockTable
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -132,7 +132,8 @@ class Request(Sequence):
     Invariant: num_computed_tokens <= num_tokens; the KV of the first num_computed_tokens is in `block_table`.
     A running request is caught up by computing tokens num_computed_tokens..num_tokens; a new token is sampled only when
     that reaches the end. Times are seconds of the engine's clock. `rank` is the place in the queue (smaller is
-    earlier), `num_passed` how many later ones were admitted before this one.
+    earlier), `num_passed` how many later ones were admitted before this one. `encoded` belongs to the KV manager:
+    token_ids as it looks them up, kept while the request waits.
     """
 
     arrival_time: float = 0.0
@@ -148,6 +149,7 @@ class Request(Sequence):
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     block_table: BlockTable | None = None
+    encoded: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

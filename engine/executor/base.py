@@ -34,10 +34,14 @@ class StepPlan:
     """One packed forward pass: prefill chunks and decodes alike. A sequence has at most one row.
 
     `finished` names the sequences that ended since the last plan, so that the executor can drop what it keeps of them.
+    `copies` are (source, destination) blocks whose KV is copied before anything else is written: in their order, or all
+    read before any is written, which is the same, since no source is a destination before it and each of those is one
+    once.
     """
 
     rows: ListLike[ScheduledRow]
     finished: ListLike[str] = ()
+    copies: ListLike[tuple[int, int]] = ()
 
     @property
     def num_tokens(self) -> int:

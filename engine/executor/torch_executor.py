@@ -73,6 +73,7 @@ class TorchExecutor:
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
         with torch.inference_mode():
+            self._copy(plan.copies)
             for part in split(plan.rows, self._logits_at_once):
                 indices, rows = zip(*part, strict=True)
                 for index, found in zip(indices, self._compute(rows), strict=True):
@@ -92,6 +93,11 @@ class TorchExecutor:
         del self._model, self._cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _copy(self, copies: ListLike[tuple[int, int]]) -> None:
+        if copies:
+            pairs = to_device(np.array(copies, dtype=np.int64), self.device)
+            self._cache.copy_blocks(pairs[:, 0], pairs[:, 1])
 
     def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
         """One forward pass and what it yields for each row."""

@@ -1,58 +1,17 @@
-"""Block tables: gives requests the blocks they need, shares the ones they have in common, takes them back."""
+"""KV memory: gives requests the blocks they need, shares the ones they have in common, takes them back."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
+from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
+from llmsched.engine.kv.misses import Miss, Misses
+from llmsched.engine.kv.pins import Pins
 from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.prefix import PrefixNode, PrefixTree
+from llmsched.engine.kv.prefix import PrefixTree, encode
+from llmsched.engine.kv.table import BlockTable, table_of
+from llmsched.engine.kv.writers import Writers
 from llmsched.engine.request import Request
-
-
-class BlockTable:
-    """The blocks of one sequence, in order. The first `num_findable` are findable, the last of them as `node`."""
-
-    __slots__ = ("_ids", "_size", "node", "num_findable")
-
-    def __init__(self, blocks: Sequence[int] = ()) -> None:
-        self._ids = np.empty(max(16, len(blocks)), dtype=np.int32)
-        self._size = 0
-        self.node: PrefixNode | None = None
-        self.num_findable = 0
-        self.extend(blocks)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def extend(self, blocks: Sequence[int]) -> None:
-        end = self._size + len(blocks)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(end, dtype=np.int32)])
-        self._ids[self._size : end] = blocks
-        self._size = end
-
-    def replace(self, index: int, block: int) -> None:
-        self._ids[index] = block
-
-    @property
-    def ids(self) -> npt.NDArray[np.int32]:
-        """int32 [len(self)], a view."""
-        return self._ids[: self._size]
-
-
-class PrefixHit(NamedTuple):
-    """A known prefix: its nodes, and how many of their blocks are evictable now (so taking them uses up memory)."""
-
-    nodes: list[PrefixNode]
-    num_evictable: int
-
-
-NO_HIT = PrefixHit([], 0)
 
 
 class KVManager:
@@ -60,76 +19,130 @@ class KVManager:
 
     A request's blocks cover whole blocks of its tokens from the beginning; only blocks whose KV has been written can be
     found by others, and a found block is never written again: at least the last token of a request is always computed,
-    into a block of its own.
+    into a block of its own. Where that block begins like one that is known, the known part is copied (`take_copies`).
+
+    At most `max_pinned_blocks` are ever pinned; the rest is what a single request can be sure of.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, max_pinned_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixTree(block_size)
-        self.pool = BlockPool(num_blocks, self.prefixes.remove)
+        self.pool = BlockPool(num_blocks, self._forget)
+        self.pins = Pins(self.pool, self.prefixes, max_pinned_blocks if enable_prefix_caching else 0)
+        self.misses = Misses(self.prefixes)
+        self._writers = Writers()
+        self._finder = PrefixFinder(self.prefixes, self._writers, self.pool)
+        self._copies: dict[int, int] = {}
+        self._now = 0.0
         self._held: list[list[int]] = []
+
+    @property
+    def max_request_blocks(self) -> int:
+        """Blocks that a request can have in any case, if nobody else runs."""
+        return self.pool.num_blocks - self.pins.max_blocks
+
+    @property
+    def num_pinned(self) -> int:
+        """How many of the used blocks pins hold, alone or beside requests."""
+        return self.pins.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens: ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
 
+    # -- before admission -------------------------------------------------------------------------------------
+
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of whole blocks that leaves at least the last token to compute.
+        """The longest known prefix that leaves at least the last token to compute.
 
         Requests that want the log-probabilities of their prompt have to compute all of it.
         """
-        if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
-            return NO_HIT
-        max_blocks = (request.num_tokens - 1) // self.block_size
-        nodes = self.prefixes.match(request.token_ids, request.cache_salt, max_blocks)
-        return PrefixHit(nodes, self.pool.count_cached(node.block for node in nodes))
+        return self._finder.find(request) if self._may_share(request) else NO_HIT
+
+    def find_in_flight(self, request: Request, hit: PrefixHit) -> int:
+        """How many tokens beyond the hit running requests are about to write, as whole blocks that then can be found.
+
+        All of them will be there when those have caught up with their tokens.
+        """
+        return self._finder.num_coming(request, hit) if self._may_share(request) else 0
+
+    def classify(self, request: Request, hit: PrefixHit) -> Miss:
+        """Count why the hit ends where it does; once for each request, before it is admitted for the first time."""
+        if not self._may_share(request):
+            return self.misses.skipped()
+        return self.misses.classify(request, hit, self.find_in_flight(request, hit), self._now)
+
+    # -- blocks of a request ----------------------------------------------------------------------------------
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
         """Available blocks that admitting the request with all its tokens would take."""
         return self.num_blocks_for(request.num_tokens) - len(hit.nodes) + hit.num_evictable
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
-        """Give the request blocks for all its tokens; those of the hit count as computed."""
-        blocks = [node.block for node in hit.nodes]
-        self.pool.acquire(blocks)
-        table = BlockTable(blocks)
-        if blocks:
-            table.node, table.num_findable = hit.nodes[-1], len(blocks)
+        """Give the request blocks for all its tokens; those of the hit count as computed.
+
+        A request that comes back after a preemption finds what it wrote itself, which makes nothing shared.
+        """
+        self.pool.acquire([node.block for node in hit.nodes], shared=request.num_preemptions == 0)
+        if hit.copy_from is not None:
+            self.pool.touch(hit.copy_from)
+        table = BlockTable(self.block_size, hit.nodes, hit.num_tokens, findable=self.enable_prefix_caching)
         request.block_table = table
-        request.num_computed_tokens = len(blocks) * self.block_size
+        request.num_computed_tokens = hit.num_tokens
+        request.encoded = b""
         self.grow(request)
+        if hit.copy_from is not None:
+            destination = int(table.ids[len(hit.nodes)])
+            if destination != hit.copy_from:  # it may have been evicted just now, to become the destination
+                self._copies[destination] = hit.copy_from
+        if self.enable_prefix_caching:
+            self._writers.add(request)
 
     def num_growing(self, request: Request) -> int:
-        """Blocks still missing for the request's tokens."""
+        """Blocks still missing for the request's tokens; 0 or less without them while num_tokens <= table.capacity."""
         return self.num_blocks_for(request.num_tokens) - len(table_of(request))
 
     def grow(self, request: Request) -> None:
         """Add the blocks that the request's tokens need; the caller has checked that they are available."""
-        if (missing := self.num_growing(request)) > 0:
-            table_of(request).extend(self.pool.allocate(missing))
+        table = table_of(request)
+        if request.num_tokens > table.capacity:
+            table.extend(self.pool.allocate(self.num_growing(request)))
 
     def commit(self, request: Request) -> None:
         """Make the request's newly written whole blocks findable.
 
         Where another request has written the same prefix first, its block takes the place of ours.
         """
-        if not self.enable_prefix_caching:
-            return
         table = table_of(request)
-        for index in range(table.num_findable, request.num_computed_tokens // self.block_size):
-            block = int(table.ids[index])
-            table.node = self.prefixes.insert(table.node, request.token_ids, index, request.cache_salt, block)
-            table.num_findable += 1
-            if table.node.block == block:
-                self.pool.set_findable(block)
-            else:
-                self.pool.acquire([table.node.block])
-                self.pool.release([block])
-                table.replace(index, table.node.block)
+        if request.num_computed_tokens < table.commit_at:
+            return
+        self._writers.remove(request)
+        while request.num_computed_tokens >= table.commit_at:
+            self._commit_block(request, table)
+        self._writers.add(request)
+        if self.pins.num_waiting:
+            self.pins.advance()
+
+    def _commit_block(self, request: Request, table: BlockTable) -> None:
+        index = table.num_findable
+        block = int(table.ids[index])
+        key = encode(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+        node = self.prefixes.insert(table.node, key, request.cache_salt, block)
+        if node.block == block:
+            self.pool.set_findable(block)
+        else:
+            self.pool.acquire([node.block])
+            self.pool.release([block])
+            table.replace(index, node.block)
+        table.advance(node)
 
     def release(self, request: Request) -> None:
         """Take back all blocks of a request that has ended or is preempted; what was written stays findable."""
+        if self.enable_prefix_caching:
+            self._writers.remove(request)
         self.pool.release(reversed(table_of(request).ids.tolist()))
         request.block_table = None
         request.num_computed_tokens = 0
@@ -146,19 +159,44 @@ class KVManager:
             self.pool.release(reversed(blocks))
         self._held.clear()
 
+    # -- once a step ------------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> bool:
+        """Tell the time (seconds, the engine's clock): evictions are dated by it, and pins end by it (then True)."""
+        self._now = now
+        return self.pins.expire(now)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) blocks to copy before anything else of the next step, noted since the last call.
+
+        Why that is safe: only blocks written in earlier steps are sources, so a source holds what it is copied for when
+        the copy is noted. From then on it may be evicted and given to another, but nothing is written to it before the
+        step, and copies come first in it. It may become the destination of a later copy, but was none of an earlier
+        one, and a destination occurs once, as that of its last owner: so in order, or with all sources read first,
+        each block gets what was meant.
+        """
+        copies, self._copies = self._copies, {}
+        return [(source, destination) for destination, source in copies.items()]
+
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix that no running request holds."""
+        """Forget every prefix that no running request and no pin holds."""
         self.pool.drop_cached()
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless every block is accounted for by the given requests and the prefix tree."""
-        held: Counter[int] = Counter(block for blocks in self._held for block in blocks)
+        """Raise AssertionError unless every block is accounted for by the given requests, pins and the prefix tree."""
+        held = self.pins.holds()
+        for blocks in self._held:
+            held.update(blocks)
+        holders = list(holders)
         for request in holders:
             held.update(table_of(request).ids.tolist())
         self.pool.check_integrity(held)
+        if self.enable_prefix_caching:
+            assert set(holders) == set(self._writers.requests()), "a request is not where it writes"
+        assert self.num_pinned <= self.pins.max_blocks, "too many blocks are pinned"
 
+    def _may_share(self, request: Request) -> bool:
+        return self.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
-def table_of(request: Request) -> BlockTable:
-    """The block table of an admitted request."""
-    assert request.block_table is not None, f"request {request.request_id} has no blocks"
-    return request.block_table
+    def _forget(self, block: int) -> None:
+        self.misses.evicted(self.prefixes.remove(block), self._now)

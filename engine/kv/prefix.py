@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import islice
 
-BlockKey = tuple[int, ...]
-NO_BLOCK = -1
+TOKEN_BYTES = 4
+#: How many of the children of a node are compared for a partly matching block, newest first.
+MAX_COMPARED = 32
+
+
+def encode(token_ids: Sequence[int]) -> bytes:
+    """Token ids as int32, one to one: a block of them is hashed and compared as a whole, at the speed of memory."""
+    return array("i", token_ids).tobytes()
+
+
+def num_common_tokens(one: bytes, two: bytes) -> int:
+    """How many leading tokens two encoded sequences share: the first bit that differs says which token does."""
+    size = min(len(one), len(two))
+    different = int.from_bytes(one[:size], "little") ^ int.from_bytes(two[:size], "little")
+    if different == 0:
+        return size // TOKEN_BYTES
+    return ((different & -different).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
 class PrefixNode:
-    """One cached block: `key` are its tokens, the path from the root is the whole prefix.
+    """One cached block: `key` are its tokens (encoded), the path from the root is the whole prefix.
 
     The children are found by their tokens themselves: the dictionary hashes to filter and compares to decide, so two
-    prefixes are equal only if every token is.
+    prefixes are equal only if every token is. `path_hash` stands for the whole path and its salt, to remember it by
+    when it is gone.
     """
 
-    __slots__ = ("block", "children", "key", "parent")
+    __slots__ = ("block", "children", "key", "parent", "path_hash")
 
-    def __init__(self, key: BlockKey, block: int, parent: PrefixNode | None) -> None:
+    def __init__(self, key: bytes, block: int, parent: PrefixNode | None, path_hash: int) -> None:
         self.key = key
         self.block = block
         self.parent = parent
-        self.children: dict[BlockKey, PrefixNode] = {}
+        self.path_hash = path_hash
+        self.children: dict[bytes, PrefixNode] = {}
+
+
+class Root(PrefixNode):
+    """The empty prefix under a salt; has no block."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str) -> None:
+        super().__init__(b"", -1, None, hash(salt))
+        self.salt = salt
 
 
 class PrefixTree:
@@ -33,53 +62,82 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._roots: dict[str, PrefixNode] = {}
+        self._key_bytes = block_size * TOKEN_BYTES
+        self._roots: dict[str, Root] = {}
         self._node_of_block: dict[int, PrefixNode] = {}
 
     def __len__(self) -> int:
         return len(self._node_of_block)
 
-    def match(self, token_ids: Sequence[int], salt: str, max_blocks: int) -> list[PrefixNode]:
-        """The nodes of the longest known prefix, at most `max_blocks` of them; stops at the first that is missing."""
-        node = self._roots.get(salt)
+    def match(self, tokens: bytes, salt: str, max_blocks: int) -> list[PrefixNode]:
+        """The nodes of the longest known prefix of the encoded tokens, at most `max_blocks` of them.
+
+        Stops at the first that is missing.
+        """
+        return self.follow(None, salt, tokens, 0, max_blocks)
+
+    def follow(
+        self, node: PrefixNode | None, salt: str, tokens: bytes, first: int, max_blocks: int
+    ) -> list[PrefixNode]:
+        """As `match`, but only blocks `first` .. `max_blocks` - 1 of the tokens; `node` is that of the block before."""
+        if node is None and (node := self._roots.get(salt)) is None:
+            return []
         path: list[PrefixNode] = []
-        while node is not None and len(path) < max_blocks:
-            node = node.children.get(self._key(token_ids, len(path)))
-            if node is not None:
-                path.append(node)
+        children, size = node.children, self._key_bytes
+        for start in range(first * size, max_blocks * size, size):
+            child = children.get(tokens[start : start + size])
+            if child is None:
+                break
+            path.append(child)
+            children = child.children
         return path
 
-    def insert(
-        self, parent: PrefixNode | None, token_ids: Sequence[int], index: int, salt: str, block: int
-    ) -> PrefixNode:
-        """Make block number `index` of a sequence findable below `parent` (None: the salt's root).
+    def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
+        """The child of `parent` (None: the salt's root) that shares most leading tokens with a block (or less).
+
+        Returns the child, None if none shares any, and how many tokens it shares. Exact if the block itself is there or
+        there are at most MAX_COMPARED children, else a lower bound.
+        """
+        parent = parent or self._roots.get(salt)
+        if parent is None:
+            return None, 0
+        if (child := parent.children.get(tokens)) is not None:
+            return child, self.block_size
+        best, most = None, 0
+        for child in islice(reversed(parent.children.values()), MAX_COMPARED):
+            if (common := num_common_tokens(child.key, tokens)) > most:
+                best, most = child, common
+        return best, most
+
+    def path_hash(self, parent: PrefixNode | None, salt: str, key: bytes) -> int:
+        """The `path_hash` that a child of `parent` (None: the salt's root) with these tokens has, or would have."""
+        return hash((hash(salt) if parent is None else parent.path_hash, key))
+
+    def insert(self, parent: PrefixNode | None, key: bytes, salt: str, block: int) -> PrefixNode:
+        """Make a block with the tokens `key` findable below `parent` (None: the salt's root).
 
         Returns the node of these tokens: a new one for `block`, or the one that another sequence has put there before.
         """
-        if parent is None:
-            parent = self._roots.setdefault(salt, PrefixNode((), NO_BLOCK, None))
-        key = self._key(token_ids, index)
+        if parent is None and (parent := self._roots.get(salt)) is None:
+            parent = self._roots[salt] = Root(salt)
         node = parent.children.get(key)
         if node is None:
-            node = PrefixNode(key, block, parent)
+            node = PrefixNode(key, block, parent, self.path_hash(parent, salt, key))
             parent.children[key] = node
             self._node_of_block[block] = node
         return node
 
-    def remove(self, block: int) -> None:
-        """Forget a block that the pool evicts."""
+    def remove(self, block: int) -> PrefixNode:
+        """Forget a block that the pool evicts; returns its node."""
         node = self._node_of_block.pop(block)
         assert not node.children, f"block {block} evicted before the blocks behind it"
         assert node.parent is not None
         del node.parent.children[node.key]
-        if node.parent.block == NO_BLOCK and not node.parent.children:
-            self._drop_root(node.parent)
+        if isinstance(node.parent, Root) and not node.parent.children:
+            del self._roots[node.parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
+        return node
 
-    def _drop_root(self, root: PrefixNode) -> None:
-        """Tenants come and go: a salt without blocks leaves nothing behind."""
-        salt = next(salt for salt, known in self._roots.items() if known is root)
-        del self._roots[salt]
-
-    def _key(self, token_ids: Sequence[int], index: int) -> BlockKey:
-        start = index * self.block_size
-        return tuple(token_ids[start : start + self.block_size])
+    def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
+        """Whether, among the `most` newest salts, another one than `salt` has a prefix that begins with this block."""
+        roots = islice(reversed(self._roots.values()), most)
+        return any(key in root.children for root in roots if root.salt != salt)

@@ -38,6 +38,11 @@ class KVCache:
             [zeros(layer, layer.key_dim) for layer in layers], [zeros(layer, layer.value_dim) for layer in layers]
         )
 
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy whole blocks (int64 [N] ids each) in every layer. All are read before any is written."""
+        for tensor in (*self.keys, *self.values):
+            tensor[destinations] = tensor[sources]
+
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))

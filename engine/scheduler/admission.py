@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.manager import KVManager, PrefixHit, table_of
+from llmsched.engine.kv.finder import PrefixHit
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.prediction import OutputPredictor
 
@@ -95,7 +97,7 @@ class Admission:
                 Growth(now, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - now))
                 for other, now in zip(everyone, held, strict=True)
             )
-        shared = sum(tables) - self._kv.pool.num_used
+        shared = sum(tables) + self._kv.num_pinned - self._kv.pool.num_used
         return self._kv.num_blocks_for(int(tokens)) - max(0, shared)
 
     def reserve(self, request: Request, running: Sequence[Request], shortage: int) -> Reservation:

@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.misses import Miss, MissKind
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.admission import Admission, Reservation
 from llmsched.engine.scheduler.headroom import HeadroomControl
-from llmsched.engine.scheduler.ledger import Ledger
+from llmsched.engine.scheduler.ledger import Detail, Ledger
 from llmsched.engine.scheduler.pacing import Pacer
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import SAFE_AFTER, choose_victim
@@ -72,6 +75,7 @@ class Scheduler:
         self._reservation: Reservation | None = None
         self._epoch = 0
         self._stuck_epoch = -1
+        self._waiting_for_prefix = False
         self.configure()
 
     def configure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
@@ -98,7 +102,12 @@ class Scheduler:
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a request can ever be served. The last sampled token needs no KV: nothing is computed after it."""
         most = num_prompt_tokens + max(0, max_tokens - 1)
-        return self.kv.num_blocks_for(most) <= self.kv.pool.num_blocks
+        return self.kv.num_blocks_for(most) <= self.kv.max_request_blocks
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
+        self.kv.pins.delete(pin_id)
+        self._epoch += 1
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -115,6 +124,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide one step: first memory for those who run, then decodes, partial prefills, admissions."""
+        if self.kv.expire(self._clock()):
+            self._epoch += 1
         preempted = self._secure_memory() or self._make_room_for_class()
         behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         decodes = len(self.running) - len(behind)
@@ -127,14 +138,15 @@ class Scheduler:
         else:
             for request in self.running:
                 step.give(request, 1)
+        self._waiting_for_prefix = False
         worth_trying = bool(self.waiting) and self._epoch != self._stuck_epoch
         self._prefill(step, behind, admit=worth_trying and (not preempted or not self.running))
         finished, self._finished = self._finished, []
-        return StepPlan(step.rows(), finished)
+        return StepPlan(step.rows(), finished, self.kv.take_copies())
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens, preempting until they suffice."""
-        growing = [request for request in self.running if self.kv.num_growing(request) > 0]
+        growing = [request for request in self.running if request.num_tokens > table_of(request).capacity]
         missing = sum(self.kv.num_growing(request) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
@@ -202,7 +214,7 @@ class Scheduler:
             if request.status is RequestStatus.WAITING and self._admit(request):
                 self.waiting.count_admission()
                 self._chunk(step, request, step.left)
-        if epoch == self._epoch and step.left > 0:
+        if epoch == self._epoch and step.left > 0 and not self._waiting_for_prefix:
             self._stuck_epoch = epoch
 
     def _admit(self, request: Request) -> bool:
@@ -212,20 +224,36 @@ class Scheduler:
         if not self._may_go_first(request):
             return False
         hit = self.kv.find_prefix(request)
+        if self._waits_for_prefix(request, hit):
+            return False
         shortage = self.admission.shortage(request, hit, self.running, self.control.headroom)
         if shortage > 0:
             self._note_shortage(request, shortage)
             return False
         self._count_passes(request)
-        self.waiting.remove(request)
-        self.kv.admit(request, hit)
-        self._count_admission(request)
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
+        self._start(request, hit)
         self.control.admitted()
         self._epoch += 1
         if self._reservation is not None and self._reservation.request is request:
             self._reservation = None
+        return True
+
+    def _start(self, request: Request, hit: PrefixHit) -> None:
+        """Move a request from waiting to running."""
+        self.waiting.remove(request)
+        miss = self.kv.classify(request, hit) if request.num_preemptions == 0 else None
+        self.kv.admit(request, hit)
+        self._count_admission(request, miss)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether running requests are about to write what this one would have to compute as well."""
+        coming = self.kv.find_in_flight(request, hit)
+        if coming < self.kv.block_size:
+            return False
+        self.ledger.note(request.request_id, "waits for a prefix", tokens=coming)
+        self._waiting_for_prefix = True
         return True
 
     def _may_go_first(self, request: Request) -> bool:
@@ -276,17 +304,16 @@ class Scheduler:
 
     def _bonus(self, request: Request) -> float:
         hit = self.kv.find_prefix(request)
-        return self.config.cache_bonus if len(hit.nodes) * self.kv.block_size >= MIN_BONUS_HIT else 0.0
+        return self.config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
 
-    def _count_admission(self, request: Request) -> None:
+    def _count_admission(self, request: Request, miss: Miss | None) -> None:
         """Prefix hits are counted once, on first admission; work that preemption makes us do again is kept apart."""
-        self.ledger.note(
-            request.request_id,
-            "admitted",
-            cached_tokens=request.num_computed_tokens,
-            tokens=request.num_tokens,
-            running=len(self.running),
-        )
+        cached: dict[str, Detail] = {"cached_tokens": request.num_computed_tokens, "tokens": request.num_tokens}
+        if miss is not None:
+            # What other tenants have sent is not for the eyes of this one.
+            kind = MissKind.COLD if miss.kind is MissKind.OTHER_SALT else miss.kind
+            cached |= {"prefix": kind.value, "known_tokens": miss.position}
+        self.ledger.note(request.request_id, "admitted", running=len(self.running), **cached)
         if request.num_preemptions:
             self.counters.recomputed_tokens += request.num_tokens - request.num_computed_tokens
             return
@@ -313,7 +340,8 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR)
             return
         request.num_computed_tokens += row.num_tokens
-        self.kv.commit(request)
+        if request.num_computed_tokens >= table_of(request).commit_at:
+            self.kv.commit(request)
         if result.token_id is not None:
             request.token_ids.append(result.token_id)
         if (reason := self._reason_to_end(request, result.token_id)) is not None:

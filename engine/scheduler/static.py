@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsched.engine.kv.manager import table_of
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.engine.scheduler.step import Step
@@ -29,11 +29,7 @@ class StaticScheduler(Scheduler):
         reserved = self.kv.num_blocks_for(self.config.max_model_len)
         size = min(self.control.max_running, max(1, self.kv.pool.num_blocks // reserved))
         for request in list(self.waiting)[:size]:
-            self.waiting.remove(request)
-            self.kv.admit(request, self.kv.find_prefix(request))
-            self._count_admission(request)
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
+            self._start(request, self.kv.find_prefix(request))
         for request in self.running:
             table = table_of(request)
             table.extend(self.kv.pool.allocate(min(reserved - len(table), self.kv.pool.num_available)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmsched.engine.executor.base import ScheduledRow
-from llmsched.engine.kv.manager import table_of
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 
 

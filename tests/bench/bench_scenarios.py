@@ -20,7 +20,8 @@ import numpy as np
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated import LinearCost, SimulatedExecutor, VirtualClock
-from llmsched.engine.kv.manager import KVManager, table_of
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request, SamplingParams
 from llmsched.engine.scheduler import waiting
 from llmsched.engine.scheduler.policies import make_scheduler

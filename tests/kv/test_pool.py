@@ -1,10 +1,19 @@
-"""Blocks are in one place at a time."""
+"""Blocks are in one place at a time, and leave in the right order."""
 
 from __future__ import annotations
 
 import pytest
 
-from llmsched.engine.kv.pool import BlockPool
+from llmsched.engine.kv.pool import MAX_SHARED, BlockPool
+
+
+def cached_pool(num_blocks: int, evicted: list[int]) -> BlockPool:
+    """A pool whose blocks are all taken and findable: 0, 1, 2 ... in the order of allocation."""
+    pool = BlockPool(num_blocks, evicted.append)
+    assert pool.allocate(num_blocks) == list(range(num_blocks))
+    for block in range(num_blocks):
+        pool.set_findable(block)
+    return pool
 
 
 def test_states_add_up() -> None:
@@ -24,25 +33,93 @@ def test_states_add_up() -> None:
 
 def test_cached_blocks_leave_in_the_order_of_their_release() -> None:
     evicted: list[int] = []
-    pool = BlockPool(3, evicted.append)
-    blocks = pool.allocate(3)
-    for block in blocks:
-        pool.set_findable(block)
-    pool.release([blocks[2], blocks[0], blocks[1]])
-    pool.acquire([blocks[2]])
-    pool.release([blocks[2]])
+    pool = cached_pool(3, evicted)
+    pool.release([2, 0, 1])
+    pool.acquire([2])
+    pool.release([2])
     pool.allocate(3)
-    assert evicted == [blocks[0], blocks[1], blocks[2]]
+    assert evicted == [0, 1, 2]
+
+
+def test_shared_blocks_leave_after_private_ones() -> None:
+    evicted: list[int] = []
+    pool = cached_pool(8, evicted)
+    pool.acquire([0, 1], shared=True)
+    pool.release([1, 0])
+    pool.release(range(7, -1, -1))
+    pool.check_integrity({})
+    pool.allocate(8)
+    assert evicted == [7, 6, 5, 4, 3, 2, 1, 0]
+    evicted.clear()
+    pool = cached_pool(8, evicted)
+    pool.acquire([0, 1], shared=True)
+    pool.release([1, 0, 1, 0])
+    pool.release([5, 4, 3, 2, 7, 6])
+    pool.allocate(8)
+    assert evicted == [5, 4, 3, 2, 7, 6, 1, 0], "released first, evicted last"
+
+
+def test_evicted_block_is_private_again() -> None:
+    evicted: list[int] = []
+    pool = cached_pool(4, evicted)
+    pool.acquire([0], shared=True)
+    pool.release([0, 0, 3, 2, 1])
+    pool.allocate(4)
+    for block in range(4):
+        pool.set_findable(block)
+    pool.release([0, 1, 2, 3])
+    evicted.clear()
+    pool.allocate(1)
+    assert evicted == [0]
+
+
+def test_too_many_shared_blocks_become_the_newest_private_ones() -> None:
+    evicted: list[int] = []
+    pool = cached_pool(16, evicted)
+    most = int(MAX_SHARED * 16)
+    assert most == 4
+    pool.acquire(range(6), shared=True)
+    pool.release([5, 4, 3, 2, 1, 0])
+    pool.release(range(15, 5, -1))
+    pool.release([5, 4, 3, 2, 1, 0])
+    pool.check_integrity({})
+    pool.allocate(16)
+    assert evicted == [*range(15, 5, -1), 5, 4, 3, 2, 1, 0], "ends before beginnings, in every rank"
+
+
+def test_demoted_block_that_is_found_again_is_shared_again() -> None:
+    evicted: list[int] = []
+    pool = cached_pool(4, evicted)
+    pool.acquire([0, 1], shared=True)
+    pool.release([1, 0, 1, 0, 3, 2])
+    pool.allocate(1)
+    assert evicted == [1], "one shared block of four is allowed, 1 was demoted before 3 and 2 came"
+    pool.acquire([0], shared=True)
+    pool.release([0])
+    pool.allocate(3)
+    assert evicted == [1, 3, 2, 0]
+
+
+def test_touched_block_goes_last_in_its_rank() -> None:
+    evicted: list[int] = []
+    pool = cached_pool(4, evicted)
+    pool.touch(3)
+    pool.release([0, 1, 2])
+    pool.touch(0)
+    pool.touch(3)
+    pool.check_integrity({3: 1})
+    pool.allocate(3)
+    assert evicted == [1, 2, 0]
 
 
 def test_reset_keeps_what_is_used() -> None:
-    pool = BlockPool(3, lambda _: None)
-    a, b, _ = pool.allocate(3)
-    for block in (a, b):
-        pool.set_findable(block)
-    pool.release([a])
+    pool = cached_pool(3, [])
+    pool.acquire([0], shared=True)
+    pool.release([0, 0])
+    pool.release([1])
     pool.drop_cached()
-    assert (pool.num_free, pool.num_cached, pool.num_used) == (1, 0, 2)
+    pool.check_integrity({2: 1})
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 0, 1)
 
 
 @pytest.mark.parametrize("held", [{}, {0: 2}, {0: 1, 1: 1}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence as ListLike
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,17 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        self._copy(plan.copies)
         for row in plan.rows:
             self._write(row)
         return StepResult([self._read(row) for row in plan.rows], elapsed=1.0)
+
+    def _copy(self, copies: ListLike[tuple[int, int]]) -> None:
+        before = self.kv.copy()
+        assert len({destination for _, destination in copies}) == len(copies), "two copies into one block"
+        for source, destination in copies:
+            assert (self.kv[source] == before[source]).all(), "a copy of a copy"
+            self.kv[destination] = self.kv[source]
 
     def _write(self, row: ScheduledRow) -> None:
         assert row.num_tokens > 0

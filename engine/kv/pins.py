@@ -1,0 +1,154 @@
+"""Pinned prefixes: blocks that stay in the cache though no request holds them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from llmsched.engine.errors import RequestError
+from llmsched.engine.kv.pool import BlockPool
+from llmsched.engine.kv.prefix import PrefixNode, PrefixTree, encode
+
+
+def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
+    """The cap on pins: a share of all blocks, but never so many that the longest request finds no room beside them."""
+    return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    """A pin as it is now. `num_tokens` are whole blocks, `num_written_tokens` those of them that are in the cache.
+
+    `expires_at` is a time of the engine's clock, None: never.
+    """
+
+    pin_id: str
+    salt: str
+    num_tokens: int
+    num_written_tokens: int
+    expires_at: float | None
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    pin_id: str
+    tokens: bytes
+    salt: str
+    num_blocks: int
+    expires_at: float | None
+    nodes: list[PrefixNode] = field(default_factory=list)
+
+
+class Pins:
+    """Holds a reference to every written block of each pinned prefix.
+
+    A prefix that is not written yet is pinned block by block as requests write it (`advance`), so it does not matter
+    whether it was known. Pinned blocks and those that pins wait for are never more than `max_blocks`; a block that
+    several pins share counts once, as soon as it is written.
+    """
+
+    def __init__(self, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        #: Pins whose prefix is not completely written; with none, nothing is to be done after a step.
+        self.num_waiting = 0
+        self._pool = pool
+        self._prefixes = prefixes
+        self._pins: dict[str, _Pin] = {}
+        self._holds: Counter[int] = Counter()
+        self._names = count(1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are pinned now."""
+        return len(self._holds)
+
+    def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
+        """Pin the whole blocks that the tokens begin with, for `ttl` seconds (None: until deleted).
+
+        A prefix that is pinned already keeps its pin_id and gets the new ttl. Raises RequestError when there is no
+        whole block, or no room for it.
+        """
+        if ttl is not None and not (0 < ttl < math.inf):
+            raise RequestError("ttl", f"ttl is {ttl} s; allowed is more than 0, or none to pin until deleted")
+        num_blocks = len(token_ids) // self._prefixes.block_size
+        if num_blocks == 0:
+            raise RequestError(
+                "prefix",
+                f"the prefix has {len(token_ids)} tokens; whole blocks of {self._prefixes.block_size} are pinned, "
+                "so at least that many are needed",
+            )
+        tokens = encode(token_ids[: num_blocks * self._prefixes.block_size])
+        expires_at = None if ttl is None else now + ttl
+        pin = next((p for p in self._pins.values() if p.tokens == tokens and p.salt == salt), None)
+        if pin is not None:
+            pin.expires_at = expires_at
+            return _state(pin, self._prefixes.block_size)
+        pin = _Pin(f"pin-{next(self._names)}", tokens, salt, num_blocks, expires_at)
+        self._check_room(pin)
+        self._pins[pin.pin_id] = pin
+        self.advance()
+        return _state(pin, self._prefixes.block_size)
+
+    def advance(self) -> None:
+        """Take hold of blocks that have been written since; called before anybody could release them."""
+        self.num_waiting = 0
+        for pin in self._pins.values():
+            if len(pin.nodes) < pin.num_blocks:
+                self._extend(pin)
+                self.num_waiting += len(pin.nodes) < pin.num_blocks
+
+    def delete(self, pin_id: str) -> None:
+        """End a pin; its blocks stay in the cache as others do. Raises RequestError if there is no such pin."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            raise RequestError("pin_id", f"there is no pin {pin_id!r}; there are {', '.join(self._pins) or 'none'}")
+        self.num_waiting -= len(pin.nodes) < pin.num_blocks
+        blocks = [node.block for node in reversed(pin.nodes)]
+        self._holds.subtract(blocks)
+        for block in blocks:
+            if not self._holds[block]:
+                del self._holds[block]
+        self._pool.release(blocks)
+
+    def expire(self, now: float) -> bool:
+        """End the pins whose time is over; tells whether there were any."""
+        over = [pin for pin in self._pins.values() if pin.expires_at is not None and pin.expires_at <= now]
+        for pin in over:
+            self.delete(pin.pin_id)
+        return bool(over)
+
+    def states(self) -> list[PinState]:
+        """All pins, oldest first."""
+        return [_state(pin, self._prefixes.block_size) for pin in self._pins.values()]
+
+    def holds(self) -> Counter[int]:
+        """References to each block."""
+        return self._holds.copy()
+
+    def _extend(self, pin: _Pin) -> None:
+        last = pin.nodes[-1] if pin.nodes else None
+        new = self._prefixes.follow(last, pin.salt, pin.tokens, len(pin.nodes), pin.num_blocks)
+        blocks = [node.block for node in new]
+        self._pool.acquire(blocks)
+        self._holds.update(blocks)
+        pin.nodes += new
+
+    def _check_room(self, pin: _Pin) -> None:
+        known = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks)
+        wanted = pin.num_blocks - sum(node.block in self._holds for node in known)
+        taken = len(self._holds) + sum(other.num_blocks - len(other.nodes) for other in self._pins.values())
+        if taken + wanted > self.max_blocks:
+            size = self._prefixes.block_size
+            raise RequestError(
+                "prefix",
+                f"pinning {pin.num_blocks * size} tokens takes {wanted} more blocks of {size}; {taken} are pinned, and "
+                f"at most {self.max_blocks} may be; delete a pin, raise the share of pins, or lower max_model_len: a "
+                "request of that length must find room beside them",
+            )
+
+
+def _state(pin: _Pin, block_size: int) -> PinState:
+    return PinState(pin.pin_id, pin.salt, pin.num_blocks * block_size, len(pin.nodes) * block_size, pin.expires_at)

@@ -1,0 +1,129 @@
+"""Each miss has its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes import make_request, tokens
+from kv_driver import KVDriver
+
+from llmsched.engine.kv import misses
+from llmsched.engine.kv.misses import Miss, MissKind
+
+
+def classify(driver: KVDriver, prompt: list[int], salt: str = "") -> Miss:
+    request = make_request("probe", prompt, cache_salt=salt)
+    return driver.kv.classify(request, driver.kv.find_prefix(request))
+
+
+def test_everything_that_could_be_found_was() -> None:
+    driver = KVDriver(32)
+    driver.serve(tokens(48))
+    for length, position in ((48, 47), (49, 48), (33, 32), (10, 9)):
+        assert classify(driver, tokens(length)) == Miss(MissKind.HIT, position)
+    assert classify(driver, [*tokens(32), 5, 6]) == Miss(MissKind.HIT, 32), "what is new is less than a block"
+
+
+def test_first_of_its_kind() -> None:
+    driver = KVDriver(32)
+    assert classify(driver, tokens(40)) == Miss(MissKind.COLD, 0)
+    driver.serve(tokens(32))
+    assert classify(driver, tokens(40, seed=1)) == Miss(MissKind.COLD, 0)
+    assert classify(driver, tokens(32) + tokens(40, seed=1)) == Miss(MissKind.COLD, 32)
+
+
+@pytest.mark.parametrize("position", [1, 3, 15, 17, 31, 32, 33, 47])
+def test_diverged_at_exactly_this_token(position: int) -> None:
+    driver = KVDriver(32)
+    driver.serve(tokens(96))
+    driver.serve([*tokens(position), 1001, *tokens(95)[position + 1 :]])
+    prompt = [*tokens(position), 1002, *tokens(95)[position + 1 :]]
+    assert classify(driver, prompt) == Miss(MissKind.DIVERGED, position)
+
+
+def test_shorter_than_a_block() -> None:
+    driver = KVDriver(32)
+    driver.serve(tokens(16))
+    assert classify(driver, tokens(16, seed=1)) == Miss(MissKind.TOO_SHORT, 0)
+    assert classify(driver, tokens(1)) == Miss(MissKind.TOO_SHORT, 1)
+    assert classify(driver, tokens(16)) == Miss(MissKind.HIT, 15)
+
+
+def test_evicted_some_time_ago() -> None:
+    driver = KVDriver(6)
+    driver.serve(tokens(64))
+    driver.kv.expire(100.0)
+    driver.serve(tokens(64, seed=1))
+    driver.kv.expire(130.0)
+    assert classify(driver, tokens(65)) == Miss(MissKind.EVICTED, 32, 30.0)
+    driver.serve(tokens(96, seed=2))
+    driver.kv.expire(135.0)
+    assert classify(driver, tokens(65)) == Miss(MissKind.EVICTED, 0, 5.0)
+    assert classify(driver, [1, *tokens(64)]) == Miss(MissKind.COLD, 0)
+    assert classify(driver, tokens(65), salt="other") == Miss(MissKind.COLD, 0)
+
+
+def test_ghost_of_an_equal_hash_is_not_believed() -> None:
+    driver = KVDriver(6)
+    driver.serve(tokens(32))
+    driver.kv.reset_prefix_cache()
+    ghosts = driver.kv.misses._ghosts
+    for path_hash in list(ghosts):
+        ghosts[path_hash] = (b"others", 0.0)
+    assert classify(driver, tokens(32)) == Miss(MissKind.COLD, 0)
+
+
+def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misses, "MAX_GHOSTS", 3)
+    driver = KVDriver(2)
+    for seed in range(10):
+        driver.serve(tokens(32, seed=seed))
+    assert len(driver.kv.misses._ghosts) == 3
+    assert classify(driver, tokens(40, seed=8)).kind is MissKind.EVICTED
+    assert classify(driver, tokens(40)).kind is MissKind.COLD
+
+
+def test_known_under_another_salt() -> None:
+    driver = KVDriver(32)
+    driver.serve(tokens(48), salt="a")
+    driver.serve(tokens(48, seed=1), salt="b")
+    assert classify(driver, tokens(48), salt="b") == Miss(MissKind.OTHER_SALT, 0)
+    assert classify(driver, tokens(48)) == Miss(MissKind.OTHER_SALT, 0)
+    assert classify(driver, tokens(48, seed=2), salt="b") == Miss(MissKind.COLD, 0)
+
+
+def test_still_being_computed() -> None:
+    driver = KVDriver(32)
+    writer = driver.come(tokens(100))
+    driver.step({writer: 40})
+    assert classify(driver, tokens(100)) == Miss(MissKind.COMPUTING, 40)
+    assert classify(driver, tokens(40) + tokens(60, seed=1)) == Miss(MissKind.COLD, 32)
+
+
+def test_not_asked() -> None:
+    driver = KVDriver(32)
+    driver.serve(tokens(48))
+    request = make_request("probe", tokens(48))
+    request.sampling = replace(request.sampling, prompt_logprobs=1)
+    assert driver.kv.classify(request, driver.kv.find_prefix(request)) == Miss(MissKind.SKIPPED, 0)
+
+
+def test_kinds_are_counted() -> None:
+    driver = KVDriver(32)
+    classify(driver, tokens(40))
+    classify(driver, tokens(40))
+    driver.serve(tokens(40))
+    classify(driver, tokens(40))
+    assert driver.kv.misses.counts == {MissKind.COLD: 2, MissKind.HIT: 1}
+
+
+def test_prompts_that_change_are_seen_from_what_the_cache_missed() -> None:
+    driver = KVDriver(200)
+    for i in range(50):
+        prompt = [*tokens(37), 2000 + i, *tokens(300, seed=5)]
+        classify(driver, prompt)
+        driver.serve(prompt)
+    report = driver.kv.misses.watch.report()
+    assert report is not None
+    assert (report.position, report.count) == (37, 49)

@@ -1,0 +1,165 @@
+"""Random lives of the KV manager, wilder than a scheduler's: nothing leaks, and every block holds what it should."""
+
+from __future__ import annotations
+
+from random import Random
+
+from fakes import make_request, reference
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_driver import KVDriver
+
+from llmsched.engine.errors import RequestError
+from llmsched.engine.request import Request
+
+BLOCK = 8
+TTL = 10.0
+
+#: Texts that begin alike; a prompt is the beginning of one and some tokens of its own, so prompts part anywhere.
+TEXTS = [[1] * common + [seed * 50 + i for i in range(50)] for seed, common in enumerate((0, 8, 20, 24))]
+PROMPTS = st.tuples(st.sampled_from(TEXTS), st.integers(1, 50), st.lists(st.integers(1, 2), max_size=6)).map(
+    lambda drawn: drawn[0][: drawn[1]] + drawn[2]
+)
+SALTS = st.sampled_from(["", "", "tenant"])
+
+
+class KVLife(RuleBasedStateMachine):
+    """Admissions, steps over any of those that run, preemption and return, pins and resets, in any order.
+
+    Several requests come and go between two steps, so that blocks change hands while copies from and to them wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[Request] = []
+        self.preempted: list[Request] = []
+        self.now = 0.0
+
+    @initialize(blocks=st.integers(8, 40))
+    def start(self, blocks: int) -> None:
+        self.driver = KVDriver(blocks, BLOCK, max_pinned_blocks=blocks // 4)
+        self.kv = self.driver.kv
+
+    def fits(self, request: Request) -> bool:
+        return self.kv.num_missing(request, self.kv.find_prefix(request)) <= self.kv.pool.num_available
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), salt=SALTS)
+    def come(self, prompts: list[list[int]], salt: str) -> None:
+        for prompt in prompts:
+            self.come_alone(prompt, salt)
+
+    def come_alone(self, prompt: list[int], salt: str) -> None:
+        if self.kv.num_blocks_for(len(prompt)) <= self.kv.pool.num_available:
+            request = self.driver.come(prompt, salt=salt, name=f"r{len(self.requests)}")
+            assert request.num_computed_tokens < len(prompt)
+            self.requests.append(request)
+
+    @rule(prompt=PROMPTS, salt=SALTS)
+    def ask(self, prompt: list[int], salt: str) -> None:
+        """Hit, what is on its way, and the reason for a miss agree."""
+        request = make_request("probe", prompt, cache_salt=salt)
+        hit = self.kv.find_prefix(request)
+        coming = self.kv.find_in_flight(request, hit)
+        assert hit.num_tokens + coming < len(prompt)
+        assert self.kv.classify(request, hit).position >= len(hit.nodes) * BLOCK
+
+    @rule(seed=st.integers(0, 2**32), rounds=st.integers(1, 12))
+    def traffic(self, seed: int, rounds: int) -> None:
+        """Rounds of random arrivals, departures and steps."""
+        random = Random(seed)
+        for _ in range(rounds):
+            for _ in range(random.randint(0, 3)):
+                text, cut = random.choice(TEXTS), random.randint(1, 50)
+                self.come_alone(
+                    text[:cut] + random.choices([1, 2], k=random.randint(0, 6)), random.choice(["", "tenant"])
+                )
+            if self.driver.running and random.random() < 0.4:
+                self.go(random.randrange(99), random.random() < 0.3)
+            if self.preempted:
+                self.come_back()
+            self.step(random.randrange(2**32), random.choice([1, 8, 30, 60]))
+
+    @rule(seed=st.integers(0, 2**32), most=st.sampled_from([1, 8, 30, 60]))
+    def step(self, seed: int, most: int) -> None:
+        """Some of those that run compute some tokens; a request that cannot grow, or is long enough, has to go."""
+        random, chunks = Random(seed), {}
+        for request in list(self.driver.running):
+            if request.num_tokens > 70 or self.kv.num_growing(request) > self.kv.pool.num_available:
+                self.driver.leave(request)
+            elif chunk := random.choice([0, most, random.randint(1, most)]):
+                self.kv.grow(request)
+                chunks[request] = chunk
+        self.driver.step(chunks)
+
+    @precondition(lambda self: hasattr(self, "driver") and self.driver.running)
+    @rule(which=st.integers(0, 99), back=st.booleans())
+    def go(self, which: int, back: bool) -> None:
+        request = self.driver.running[which % len(self.driver.running)]
+        self.driver.leave(request)
+        if back:
+            request.num_preemptions += 1
+            self.preempted.append(request)
+
+    @precondition(lambda self: self.preempted)
+    @rule()
+    def come_back(self) -> None:
+        if self.fits(self.preempted[0]):
+            self.driver.admit(self.preempted.pop(0))
+
+    @rule(prompt=PROMPTS, salt=SALTS, ttl=st.sampled_from([None, TTL]))
+    def pin(self, prompt: list[int], salt: str, ttl: float | None) -> None:
+        before = self.kv.pins.states()
+        try:
+            self.kv.pins.pin(prompt, salt, ttl, self.now)
+        except RequestError:
+            assert self.kv.pins.states() == before
+
+    @precondition(lambda self: hasattr(self, "driver") and self.kv.pins.states())
+    @rule(which=st.integers(0, 99))
+    def unpin(self, which: int) -> None:
+        states = self.kv.pins.states()
+        self.kv.pins.delete(states[which % len(states)].pin_id)
+
+    @rule(seconds=st.sampled_from([1.0, TTL]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.kv.expire(self.now)
+        assert all(state.expires_at is None or state.expires_at > self.now for state in self.kv.pins.states())
+
+    @rule()
+    def reset(self) -> None:
+        self.kv.reset_prefix_cache()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.check()
+
+    @invariant()
+    def pins_hold_what_is_written(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        pins = self.kv.pins.states()
+        assert self.kv.pins.num_waiting == sum(pin.num_written_tokens < pin.num_tokens for pin in pins)
+        assert self.kv.pool.num_available <= self.kv.pool.num_blocks - self.kv.pins.num_blocks
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for request in list(self.driver.running):
+            self.driver.leave(request)
+        for request in self.requests:
+            output = request.token_ids[request.num_prompt_tokens :]
+            assert output == reference(request.token_ids[: request.num_prompt_tokens], len(output))
+        assert self.kv.pool.num_used == self.kv.pins.num_blocks
+        for state in self.kv.pins.states():
+            self.kv.pins.delete(state.pin_id)
+        self.kv.reset_prefix_cache()
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks
+        assert len(self.kv.prefixes) == 0
+        assert self.kv._writers.requests() == []
+
+
+KVLife.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+TestKVLife = KVLife.TestCase

@@ -1,0 +1,81 @@
+"""Drives a KV manager by hand, with a fake executor that checks what the blocks hold."""
+
+from __future__ import annotations
+
+from fakes import FakeExecutor, make_request
+
+from llmsched.engine.executor.base import ScheduledRow, StepPlan
+from llmsched.engine.kv.finder import PrefixHit
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.prefix import PrefixNode
+from llmsched.engine.kv.table import table_of
+from llmsched.engine.request import Request
+
+
+class KVDriver:
+    """Admits, steps and releases what it is told to; all that it does to requests is what a scheduler does."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16, max_pinned_blocks: int = 0) -> None:
+        self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks)
+        self.executor = FakeExecutor(num_blocks, block_size)
+        self.running: list[Request] = []
+
+    def come(self, prompt: list[int], max_tokens: int = 100, salt: str = "", name: str | None = None) -> Request:
+        """Admit a new request with this prompt."""
+        request = make_request(name or f"r{id(prompt)}-{len(self.running)}", prompt, max_tokens, cache_salt=salt)
+        self.admit(request)
+        return request
+
+    def admit(self, request: Request) -> PrefixHit:
+        hit = self.kv.find_prefix(request)
+        assert self.kv.num_missing(request, hit) <= self.kv.pool.num_available
+        before = self.kv.pool.num_available
+        self.kv.admit(request, hit)
+        assert before - self.kv.pool.num_available == self.kv.num_missing(request, hit)
+        self.running.append(request)
+        return hit
+
+    def step(self, chunks: dict[Request, int]) -> None:
+        """Compute so many tokens of each request (fewer at its end), and sample where that reaches the end."""
+        rows = []
+        for request, chunk in chunks.items():
+            self.kv.grow(request)
+            start = request.num_computed_tokens
+            count = min(chunk, request.num_tokens - start)
+            sample = start + count == request.num_tokens
+            rows.append(ScheduledRow(request, start, count, table_of(request).ids, sample))
+        results = self.executor.execute(StepPlan(rows, (), self.kv.take_copies())).rows
+        for row, result in zip(rows, results, strict=True):
+            request = row.sequence
+            assert isinstance(request, Request)
+            request.num_computed_tokens += row.num_tokens
+            self.kv.commit(request)
+            if result.token_id is not None:
+                request.token_ids.append(result.token_id)
+        self.check()
+
+    def next_copies(self) -> list[tuple[int, int]]:
+        """The copies that the next step will make."""
+        return [(source, destination) for destination, source in self.kv._copies.items()]
+
+    def leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.release(request)
+
+    def serve(self, prompt: list[int], salt: str = "") -> Request:
+        """Admit, compute the prompt in one step, let go."""
+        request = self.come(prompt, salt=salt)
+        self.step({request: len(prompt)})
+        self.leave(request)
+        return request
+
+    def check(self) -> None:
+        """Every block is accounted for, and every findable block holds the KV of its node's tokens."""
+        self.kv.check_integrity(self.running)
+        for root in self.kv.prefixes._roots.values():
+            self._check_below(root)
+
+    def _check_below(self, node: PrefixNode) -> None:
+        for child in node.children.values():
+            assert self.executor.kv[child.block].astype("int32").tobytes() == child.key, f"block {child.block}"
+            self._check_below(child)
