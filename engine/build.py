@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
@@ -17,6 +17,8 @@ from llmsched.engine.progress import Progress, silent
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
+
+    from llmsched.engine.config import Device, DType
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
@@ -33,8 +35,8 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     plan = _plan(source, model_config, config, device, dtype)
     config = replace(
         config,
-        device=device,
-        dtype=str(dtype).removeprefix("torch."),
+        device=cast("Device", device),
+        dtype=cast("DType", str(dtype).removeprefix("torch.")),
         max_model_len=plan.max_model_len,
         max_num_batched_tokens=plan.max_num_batched_tokens,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from llmsched.cli.serve.tokens import TokenWriter
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
 
+logger = logging.getLogger(__name__)
+
 R = TypeVar("R", bound=GenerationRequest)
 
 
@@ -38,7 +41,6 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
     app.add_exception_handler(LlmschedError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
-    app.add_exception_handler(Exception, _answer_error)
     return app
 
 
@@ -138,6 +140,21 @@ class _Desk:
         make_style: Callable[[R, list[PreparedPrompt], TokenWriter], Style],
     ) -> Response:
         """Read, check, tokenise, submit, answer. Whatever is wrong is told before a stream begins."""
+        try:
+            return await self._answer(http, schema, prepare, make_style)
+        except (LlmschedError, ClientDisconnect):
+            raise
+        except Exception as error:
+            logger.exception("%s failed", http.url.path)
+            return api_error(error).response()
+
+    async def _answer(
+        self,
+        http: Request,
+        schema: type[R],
+        prepare: Callable[[R], list[PreparedPrompt]],
+        make_style: Callable[[R, list[PreparedPrompt], TokenWriter], Style],
+    ) -> Response:
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         request = parse(schema, await read_body(http))

@@ -5,6 +5,7 @@ A whole answer is made by joining the very gains that a stream would have sent, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ class Gain:
 
 
 @dataclass(slots=True)
-class Style:
+class Style(ABC):
     """One of the two APIs: how the outputs for one HTTP request become choices. `n` choices belong to each prompt."""
 
     request: GenerationRequest
@@ -71,9 +72,9 @@ class Style:
         self.fill(gain, output, self.prompts[prompt_index] if first else None)
         return gain
 
+    @abstractmethod
     def fill(self, gain: Gain, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
         """Add what the API knows beside the text; `prompt` is given with the first gain of a choice."""
-        raise NotImplementedError
 
     def chunk(self, gain: Gain) -> dict[str, Any] | None:
         """A choice of a stream's chunk; None if there is nothing to tell yet."""
@@ -86,9 +87,9 @@ class Style:
         """A choice of a whole answer."""
         return self._choice(gain, self.content(gain, whole=True))
 
+    @abstractmethod
     def content(self, gain: Gain, whole: bool) -> dict[str, Any]:
         """The part of a choice that carries the text."""
-        raise NotImplementedError
 
     def _choice(self, gain: Gain, content: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": gain.index, **content, "logprobs": gain.logprobs}

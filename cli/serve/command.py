@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -86,11 +88,15 @@ def serve(
 
     with render.progress_bar() as progress:
         engine = build_engine(config, progress, metrics_prefix)
+    name = served_model_name or engine.model.name
     # What was loaded stays: the garbage collector need not look at it again and again between two tokens.
     gc.collect()
     gc.freeze()
-    name = served_model_name or engine.model.name
-    raise typer.Exit(asyncio.run(_serve(engine, listener, name, api_key, grace_period)))
+    code = asyncio.run(_serve(engine, listener, name, api_key, grace_period))
+    # All is told and closed; taking the interpreter and gigabytes of tensors apart would only take seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: str | None, grace_s: float) -> int:

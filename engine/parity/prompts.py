@@ -55,8 +55,11 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
     shared = tuple(blocks * block_size + offset for blocks in (1, 2) for offset in (-1, 0, 1))
     totals = (*[2 * block_size] * 4, 2 * block_size + 5, 2 * block_size + 4)
     edges = tuple(
-        Prompt(f"prefix {length}", base[:length] + source.ids(total - length, other_than=base[length]))
-        for length, total in zip(shared, totals, strict=True)
+        Prompt(
+            f"edge {index} ({length} shared)",
+            base[:length] + source.ids(total - length, other_than=base[length : length + 1]),
+        )
+        for index, (length, total) in enumerate(zip(shared, totals, strict=True))
     )
     return PromptSet(general, edges, shared)
 
@@ -73,10 +76,10 @@ class _Source:
         known = [token_id for token_id in known if token_id < self.vocab_size] or [0]
         return tuple((known * -(-length // len(known)))[:length])
 
-    def ids(self, length: int, other_than: int | None = None) -> tuple[int, ...]:
-        """Random tokens; the first is not `other_than`."""
+    def ids(self, length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Random tokens; the first is not in `other_than`."""
         limit = min(self.vocab_size, self.tokenizer.vocab_size)
         ids = [self.random.randrange(limit) for _ in range(length)]
-        if ids and ids[0] == other_than:
+        if ids and ids[0] in other_than:
             ids[0] = (ids[0] + 1) % limit
         return tuple(ids)

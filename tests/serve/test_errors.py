@@ -238,6 +238,21 @@ def test_a_fault_of_one_row_fails_its_request_alone(http: httpx.Client, server: 
     assert rest == ""
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
+    http: httpx.Client, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    def broken(*_: Any, **__: Any) -> list[int]:
+        raise ZeroDivisionError("secret path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.tokenizer, "encode", broken)
+        answer = http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "stream": streamed})
+    assert answer.status_code == 500
+    assert strict(answer)["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
 # -- keys -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,245 @@
+"""Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding.
+
+One program takes a tile of consecutive queries of one sequence and all query heads that share one KV head, so that a
+decode fills the rows of a tensor-core product with its heads, and visits the keys that the tile sees. Which sequence a
+tile belongs to is found on the device, so nothing waits for the lengths to reach the host: sequence b's tiles begin at
+number cu_seqlens_q[b] // TILE_QUERIES + b, which leaves each sequence room for its own, and programs in the gaps end
+at once. With few programs the keys are cut into splits, which `join_kernel` puts together.
+"""
+
+# Triton's language, not Python's types; what is known at compile time is written in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
+    """The last sequence whose first tile is not after `tile`."""
+    low = tl.full([], 0, tl.int32)
+    high = num_sequences.to(tl.int32)
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_q + middle) // TILE_QUERIES + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def visit_keys(
+    accumulator,
+    maximum,
+    total,
+    query,
+    positions,
+    key_cache,
+    value_cache,
+    table,
+    kv_head,
+    begin,
+    end,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Online softmax over keys begin..end - 1; unless MASKED, every row sees them all and they fill whole tiles.
+
+    Scores are in units of log2 e, as the hardware has exp2. `scale` contains that factor unless there is a softcap.
+    """
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        inside = keys < end
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        cells = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        key = tl.load(
+            key_cache + cells[None, :] * HEAD_DIM + dims[:, None],
+            mask=(dims < HEAD_DIM)[:, None] & inside[None, :],
+            other=0.0,
+        ).to(query.dtype)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        if SOFTCAP:  # softcap * tanh(score / softcap)
+            scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
+        if MASKED:
+            visible = inside[None, :] & (keys[None, :] <= positions[:, None])
+            if WINDOW > 0:
+                visible &= keys[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # A row that has seen no key yet has no maximum; any finite one will do.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(maximum - base)
+        total = total * decay + tl.sum(weights, 1)
+        value = tl.load(
+            value_cache + cells[:, None] * VALUE_DIM + value_dims[None, :],
+            mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+        ).to(query.dtype)
+        accumulator = accumulator * decay[:, None]
+        accumulator = tl.dot(weights.to(query.dtype), value, accumulator, input_precision="ieee")
+        maximum = new_maximum
+    return accumulator, maximum, total
+
+
+@triton.jit(do_not_specialize=["num_sequences", "max_blocks", "splits"])
+def attend_kernel(
+    output,  # [T, heads, VALUE_DIM]; if SPLIT the parts, [T, heads, splits, VALUE_DIM] float32
+    stats,  # [T, heads, splits, 2] float32: maximum (log2) and sum of exponentials; unused unless SPLIT
+    query,  # [T, heads, HEAD_DIM]
+    key_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    value_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, VALUE_DIM]
+    block_tables,  # [num_sequences, max_blocks]
+    cu_seqlens_q,  # [num_sequences + 1]
+    context_lens,  # [num_sequences]
+    sinks,  # [heads]; unused unless SINKS
+    scale,
+    softcap,
+    query_stride,  # elements from token to token and from head to head
+    head_stride,
+    num_sequences,
+    max_blocks,
+    splits,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head's GROUP."""
+    TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
+    first_token = tl.load(cu_seqlens_q + sequence)
+    q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token
+    tile_start = (tile - (first_token // TILE_QUERIES + sequence)) * TILE_QUERIES
+    if tile_start >= q_len:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    queries = tile_start + rows // GROUP
+    real = (queries < q_len) & (rows < TILE_QUERIES * GROUP)
+    heads = kv_head * GROUP + rows % GROUP
+    tokens = (first_token + queries).to(tl.int64)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    q = tl.load(
+        query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
+        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    first_position = tl.load(context_lens + sequence) - q_len + tile_start
+    positions = first_position + rows // GROUP
+    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    end_key = first_position + tl.minimum(TILE_QUERIES, q_len - tile_start)
+    split_length = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), splits) * BLOCK_N
+    begin = first_key + split * split_length
+    end = tl.minimum(begin + split_length, end_key)
+
+    accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # noqa: SIM102  (the sink is a first key without a value; SINKS decides at compile time)
+        if split == 0:
+            maximum = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    table = block_tables + sequence.to(tl.int64) * max_blocks
+    masked_from = begin
+    if WINDOW == 0:  # keys up to the first query's are seen by all
+        masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
+        accumulator, maximum, total = visit_keys(
+            accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
+            scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
+            WINDOW, SOFTCAP, MASKED=False,
+        )  # fmt: skip
+    accumulator, maximum, total = visit_keys(
+        accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, masked_from, end,
+        scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
+        WINDOW, SOFTCAP, MASKED=True,
+    )  # fmt: skip
+
+    lines = (tokens * KV_HEADS * GROUP + heads) * splits + split
+    if SPLIT:
+        tl.store(stats + lines * 2, maximum, mask=real)
+        tl.store(stats + lines * 2 + 1, total, mask=real)
+    else:
+        accumulator = accumulator / total[:, None]
+    tl.store(
+        output + lines[:, None] * VALUE_DIM + value_dims[None, :],
+        accumulator.to(output.dtype.element_ty),
+        mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def join_kernel(
+    output,  # [lines, VALUE_DIM]; a line is a head of a token
+    parts,  # [lines, splits, VALUE_DIM] float32
+    stats,  # [lines, splits, 2] float32
+    splits,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Program (line): each split weighs by its exponentials, seen from the greatest maximum."""
+    line = tl.program_id(0).to(tl.int64)
+    numbers, value_dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
+    there = numbers < splits
+    places = line * splits + numbers
+    maxima = tl.load(stats + places * 2, mask=there, other=float("-inf"))
+    totals = tl.load(stats + places * 2 + 1, mask=there, other=0.0)
+    weights = tl.exp2(maxima - tl.max(maxima, 0))
+    part = tl.load(
+        parts + places[:, None] * VALUE_DIM + value_dims[None, :],
+        mask=there[:, None] & (value_dims < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    joined = tl.sum(part * weights[:, None], 0) / tl.sum(totals * weights, 0)
+    tl.store(output + line * VALUE_DIM + value_dims, joined.to(output.dtype.element_ty), mask=value_dims < VALUE_DIM)
+
+
+@triton.jit
+def write_kernel(
+    new,  # [T, KV_HEADS, DIM]
+    cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, DIM]
+    slot_mapping,  # [T] int64
+    token_stride,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (token, KV head) copies one vector."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    vector = tl.load(new + token * token_stride + head * head_stride + dims, mask=dims < DIM)
+    cell = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    tl.store(cache + cell * DIM + dims, vector.to(cache.dtype.element_ty), mask=dims < DIM)

@@ -1,0 +1,430 @@
+"""The engine behind its thread: streams, aborts, drain, failure. Steps happen when a test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import pytest
+from engines import tokenizer
+from scripted import Script, ScriptedExecutor
+from tiny_models import VOCAB_SIZE
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
+from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
+from llmsched.engine.service import MAX_PENDING_OUTPUTS, AsyncEngine, RequestStream
+
+T = TypeVar("T")
+
+#: Only so that a fault ends a test instead of hanging it.
+PATIENCE_S = 30.0
+
+
+class Stepwise(ScriptedExecutor):
+    """An executor that computes a step only when `allow` grants it, and tells when one has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(Script(list(range(97, 123))))
+        self._permits = threading.Semaphore(0)
+        self._free = False
+        self.begun: asyncio.Queue[StepPlan] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._loop.call_soon_threadsafe(self.begun.put_nowait, plan)
+        if not self._free:
+            assert self._permits.acquire(timeout=PATIENCE_S)
+        return super().execute(plan)
+
+    def allow(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self._permits.release()
+
+    def run_freely(self) -> None:
+        self._free = True
+        self.allow()
+
+
+class Service:
+    """An AsyncEngine on a Stepwise executor."""
+
+    def __init__(self, **config: Any) -> None:
+        settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 2} | config
+        self.executor = Stepwise()
+        info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({2}))
+        self.engine = Engine(EngineConfig(**settings), info, tokenizer(), self.executor, 64)
+        self.service = AsyncEngine(self.engine)
+
+    def submit(self, name: str, length: int = 4, max_tokens: int = 4, **sampling: Any) -> RequestStream:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, **sampling)
+        return self.service.submit(name, list(range(100, 100 + length)), params)
+
+    async def begun(self) -> StepPlan:
+        """Wait until the engine is inside its next step."""
+        return await patient(self.executor.begun.get())
+
+
+async def patient(awaitable: Awaitable[T]) -> T:
+    return await asyncio.wait_for(awaitable, PATIENCE_S)
+
+
+@asynccontextmanager
+async def running(**config: Any) -> AsyncIterator[Service]:
+    made = Service(**config)
+    made.service.start()
+    try:
+        yield made
+    finally:
+        made.executor.run_freely()
+        await patient(made.service.stop())
+
+
+def scenario(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run an async test on a loop of its own."""
+
+    def run() -> None:
+        asyncio.run(patient(test()))  # type: ignore[arg-type]
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def read(stream: RequestStream) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def settled(service: AsyncEngine) -> None:
+    """Wait until the engine has done all that was asked of it so far."""
+    await patient(service.reset_prefix_cache())
+
+
+# -- streams --------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_outputs_come_in_order_and_end() -> None:
+    async with running() as it:
+        it.executor.run_freely()
+        outputs = await read(it.submit("a", max_tokens=5))
+        assert [output.token_ids for output in outputs] == [[97], [98], [99], [100], [101]]
+        assert [output.finish_reason for output in outputs] == [None] * 4 + [FinishReason.LENGTH]
+        assert [output.num_output_tokens for output in outputs] == [1, 2, 3, 4, 5]
+        assert it.service.stats().generation_tokens == 5
+        assert it.service.healthy
+
+
+@scenario
+async def test_the_outputs_of_all_choices_come_through_one_stream() -> None:
+    async with running(max_num_seqs=8) as it:
+        it.executor.run_freely()
+        outputs = await read(it.submit("a", n=3))
+        assert sorted(o.index for o in outputs if o.finished) == [0, 1, 2]
+        assert [sum(len(o.token_ids) for o in outputs if o.index == index) for index in range(3)] == [4, 4, 4]
+
+
+@scenario
+async def test_a_slow_reader_gets_everything_in_few_outputs() -> None:
+    count = MAX_PENDING_OUTPUTS + 150
+    async with running() as it:
+        slow = it.submit("slow", max_tokens=count, logprobs=1)
+        quick = it.submit("quick", max_tokens=count)
+        it.executor.run_freely()
+        await read(quick)
+        outputs = await read(slow)
+        assert len(outputs) == MAX_PENDING_OUTPUTS
+        tokens = [token for output in outputs for token in output.token_ids]
+        assert tokens == [97 + position % 26 for position in range(count)]
+        assert "".join(o.text for o in outputs) == it.service.tokenizer.decode(tokens)
+        assert [entry.token_id for o in outputs for entry in o.logprobs or []] == tokens
+        assert "".join(piece for o in outputs for piece in o.pieces) == "".join(o.text for o in outputs)
+        assert outputs[-1].num_output_tokens == count
+        assert [o.finish_reason for o in outputs] == [None] * (MAX_PENDING_OUTPUTS - 1) + [FinishReason.LENGTH]
+
+
+@scenario
+async def test_a_slow_reader_of_several_choices_gets_each_choice_whole() -> None:
+    count = MAX_PENDING_OUTPUTS // 2 + 50
+    async with running() as it:
+        slow, quick = it.submit("slow", max_tokens=count, n=2), it.submit("quick", max_tokens=count)
+        it.executor.run_freely()
+        await read(quick)
+        outputs = await read(slow)
+        for index in range(2):
+            tokens = [token for o in outputs if o.index == index for token in o.token_ids]
+            assert tokens == [97 + position % 26 for position in range(count)]
+
+
+@scenario
+async def test_an_id_is_in_use_until_its_request_has_ended() -> None:
+    async with running() as it:
+        first = it.submit("a")
+        with pytest.raises(RequestError, match="in use"):
+            it.submit("a")
+        it.executor.run_freely()
+        assert (await read(first))[-1].finish_reason is FinishReason.LENGTH
+        assert (await read(it.submit("a")))[-1].finish_reason is FinishReason.LENGTH
+
+
+# -- abort ----------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_abort_while_waiting_prefilling_and_decoding() -> None:
+    async with running(max_num_batched_tokens=32) as it:
+        decoding = it.submit("decoding", max_tokens=400)
+        await it.begun()
+        prefilling, waiting = it.submit("prefilling", length=200), it.submit("waiting")
+        it.executor.allow()
+        await it.begun()  # the second step, with the first chunk
+        assert len((await patient(anext(decoding))).token_ids) == 1
+        streams = [waiting, prefilling, decoding]
+        for stream in streams:
+            stream.abort()
+        it.executor.allow()
+        for stream in streams:
+            assert (await read(stream))[-1].finish_reason is FinishReason.ABORT
+            assert stream.finished
+        await settled(it.service)
+        stats = it.service.stats()
+        assert (stats.num_running, stats.num_waiting, stats.blocks_used) == (0, 0, 0)
+        assert stats.finished[FinishReason.ABORT] == 3
+
+
+@scenario
+async def test_abort_before_the_engine_has_taken_the_request() -> None:
+    async with running() as it:
+        other = it.submit("other", max_tokens=2)
+        await it.begun()  # the engine is inside a step, so what follows stays in its inbox
+        stream = it.submit("a")
+        stream.abort()
+        it.executor.allow(2)
+        assert [output.finish_reason for output in await read(stream)] == [FinishReason.ABORT]
+        await read(other)
+        assert it.service.stats().finished[FinishReason.ABORT] == 1
+
+
+@scenario
+async def test_leaving_a_stream_aborts_its_request() -> None:
+    async with running() as it:
+        async with it.submit("a", max_tokens=400) as stream:
+            it.executor.allow()
+            await patient(anext(stream))
+        it.executor.allow()
+        closed = it.submit("b", max_tokens=400, n=2)
+        await patient(closed.aclose())
+        it.executor.run_freely()
+        await read(closed)
+        await settled(it.service)
+        assert it.service.stats().finished[FinishReason.ABORT] == 3
+        assert it.service.stats().num_running == 0
+
+
+@scenario
+async def test_abort_after_the_end_is_nothing() -> None:
+    async with running() as it:
+        it.executor.run_freely()
+        stream = it.submit("a")
+        await read(stream)
+        stream.abort()
+        await settled(it.service)
+        assert it.service.stats().finished[FinishReason.ABORT] == 0
+
+
+@scenario
+async def test_many_short_lived_requests_leave_nothing() -> None:
+    """n=2, aborted at once, 50 times (the maps of the service and of the engine must be empty again)."""
+    async with running() as it:
+        it.executor.run_freely()
+        for number in range(50):
+            async with it.submit(f"r{number}", max_tokens=400, n=2):
+                pass
+        await settled(it.service)
+        stats = it.service.stats()
+        assert stats.finished[FinishReason.ABORT] == 100
+        assert (stats.num_running, stats.num_waiting, stats.blocks_used) == (0, 0, 0)
+        it.engine.check_integrity()
+        assert await patient(it.service.drain(PATIENCE_S))
+
+
+# -- the door -------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_bad_request_is_refused_at_once() -> None:
+    async with running() as it:
+        with pytest.raises(RequestError, match="no tokens"):
+            it.service.submit("a", [], SamplingParams())
+        with pytest.raises(RequestError, match="512"):
+            it.submit("a", length=100, max_tokens=500)
+        assert await patient(it.service.drain(PATIENCE_S))
+
+
+@scenario
+async def test_a_full_queue_refuses_whatever_the_engine_has_seen_of_it() -> None:
+    async with running(max_queue_size=3) as it:
+        first = it.submit("first")
+        await it.begun()
+        waiting = [it.submit(name) for name in "abc"]
+        with pytest.raises(QueueFullError, match="3 requests are waiting; at most 3 may"):
+            it.submit("d")
+        it.executor.run_freely()
+        for stream in (first, *waiting):
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+        assert (await read(it.submit("d")))[-1].finish_reason is FinishReason.LENGTH
+
+
+@scenario
+async def test_a_late_refusal_ends_the_stream_with_it() -> None:
+    async with running() as it:
+        late = QueueFullError("too many wait", retry_after=2.0)
+
+        def refuse(*args: object, **more: object) -> None:
+            raise late
+
+        it.engine.add_request = refuse  # type: ignore[method-assign]
+        stream = it.submit("a")
+        with pytest.raises(QueueFullError) as caught:
+            await patient(anext(stream))
+        assert caught.value is late
+        assert stream.finished
+        assert it.service.healthy
+        assert await patient(it.service.drain(PATIENCE_S))
+
+
+# -- the end --------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_drain_waits_for_those_who_are_there_and_refuses_others() -> None:
+    async with running() as it:
+        stream = it.submit("a")
+        await it.begun()
+        draining = asyncio.create_task(it.service.drain(PATIENCE_S))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            it.submit("b")
+        assert not draining.done()
+        it.executor.run_freely()
+        assert await patient(draining)
+        assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+        assert it.service.draining
+
+
+@scenario
+async def test_drain_gives_up_in_time_and_stop_fails_what_is_left() -> None:
+    async with running() as it:
+        stream = it.submit("a", max_tokens=400)
+        await it.begun()
+        assert not await patient(it.service.drain(0.01))
+        stopping = asyncio.create_task(it.service.stop())
+        await asyncio.sleep(0)
+        it.executor.allow()
+        await patient(stopping)
+        with pytest.raises(EngineDeadError, match="has shut down"):
+            await read(stream)
+        with pytest.raises(EngineDeadError):
+            await it.service.reset_prefix_cache()
+        assert not it.service.healthy
+
+
+@scenario
+async def test_an_idle_service_drains_at_once() -> None:
+    async with running() as it:
+        assert await it.service.drain(0.01)
+
+
+@scenario
+async def test_a_failure_ends_every_stream_and_health() -> None:
+    async with running() as it:
+        streams = [it.submit(name, max_tokens=400) for name in "abc"]
+        it.executor.allow()
+        await patient(anext(streams[0]))
+        it.executor.script.fail_at_step = 1
+        it.executor.allow()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="RuntimeError: scripted failure"):
+                await read(stream)
+        assert not it.service.healthy
+        assert it.service.error == "RuntimeError: scripted failure"
+        with pytest.raises(EngineDeadError, match="scripted failure"):
+            it.submit("d")
+        with pytest.raises(EngineDeadError, match="scripted failure"):
+            await it.service.reconfigure(max_num_seqs=1)
+        streams[0].abort()
+        assert await patient(it.service.drain(PATIENCE_S))
+
+
+@scenario
+async def test_a_failure_ends_calls_that_wait_for_the_engine() -> None:
+    async with running() as it:
+        stream = it.submit("a")
+        await it.begun()
+        call = asyncio.create_task(it.service.reset_prefix_cache())
+        await asyncio.sleep(0)
+        it.executor.script.fail_at_step = 0
+        it.executor.allow()
+        with pytest.raises(EngineDeadError):
+            await patient(call)
+        with pytest.raises(EngineDeadError):
+            await read(stream)
+
+
+@scenario
+async def test_the_fault_of_one_row_ends_that_request_alone() -> None:
+    async with running() as it:
+        it.executor.script.row_error = "logits are not numbers"
+        stream, other = it.submit("a"), it.submit("b")
+        it.executor.run_freely()
+        last = (await read(stream))[-1]
+        assert (last.finish_reason, last.error) == (FinishReason.ERROR, "logits are not numbers")
+        assert (await read(other))[-1].finish_reason is FinishReason.LENGTH
+        assert it.service.healthy
+
+
+# -- reconfigure ----------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_limits_change_within_what_was_planned() -> None:
+    async with running() as it:
+        it.executor.run_freely()
+        await it.service.reconfigure(max_num_batched_tokens=8, max_num_seqs=1)
+        await read(it.submit("a", length=20))
+        first = await it.begun()
+        assert first.num_tokens == 8
+        await it.service.reconfigure(max_num_batched_tokens=64, max_num_seqs=2)
+        for settings in ({"max_num_batched_tokens": 65}, {"max_num_seqs": 3}, {"max_num_seqs": 0}):
+            with pytest.raises(ConfigError, match="allowed is from 1 to"):
+                await it.service.reconfigure(**settings)
+        assert it.service.healthy
+
+
+@scenario
+async def test_limits_do_not_change_under_running_requests() -> None:
+    async with running() as it:
+        stream = it.submit("a")
+        await it.begun()
+        call = asyncio.create_task(it.service.reconfigure(max_num_seqs=1))
+        it.executor.allow()
+        with pytest.raises(ConfigError, match="while requests run"):
+            await patient(call)
+        it.executor.run_freely()
+        await read(stream)
+
+
+@scenario
+async def test_forgetting_prefixes() -> None:
+    async with running() as it:
+        it.executor.run_freely()
+        await read(it.submit("a", length=40))
+        assert it.service.stats().blocks_cached == 2
+        await it.service.reset_prefix_cache()
+        assert (await read(it.submit("b", length=40)))[-1].num_cached_tokens == 0
+        assert (await read(it.submit("c", length=40)))[-1].num_cached_tokens == 32

@@ -1,0 +1,213 @@
+"""The Triton kernels without a GPU: their results under the interpreter, their code for three generations of GPUs, and
+how work is cut up. tests/gpu runs them on the device."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from batches import Shape, make_batch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llmsched.kernels.triton import ops
+from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
+from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have (CUDA programming guide)
+MAX_REGISTERS = 255
+ITEM_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@pytest.fixture(scope="module")
+def differences() -> dict[str, float]:
+    script = Path(__file__).with_name("triton_interpreted.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, float] = json.loads(run.stdout)
+    return result
+
+
+def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
+    """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
+    assert len(differences) == 27
+    limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
+    assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
+    assert differences["write_kv"] == 0
+
+
+def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """Compile for a GPU that is not there. What a launch would find out of its arguments is said here: pointers and
+    strides divide by 16."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    divisible = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith("_stride")
+    }
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=divisible)
+    options = {"enable_fp_fusion": True, **options}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def attention_kernel(arch: int, dtype: str, head_dim: int, *, decode: bool, split: bool, **options: Any) -> Any:
+    group, kv_heads = 4, 8
+    tiling = choose_tiling(
+        num_tokens=32 if decode else 2048,
+        num_sequences=32,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        max_context=8192,
+        item_size=ITEM_SIZE[dtype],
+        num_processors=132,
+    )
+    types = {
+        "output": "*fp32" if split else f"*{dtype}",
+        "stats": "*fp32",
+        **dict.fromkeys(("query", "key_cache", "value_cache", "sinks"), f"*{dtype}"),
+        **dict.fromkeys(("block_tables", "cu_seqlens_q", "context_lens"), "*i32"),
+        **dict.fromkeys(("scale", "softcap"), "fp32"),
+        **dict.fromkeys(("query_stride", "head_stride", "num_sequences", "max_blocks", "splits"), "i32"),
+    }
+    constants = {
+        "GROUP": group,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_D": tiling.block_d,
+        "BLOCK_V": tiling.block_v,
+        "WINDOW": 0,
+        "SOFTCAP": False,
+        "SINKS": False,
+        "SPLIT": split,
+        **options,
+    }
+    launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return compile_ahead(attend_kernel, arch, types, constants, **launch)
+
+
+def resources(compiled: Any, directory: Path) -> dict[str, int]:
+    """Registers, and bytes of stack (spilled registers) and local memory, of each thread."""
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "decode"),
+    [
+        ("bf16", 64, True),
+        ("bf16", 64, False),
+        ("bf16", 128, True),
+        ("bf16", 128, False),
+        ("fp16", 64, False),
+        ("fp16", 128, True),
+        ("fp32", 64, False),
+        ("fp32", 128, True),
+    ],
+)
+def test_attention_compiles_within_the_gpus_limits(
+    arch: int, dtype: str, head_dim: int, decode: bool, tmp_path: Path
+) -> None:
+    compiled = attention_kernel(arch, dtype, head_dim, decode=decode, split=decode)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    used = resources(compiled, tmp_path)
+    assert used["REG"] <= MAX_REGISTERS
+    assert used["STACK"] <= 96
+    assert used["LOCAL"] == 0
+    tensor_cores = re.search(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]) is not None
+    assert tensor_cores == (dtype != "fp32")
+    assert "tf32" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 256, "decode": False, "WINDOW": 4096, "SOFTCAP": True},  # Gemma-2
+        {"head_dim": 64, "decode": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
+        {"head_dim": 80, "decode": False},
+        {"head_dim": 512, "decode": False},
+    ],
+    ids=str,
+)
+def test_other_models_fit_the_smallest_gpu(options: dict[str, Any], tmp_path: Path) -> None:
+    compiled = attention_kernel(89, "bf16", split=options["decode"], **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY[89]
+    assert resources(compiled, tmp_path)["STACK"] <= 96
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
+    types = {"output": "*bf16", "parts": "*fp32", "stats": "*fp32", "splits": "i32"}
+    constants = {"VALUE_DIM": 128, "BLOCK_V": 128, "MAX_SPLITS": MAX_SPLITS}
+    join = compile_ahead(join_kernel, arch, types, constants)
+    types = {"new": "*bf16", "cache": "*bf16", "slot_mapping": "*i64", "token_stride": "i32", "head_stride": "i32"}
+    constants = {"KV_HEADS": 8, "BLOCK_SIZE": 16, "DIM": 128, "BLOCK_D": 128}
+    write = compile_ahead(write_kernel, arch, types, constants, num_warps=1)
+    for compiled in (join, write):
+        assert resources(compiled, tmp_path)["STACK"] == 0
+
+
+def chosen(num_tokens: int, num_sequences: int, **change: int) -> Tiling:
+    shape = {
+        "kv_heads": 8,
+        "group": 4,
+        "head_dim": 128,
+        "value_dim": 128,
+        "max_context": 32768,
+        "item_size": 2,
+        "num_processors": 132,
+    }
+    return choose_tiling(num_tokens=num_tokens, num_sequences=num_sequences, **{**shape, **change})
+
+
+def test_one_decode_fills_the_gpu_by_splits() -> None:
+    assert chosen(1, 1).splits == 33  # 8 programs x 33 = 2 x 132
+    assert chosen(1, 1, kv_heads=1).splits == MAX_SPLITS
+    assert chosen(1, 1, max_context=1024).splits == 4  # of 256 tokens at least
+    assert chosen(1, 1, max_context=16).splits == 1
+
+
+def test_a_full_gpu_needs_no_splits() -> None:
+    assert chosen(64, 64).splits == 1
+    assert chosen(2048, 1).splits == 1
+
+
+def test_tiles_are_legal() -> None:
+    """Powers of two, none smaller than a tensor-core product, and room for a KV head's whole group."""
+    dims, batches = (64, 80, 96, 128, 192, 256, 512), ((1, 1), (512, 3))
+    for group, dim, item_size, (tokens, sequences) in itertools.product((1, 3, 4, 7, 8, 71), dims, (2, 4), batches):
+        tiling = chosen(tokens, sequences, group=group, head_dim=dim, value_dim=dim, item_size=item_size)
+        for size in (tiling.block_m, tiling.block_n, tiling.block_d, tiling.block_v):
+            assert size >= 16
+            assert size & (size - 1) == 0
+        assert tiling.block_m >= group
+        assert tiling.block_d >= dim
+
+
+def test_memory_that_cannot_be_walked_is_refused() -> None:
+    batch = make_batch(Shape("", ((1, 20),)))
+    options = {"sinks": None, **batch.options, "tiling": chosen(1, 1, head_dim=64, value_dim=64)}
+    with pytest.raises(ValueError, match=r"KV cache with strides .* must be contiguous"):
+        ops.attend(batch.query, batch.key_cache.transpose(0, 2), *batch.tensors[2:], **options)
+    with pytest.raises(ValueError, match=r"heads with strides .* the last must be 1"):
+        ops.attend(batch.query.expand(2, 6, 64).permute(2, 1, 0), *batch.tensors[1:], **options)

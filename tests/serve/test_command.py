@@ -1,0 +1,141 @@
+"""`llmsched serve` as it is typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llmsched.cli.main import main
+from llmsched.cli.serve import banner
+from llmsched.cli.serve.lifecycle import bind
+from llmsched.cli.serve.profile import profile_settings
+from llmsched.engine.errors import ConfigError
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
+    """Run the command line up to its exit code."""
+    monkeypatch.setattr(sys, "argv", ["llmsched", "serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code  # type: ignore[return-value]
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """The command in a process of its own, once it is ready: process, URL, and what it printed until then."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from llmsched.cli.main import main; main()", "serve", *arguments, "--port", "0"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+        text=True,
+    )
+    try:
+        printed: list[str] = []
+        assert child.stdout is not None
+        for line in child.stdout:
+            printed.append(line)
+            if line.startswith("ready: "):
+                yield child, line.split()[1].removesuffix("/v1"), printed
+                return
+        pytest.fail(f"ended with {child.wait()} before it was ready: {printed}")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
+    folder = str(tiny_model("llama"))
+    profile = tmp_path / "found.toml"
+    profile.write_text("[engine]\nmax_num_batched_tokens = 48\nmax_num_seqs = 3\n")
+    options = ("--dtype", "float32", "--num-gpu-blocks-override", "40", "--served-model-name", "tiny")
+    options += ("--profile", str(profile), "--max-num-seqs", "5", "--metrics-prefix", "vllm")
+    with serving(folder, *options, LLMSCHED_API_KEY="k", LLMSCHED_PROFILES=str(tmp_path)) as (child, url, printed):
+        told = "".join(printed)
+        for part in ("float32 on cpu", "40 blocks of 16 tokens, 640 tokens", "served as tiny", "512 tokens, prompt"):
+            assert part in told
+        assert "at most 48 tokens (max_num_batched_tokens)" in told  # the profile's
+        assert "at most 5 requests (max_num_seqs)" in told  # the flag goes before the profile
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer k"}, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert "vllm:generation_tokens_total{model_name=" in httpx.get(f"{url}/metrics").text
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+
+
+def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert typed(monkeypatch, "/no/such/model", "--port", str(other.getsockname()[1])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "address already in use; choose another --port" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--api-key", ""), "api_key: is empty"),
+        (("--metrics-prefix", "a-b"), "'a-b' is not a metric prefix"),
+        (("--profile", "no-such-profile"), "no-such-profile"),
+        (("--grace-period", "30"), "'30' needs a unit"),
+        (("--port", "70000"), "65535"),
+        (("--max-num-seqs", "0"), "max-num-seqs"),
+        (("/no/such/model", "--port", "0"), "/no/such/model"),
+    ],
+)
+def test_wrong_options_end_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setenv("LLMSCHED_MODEL", "/no/such/model")
+    assert typed(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "--help") == 0
+    out = capsys.readouterr().out
+    assert "llmsched serve demo" in out
+    assert "--max-num-batched-tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("max_num_seqs = '12'", "max_num_seqs to '12'"),
+        ("max_num_seqs = true", "max_num_seqs to True"),
+        ("colour = 1", "'colour', which is no setting"),
+        ("model = 'other'", "'model', which is no setting"),
+    ],
+)
+def test_a_profile_with_a_wrong_setting(tmp_path: Path, settings: str, message: str) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(f"[engine]\n{settings}\n")
+    with pytest.raises(ConfigError, match="profile") as caught:
+        profile_settings(str(path))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")])
+def test_url(host: str, shown: str) -> None:
+    with bind(host, 0) as listener:
+        assert banner.url_of(listener) == f"{shown}{listener.getsockname()[1]}"
+
+
+def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
+    server = make_server(sampling_defaults={"temperature": 0.6, "top_k": 64})
+    rows = dict(banner.start_rows(server.service, "scripted"))
+    assert rows["sampling"] == "temperature 0.6, top_k 64 unless the request says otherwise"
