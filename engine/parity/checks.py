@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llmsched.engine.kv.finder import MIN_COPIED
 from llmsched.engine.parity.prompts import Prompt, PromptSet
 
 #: Chunk sizes besides one block and one block and a token.
@@ -47,17 +48,21 @@ def make_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterato
 def _prefix_check(prompts: PromptSet, num_blocks: int, num_tokens: int, block_size: int) -> Check:
     """The first prompt, then the same again beside prompts that share a beginning with it.
 
-    Hits are whole blocks and leave at least the last token to compute.
+    Hits are exact to the token where that is worth a copy, and leave at least the last token to compute.
     """
     base = prompts.general[0]
     again = (base, *prompts.edges)
     shared = (len(base.token_ids), *prompts.shared)
     hits = tuple(
-        min(length, len(prompt.token_ids) - 1) // block_size * block_size
-        for length, prompt in zip(shared, again, strict=True)
+        _hit(min(length, len(prompt.token_ids) - 1), block_size) for length, prompt in zip(shared, again, strict=True)
     )
     budget = sum(len(prompt.token_ids) for prompt in again)  # all in one step, so none finds another's blocks
     return Check("prefix hits", ((base,), again), budget, num_blocks, num_tokens, caching=True, cached_tokens=hits)
+
+
+def _hit(num_known: int, block_size: int) -> int:
+    """The prefix hit where so many leading tokens are known."""
+    return num_known if num_known % block_size >= MIN_COPIED else num_known // block_size * block_size
 
 
 def _preemption_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterator[Check]:

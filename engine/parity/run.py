@@ -145,6 +145,7 @@ def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
         max_num_batched_tokens=check.token_budget,
         block_size=subject.block_size,
         enable_prefix_caching=check.caching,
+        output_prediction="none",  # a pool too small for all is to be filled, not respected
     )
     executor = TorchExecutor(
         subject.model,

@@ -180,20 +180,24 @@ class Scheduler:
         self.waiting.add(request, short=self._is_short(request))
 
     def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
-        """Share what decodes left of the budget: a part to short requests first, the rest by rank."""
+        """Share all that decodes left of the budget: a part goes to short requests first, the rest by rank."""
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
             if lane > 0 and self._is_short(request):
                 lane -= self._chunk(step, request, lane)
+        admitted = []
         if admit and self.waiting.has_short:
             for request in self.waiting.short_ones(OFFERS_BEYOND_SLOTS):
                 if lane <= 0 or not self._admit(request):
                     break
                 lane -= self._chunk(step, request, lane)
+                admitted.append(request)
         for request in behind:
             self._chunk(step, request, step.left)
         if admit and self.waiting and step.left > 0:
             self._admit_in_order(step)
+        for request in admitted:
+            self._chunk(step, request, step.left)
 
     def _chunk(self, step: Step, request: Request, limit: int) -> int:
         count = step.give(request, limit)

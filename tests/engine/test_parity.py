@@ -71,7 +71,7 @@ def test_tokens_and_logits_are_those_of_transformers(arch: str) -> None:
     assert positions["mixed batch"] == 10 * 18
     assert positions["prefix hits"] == 8 * 18
     details = {check.name: check.detail for check in report.checks}
-    assert details["prefix hits"] == "32, 0, 16, 16, 16, 32, 32 cached tokens"
+    assert details["prefix hits"] == "47, 15, 16, 16, 31, 32, 32 cached tokens"
     assert int(details["preemption"].split()[0]) >= 2
 
 
@@ -184,8 +184,8 @@ def hits_reach_a_token_too_far(patch: Patch) -> None:
 def preemption_forgets_the_output(patch: Patch) -> None:
     right = Scheduler._preempt
 
-    def wrong(self: Scheduler, request: Any) -> None:
-        right(self, request)
+    def wrong(self: Scheduler, request: Any, reason: str) -> None:
+        right(self, request, reason)
         del request.token_ids[request.num_prompt_tokens :]
 
     patch.setattr(Scheduler, "_preempt", wrong)
@@ -248,7 +248,7 @@ def test_what_a_check_is_about_must_happen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(run, "_engine", lambda subject, check: right(subject, replace(check, num_blocks=100)))
     problems = {check.name: check.problems for check in compare("llama").checks if not check.ok}
     assert problems == {
-        "prefix hits": ["cached tokens should be 32, 0, 16, 16, 16, 32, 32"],
+        "prefix hits": ["cached tokens should be 47, 15, 16, 16, 31, 32, 32"],
         "preemption": ["nobody was preempted"],
         "preemption, prefix cache": ["nobody was preempted"],
     }
@@ -257,8 +257,8 @@ def test_what_a_check_is_about_must_happen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_engine_that_raises_fails_its_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Scheduler._preempt
 
-    def wrong(self: Scheduler, request: Any) -> None:
-        right(self, request)
+    def wrong(self: Scheduler, request: Any, reason: str) -> None:
+        right(self, request, reason)
         raise RuntimeError("no such\nblock")
 
     monkeypatch.setattr(Scheduler, "_preempt", wrong)

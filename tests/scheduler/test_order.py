@@ -162,3 +162,10 @@ def test_an_idle_engine_may_wait_for_a_batch() -> None:
     for i in range(3):
         harness.add(make_request(f"b{i}", tokens(20, seed=i), 4, arrival=10.0))
     assert harness.scheduler.idle_until() is None
+
+
+def test_a_lone_short_request_gets_the_whole_step() -> None:
+    harness = Harness(64, budget=100)
+    short = harness.add(make_request("short", tokens(90), 2, arrival=0.0))
+    harness.step()
+    assert short.num_computed_tokens == 90

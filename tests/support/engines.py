@@ -32,8 +32,9 @@ def tokenizer() -> Tokenizer:
 
 
 def make_engine(arch: str = "llama", *, num_blocks: int = 256, **config: Any) -> Engine:
-    """An engine of its own around the shared model of `arch`."""
-    settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK} | config
+    """An engine of its own around the shared model of `arch`. It admits by present memory, so small pools preempt."""
+    settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
+    settings |= {"output_prediction": "none"} | config
     executor = TorchExecutor(
         model(arch), num_blocks=num_blocks, block_size=settings["block_size"], device="cpu", kv_dtype=torch.float32
     )
