@@ -28,7 +28,7 @@ from llmsched.cli.bench.options import (
     SloTtft,
     Timeout,
 )
-from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.tune.objective import Setting, Trial, choose
 from llmsched.cli.tune.report import as_json, make_profile, show
 from llmsched.cli.tune.search import largest_useful, powers_of_two
@@ -56,6 +56,7 @@ class Task:
     slo: Slo
     timeout: float
     rounds: int
+    time_limit: float
     smallest: int
 
 
@@ -69,7 +70,7 @@ def tune(
     request_rate: RequestRate = None,
     arrivals: Arrivals = "poisson",
     max_concurrency: MaxConcurrency = None,
-    num_prompts: NumPrompts = 16,
+    num_prompts: NumPrompts = 12,
     input_len: InputLen = 256,
     output_len: OutputLen = 32,
     prefix_len: PrefixLen = 0,
@@ -78,6 +79,17 @@ def tune(
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, help="How often each value is measured, in turn.", rich_help_panel="Sweep")
     ] = 2,
+    time_limit: Annotated[
+        float,
+        typer.Option(
+            "--time-limit",
+            parser=duration,
+            metavar="DURATION",
+            show_default="3min",
+            help="No further round is begun that would not end in this time; the first always is.",
+            rich_help_panel="Sweep",
+        ),
+    ] = 180.0,
     min_num_batched_tokens: Annotated[
         int,
         typer.Option(
@@ -110,6 +122,7 @@ def tune(
         slo=Slo(slo_ttft, slo_itl, slo_tpot, slo_e2e),
         timeout=timeout,
         rounds=rounds,
+        time_limit=time_limit,
         smallest=min_num_batched_tokens,
     )
     name = resolve_model(model)
@@ -119,7 +132,7 @@ def tune(
     with render.progress_bar() as progress:
         trials, profile = asyncio.run(_tune(_config(name, task, engine_options), task, engine_options, progress))
     written = None if profile is None else _save(profile, destination)
-    results = (name, trials, task.workload, task.slo, task.rounds, written)
+    results = (name, trials, task.workload, task.slo, written)
     if as_json_:
         render.emit_json(as_json(*results))
     else:
@@ -139,7 +152,12 @@ async def _tune(
         settings = [Setting(tokens, engine.config.max_num_seqs) for tokens in powers_of_two(task.smallest, largest)]
         model, device = engine.model, engine.config.device
         trials = await sweep(
-            settings, task.rounds, runner, task.slo, lambda done, total: progress("trials", done, total)
+            settings,
+            task.rounds,
+            runner,
+            task.slo,
+            time_limit=task.time_limit,
+            on_trial=lambda done, total: progress("trials", done, total),
         )
     finally:
         await runner.close()

@@ -38,6 +38,7 @@ class Trial:
     spread: float
     completed: int
     failed: int
+    rounds: int
     reason: str | None
 
     @property
@@ -48,7 +49,7 @@ class Trial:
 def failed_trial(setting: Setting, reason: str) -> Trial:
     """A setting that gave no figures."""
     nothing = summarise([])
-    return Trial(setting, nothing, nothing, nothing, nothing, None, 0.0, 0, 0, reason)
+    return Trial(setting, nothing, nothing, nothing, nothing, None, 0.0, 0, 0, 0, reason)
 
 
 def judge(setting: Setting, rounds: Sequence[Measurement], slo: Slo) -> Trial:
@@ -66,6 +67,7 @@ def judge(setting: Setting, rounds: Sequence[Measurement], slo: Slo) -> Trial:
         spread=(max(rates) - min(rates)) / 2 / mean if mean else 0.0,
         completed=sum(measured.completed for measured in rounds),
         failed=sum(measured.failed for measured in rounds),
+        rounds=len(rounds),
         reason=None,
     )
     reason = _failures(rounds) or _missed(trial, slo)

@@ -19,9 +19,7 @@ from llmsched.engine.model.info import ModelInfo
 from llmsched.profiles.tuned import Scalar, TunedProfile, profile_dir
 
 
-def as_json(
-    model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, rounds: int, profile: Path | None
-) -> dict[str, Any]:
+def as_json(model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, profile: Path | None) -> dict[str, Any]:
     """The sweep for scripts. Times are in milliseconds; null is what a trial could not tell."""
     best = choose(trials)
     return {
@@ -32,24 +30,24 @@ def as_json(
         "trials": [_trial_json(trial) for trial in trials],
         "profile": None if profile is None else str(profile),
         "slo": _slo_table(slo),
-        "rounds": rounds,
         "workload": _workload_table(workload),
         "definitions": dict(DEFINITIONS),
     }
 
 
-def show(model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, rounds: int, profile: Path | None) -> None:
+def show(model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, profile: Path | None) -> None:
     """Print the curve, the choice and where the profile is."""
     best = choose(trials)
     render.say(
-        f"MEASURED {model} (in process): {rounds} rounds of {workload.num_prompts} requests, {workload.input_len} "
+        f"MEASURED {model} (in process): {workload.num_prompts} requests a round, {workload.input_len} "
         f"tokens in, {workload.output_len} out, {workload.describe()}, seed {workload.seed}"
     )
-    columns = ["", "max_num_batched_tokens", "tokens/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
+    columns = ["", "max_num_batched_tokens", "rounds", "tokens/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
     rows = [
         [
             "best" if trial is best else "" if trial.feasible else "no",
             str(trial.setting.max_num_batched_tokens),
+            str(trial.rounds),
             _figure(trial.output_tokens_per_s, 1),
             *(_figure(summary.p99, 1e3) for summary in (trial.ttft, trial.itl, trial.tpot)),
         ]
@@ -106,6 +104,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
         "spread": trial.spread,
         "completed": trial.completed,
         "failed": trial.failed,
+        "rounds": trial.rounds,
         "feasible": trial.feasible,
         "reason": trial.reason,
     }

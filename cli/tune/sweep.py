@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -36,15 +37,22 @@ async def sweep(
     rounds: int,
     run: Runner,
     slo: Slo,
+    *,
+    time_limit: float = math.inf,
     on_trial: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trial]:
     """Measure every setting once a round, so that drift of the machine falls on all alike, and judge each.
 
-    A setting that failed in one round is not tried in the next.
+    A setting that failed in one round is not tried in the next. A round after the first is begun only if, at the pace
+    so far, it ends within `time_limit` (seconds).
     """
+    now = asyncio.get_running_loop().time
+    start = now()
     measured: dict[Setting, list[Measurement]] = {setting: [] for setting in settings}
     broken: dict[Setting, str] = {}
     for round_index in range(rounds):
+        if round_index and (now() - start) * (round_index + 1) / round_index > time_limit:
+            break
         for index, setting in enumerate(settings):
             if setting not in broken:
                 try:

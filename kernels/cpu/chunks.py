@@ -50,7 +50,8 @@ def attend_chunk(
 
 def gather(cache: Tensor, blocks: Tensor) -> Tensor:
     """The blocks' tokens one after the other, [kv_heads, tokens, head_dim]."""
-    return cache.transpose(0, 1).index_select(1, blocks).flatten(1, 2)
+    # Selecting from a transposed cache would make torch copy all of it first.
+    return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
 
 
 def visible_keys(start: int, stop: int, begin: int, window: int | None) -> Tensor:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
+from virtual_time import run_virtual
 
 from llmsched.cli.bench.load import Workload
 from llmsched.cli.bench.measure import Measurement, measure
@@ -70,7 +71,7 @@ def test_a_wins_and_every_other_has_its_reason() -> None:
         "P99 TTFT 3000 ms is above 1000 ms",
         None,
     ]
-    report = as_json("m", trials, WORK, SLO, 1, None)
+    report = as_json("m", trials, WORK, SLO, None)
     assert report["best"] == {"max_num_batched_tokens": 32, "max_num_seqs": 8}
     assert [trial["feasible"] for trial in report["trials"]] == [True, False, False, False, True]
     assert report["trials"][2]["p99_ttft_ms"] is None
@@ -81,7 +82,7 @@ def test_none_feasible_is_said_with_the_reason_of_each() -> None:
     """F18, F19."""
     trials = run_sweep({setting: FAULT_18[setting] for setting in (B, C, D)})
     assert choose(trials) is None
-    assert as_json("m", trials, WORK, SLO, 1, None)["best"] is None
+    assert as_json("m", trials, WORK, SLO, None)["best"] is None
     sentence = explain(trials, SLO)
     assert sentence.startswith("none of the 3 values tried is feasible: 64: 10 of 10 requests failed")
     assert "256: P99 TTFT 3000 ms is above 1000 ms" in sentence
@@ -164,3 +165,16 @@ def test_capacity_is_not_taken_from_the_ramp() -> None:
 
     trials = run_sweep({A: slow_start})
     assert trials[0].output_tokens_per_s == pytest.approx(2.0)
+
+
+def test_a_round_that_would_not_end_in_time_is_not_begun() -> None:
+    """Two settings of 10 s each: three rounds would take 60 s, and two fit into 45."""
+
+    async def run(setting: Setting, round_index: int) -> Measurement:
+        await asyncio.sleep(10)
+        return run_of(1.0)
+
+    trials = run_virtual(sweep([A, B], 5, run, SLO, time_limit=45))
+    assert [trial.rounds for trial in trials] == [2, 2]
+    slow = run_virtual(sweep([A, B], 5, run, SLO, time_limit=1))
+    assert [trial.rounds for trial in slow] == [1, 1]

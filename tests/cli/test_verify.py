@@ -1,0 +1,145 @@
+"""`llmsched verify` as it is typed: the JSON contract, what is printed, exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from command_line import CommandLine
+
+from llmsched.cli import verify
+from llmsched.engine.model import transformers_model
+from llmsched.engine.parity.report import CheckResult, Parting
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Any) -> str:
+    return str(tiny_model("qwen3", bos=True))
+
+
+SMALL = ("--num-prompts", "2", "--num-tokens", "4")
+
+
+def test_the_json_contract(command: CommandLine, model: str) -> None:
+    outcome = command("verify", model, "--dtype", "float32", *SMALL, "--seed", "5", "--json")
+    assert outcome.code == 0
+    answer = outcome.json
+    assert answer["ok"] is True
+    assert [check["name"] for check in answer["checks"]] == [
+        "alone",
+        "mixed batch",
+        "chunks of 1",
+        "chunks of 7",
+        "chunks of 16",
+        "chunks of 17",
+        "prefix hits",
+        "preemption",
+        "preemption, prefix cache",
+    ]
+    for check in answer["checks"]:
+        assert check["tokens_equal"] is True
+        assert 0 < check["max_abs_logit_diff"] < 1e-4
+        assert check["tolerance"] == 1e-4
+        assert check["partings"] == check["problems"] == []
+    assert answer["dtype"] == "float32"
+    assert (answer["num_prompts"], answer["num_tokens"], answer["seed"]) == (2, 4, 5)
+
+
+def test_what_a_person_sees(command: CommandLine, model: str) -> None:
+    outcome = command("verify", model, "--dtype", "float32", *SMALL)
+    assert outcome.code == 0
+    assert "in float32 on cpu, compared with plain transformers" in outcome.out
+    assert "32, 0, 16, 16, 16, 32, 32 cached tokens" in outcome.out
+    assert "float32: 0.0001" in outcome.out
+    assert outcome.out.rstrip().endswith("equal")
+    assert "NOT" not in outcome.out
+    assert "comparing" in outcome.err
+
+
+def test_a_fault_gives_exit_code_1(command: CommandLine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = transformers_model.paged_attention
+    monkeypatch.setattr(
+        transformers_model, "paged_attention", lambda *a, scale, **more: right(*a, scale=1.1 * scale, **more)
+    )
+    outcome = command("verify", model, "--dtype", "float32", *SMALL, "--json")
+    assert outcome.code == 1
+    assert outcome.json["ok"] is False
+    assert all(check["max_abs_logit_diff"] > 1e-3 and not check["ok"] for check in outcome.json["checks"])
+    outcome = command("verify", model, "--dtype", "float32", *SMALL)
+    assert outcome.code == 1
+    assert "FAILED" in outcome.out
+    assert outcome.out.rstrip().endswith("NOT equal")
+
+
+def test_an_engine_that_raises_gives_exit_code_1(
+    command: CommandLine, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(transformers_model, "paged_attention", broken)
+    outcome = command("verify", model, "--dtype", "float32", *SMALL, "--json")
+    assert outcome.code == 1
+    for check in outcome.json["checks"]:
+        assert check["max_abs_logit_diff"] is None
+        assert check["problems"] == ["the engine failed: RuntimeError: no kernel for this device"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-tokens", "1"), "--num-tokens"),
+        (("--num-prompts", "0"), "--num-prompts"),
+        (("--dtype", "float8"), "float8"),
+        (("--block-size", "0"), "--block-size: 0 tokens is out of range; allowed is from 1 to 256"),
+        (("--num-tokens", "500"), "num_tokens: 500 tokens after a prompt of"),
+        (("--max-num-seqs", "4"), "--max-num-seqs"),
+    ],
+)
+def test_bad_usage_gives_exit_code_2(
+    command: CommandLine, model: str, arguments: tuple[str, ...], message: str
+) -> None:
+    outcome = command("verify", model, *arguments)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.out == ""
+
+
+def test_an_unknown_model_gives_exit_code_2(command: CommandLine, tmp_path: Any) -> None:
+    outcome = command("verify", str(tmp_path))
+    assert outcome.code == 2
+    assert "has no config.json" in outcome.err
+
+
+def test_help_has_examples(command: CommandLine) -> None:
+    outcome = command("verify", "--help")
+    assert outcome.code == 0
+    assert "llmsched verify demo --dtype float32" in outcome.out
+    for option in ("--num-prompts", "--num-tokens", "--seed", "--json", "--dtype", "--device", "--block-size"):
+        assert option in outcome.out
+    assert "--gpu-memory-utilization" not in outcome.out
+
+
+def test_remarks_put_faults_first_and_stay_short() -> None:
+    partings = [Parting(f"p{index}", 3, 10, 11, 0.02, explained=index != 5) for index in range(6)]
+    lines = list(verify._remarks(CheckResult("alone", partings=partings, problems=["nobody was preempted"])))
+    assert lines[0] == "nobody was preempted"
+    assert lines[1].startswith("p5, token 3 is 11 instead of 10, margin 0.02: NOT explained")
+    assert lines[2].endswith("margin 0.02: a near tie")
+    assert lines[-1] == "2 further sequences part"
+    assert len(lines) == 1 + 4 + 1
