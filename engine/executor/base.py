@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,7 @@ import numpy.typing as npt
 from llmsched.engine.request import Sequence, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """One sequence's part of a step.
 
     Tokens `start .. start + num_tokens` of `sequence.token_ids` are computed; their KV goes to the same positions of

@@ -130,14 +130,8 @@ class Scheduler:
         behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         decodes = len(self.running) - len(behind)
         step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes))
-        if behind:
-            behind.sort(key=lambda r: (r.rank, r.request_id))
-            for request in self.running:
-                if request.num_tokens - request.num_computed_tokens == 1:
-                    step.give(request, 1)
-        else:
-            for request in self.running:
-                step.give(request, 1)
+        step.decode(r for r in self.running if r.num_tokens - r.num_computed_tokens == 1)
+        behind.sort(key=lambda r: (r.rank, r.request_id))
         self._waiting_for_prefix = False
         worth_trying = bool(self.waiting) and self._epoch != self._stuck_epoch
         self._prefill(step, behind, admit=worth_trying and (not preempted or not self.running))
@@ -210,7 +204,9 @@ class Scheduler:
 
         If nobody could take one, nothing changes until somebody arrives, ends or is preempted (the epoch moves on).
         """
-        epoch, slots = self._epoch, max(0, self.control.max_running - len(self.running))
+        epoch, slots = self._epoch, self.control.max_running - len(self.running)
+        if slots <= 0:
+            return
         offers = self.waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self.config.cache_bonus)
         for request in list(offers):
             if step.left <= 0 or len(self.running) >= self.control.max_running:

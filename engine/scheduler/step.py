@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llmsched.engine.executor.base import ScheduledRow
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
@@ -22,6 +24,11 @@ class Step:
             self._counts[request] = given + count
             self.left -= count
         return max(0, count)
+
+    def decode(self, requests: Iterable[Request]) -> None:
+        """Give one token to each of these, which are one behind; nothing has been given yet."""
+        self._counts = dict.fromkeys(requests, 1)
+        self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
         return [_row(request, count) for request, count in self._counts.items()]
