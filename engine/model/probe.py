@@ -98,13 +98,15 @@ def noting_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_context: dict[int, LayerShape],
+    paged_context: dict[int, LayerShape] | None = None,
     sliding_window: int | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Note the layer's shape in `paged_context`, check window and keywords, return zeros [1, T, heads, value_dim]."""
     layer: Any = module.layer_idx
     name = f"{type(module).__name__} of layer {layer}"
+    if paged_context is None:
+        raise ModelError(f"{name} gets none of the keywords handed to the model: the model cannot be served")
     if layer in paged_context:
         raise ModelError(f"{name} computes attention twice in one pass: the model cannot be served")
     if key.shape[2] != query.shape[2]:

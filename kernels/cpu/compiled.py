@@ -140,7 +140,8 @@ def prefetch_line(typing_context: Any, array: Any, offset: Any) -> Any:
 
 
 @jit()
-def prefetch(array: Any) -> None:
-    """Ask for all of a contiguous array: the walk to a page far away overlaps with work on the one before."""
-    for offset in range(0, array.size * array.itemsize, CACHE_LINE):
+def prefetch_rows(array: Any, first: int, end: int) -> None:
+    """Ask for rows first..end - 1 of a contiguous matrix."""
+    row_bytes = array.shape[1] * array.itemsize
+    for offset in range(first * row_bytes, end * row_bytes, CACHE_LINE):
         prefetch_line(array, offset)

@@ -17,7 +17,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch, tanh32, to_float32
+from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import as_pointer, run, thread_num
 
 SPLIT = 256
@@ -140,24 +140,29 @@ def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale:
         begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
         offset = begin - block * block_size
         for kv_head in range(kv_heads):
-            if block < last_block:
-                prefetch(keys[table[block + 1], kv_head])
+            ahead = keys[table[min(block + 1, last_block)], kv_head]
             heads = slice(kv_head * group, (kv_head + 1) * group)
             score_block(
                 query[heads],
                 keys[table[block], kv_head, offset : offset + end - begin],
                 scale,
                 scores[heads, begin - start : end - start],
+                ahead,
             )
 
 
 @jit()
-def score_block(query: Any, keys: Any, scale: Any, scores: Any) -> None:
-    """scores = scale * query keys^T, four keys at a time so that a query vector is loaded once for them."""
+def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
+    """scores = scale * query keys^T, four keys at a time so that a query vector is loaded once for them.
+
+    Meanwhile the block `ahead` is on its way from memory, a bit with each step: asked for at once, it would block it.
+    """
     length = keys.shape[0]
     for head in range(query.shape[0]):
         key = 0
         while key + 4 <= length:
+            if head == 0:
+                prefetch_rows(ahead, key, key + 4)
             sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for d in range(query.shape[1]):
                 x = query[head, d]
@@ -211,23 +216,25 @@ def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, out
         begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
         offset = begin - block * block_size
         for kv_head in range(kv_heads):
-            if block < last_block:
-                prefetch(values[table[block + 1], kv_head])
+            ahead = values[table[min(block + 1, last_block)], kv_head]
             heads = slice(kv_head * group, (kv_head + 1) * group)
             add_block(
                 weights[heads, begin - start : end - start],
                 values[table[block], kv_head, offset : offset + end - begin],
                 output[heads],
+                ahead,
             )
 
 
 @jit()
-def add_block(weights: Any, values: Any, output: Any) -> None:
+def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
     """output += weights values, four values at a time so that an output vector is loaded and stored once for them."""
     length = values.shape[0]
     for head in range(output.shape[0]):
         key = 0
         while key + 4 <= length:
+            if head == 0:
+                prefetch_rows(ahead, key, key + 4)
             w0, w1, w2, w3 = weights[head, key], weights[head, key + 1], weights[head, key + 2], weights[head, key + 3]
             for d in range(output.shape[1]):
                 output[head, d] += (

@@ -96,6 +96,7 @@ def test_windows_are_recognised_far_beyond_the_probe() -> None:
         ("llama4_text", {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}, "neither causal nor"),
         ("bert", {"is_decoder": False}, "neither causal nor"),
         ("diffllama", {}, "twice"),
+        ("nemotron", {}, "none of the keywords"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 does not fit"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -304,3 +305,16 @@ def test_bos_is_not_echoed(make_server: Any) -> None:  # G01, A25
         assert answer["choices"][0]["text"] == "helloa"
         assert answer["choices"][0]["logprobs"]["tokens"][0] == ""
         assert whole(http, "", max_tokens=1)["usage"]["prompt_tokens"] == 1  # C05: a lone BOS is legal
+
+
+def test_nothing_is_kept_of_requests_that_ended(http: httpx.Client) -> None:  # C18
+    def objects_after(count: int) -> int:
+        for _ in range(count):
+            whole(http, "a b c", max_tokens=1)
+            assert http.post(PATH, json={"prompt": "a", "n": 0}).status_code == 400
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(30)
+    before = objects_after(30)
+    assert objects_after(120) - before < 120  # less than one object for each pair of requests
