@@ -1,7 +1,8 @@
 """How this package compiles with Numba, and the small functions its kernels are made of.
 
 Compiled code is kept on disk (beside the source, or in the user's cache where that is read-only); where neither can be
-written, each process compiles for itself.
+written, each process compiles for itself. Numba compiles anew when the file of the compiled function changes, not when
+one that it calls does: whoever edits this file removes the *.nbi and *.nbc files in __pycache__.
 """
 
 from __future__ import annotations

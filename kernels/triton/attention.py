@@ -99,7 +99,11 @@ def visit_keys(
     return accumulator, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_sequences", "max_blocks", "splits"])
+# What changes from batch to batch must not lead to a compilation of its own.
+@triton.jit(
+    do_not_specialize=["num_sequences", "max_blocks", "splits"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "context_lens"],
+)
 def attend_kernel(
     output,  # [T, heads, VALUE_DIM]; if SPLIT the parts, [T, heads, splits, VALUE_DIM] float32
     stats,  # [T, heads, splits, 2] float32: maximum (log2) and sum of exponentials; unused unless SPLIT
@@ -222,7 +226,7 @@ def join_kernel(
     tl.store(output + line * VALUE_DIM + value_dims, joined.to(output.dtype.element_ty), mask=value_dims < VALUE_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def write_kernel(
     new,  # [T, KV_HEADS, DIM]
     cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, DIM]

@@ -47,14 +47,14 @@ def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) 
 
 
 def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-    """Compile for a GPU that is not there. What a launch would find out of its arguments is said here: pointers and
-    strides divide by 16."""
+    """Compile for a GPU that is not there. What a launch would find out of its arguments is said here: the addresses of
+    floating-point tensors and the strides divide by 16."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     divisible = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or name.endswith("_stride")
+        if re.match(r"\*(fp|bf)", signature[name]) or name.endswith("_stride")
     }
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=divisible)
@@ -165,6 +165,43 @@ def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
     write = compile_ahead(write_kernel, arch, types, constants, num_warps=1)
     for compiled in (join, write):
         assert resources(compiled, tmp_path)["STACK"] == 0
+
+
+class PretendedGpu:
+    """As much of a driver as a launch asks for before it runs anything."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches up to the point where a GPU would be needed: a server must not stop to compile in the midst of its work.
+
+    One attention kernel each for decodes and for batches with chunks, with splits and without; one to join splits.
+    """
+    compiled = []
+    launch = triton.runtime.jit.JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(launch(kernel, *arguments, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+    monkeypatch.setattr(triton.runtime.driver, "_active", PretendedGpu())
+    monkeypatch.setattr(ops, "num_processors", lambda device: 132)
+    for sequences in ([(1, 90)], [(1, 90)] * 16, [(1, 90)] * 300, [(1, 90), (5, 60)], [(600, 600)] * 17):
+        batch = make_batch(Shape("", tuple(sequences)), dtype=torch.float16, device="meta")
+        for max_blocks in (33, 80):
+            tables = torch.empty(len(sequences), max_blocks, dtype=torch.int32, device="meta")
+            ops.paged_attention(*batch.tensors[:3], tables, *batch.tensors[4:], **batch.options)
+        slots = torch.empty(batch.query.shape[0], dtype=torch.int64, device="meta")
+        ops.write_kv(batch.query[:, :2], batch.query[:, 2:4], batch.key_cache, batch.value_cache, slots)
+    assert len({id(kernel) for kernel in compiled}) == 6
 
 
 def chosen(num_tokens: int, num_sequences: int, **change: int) -> Tiling:
