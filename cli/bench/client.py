@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,8 +16,12 @@ from llmsched.cli.bench.sse import Event, EventParser
 
 Endpoint = Literal["completions", "chat"]
 
-#: Values of `owned_by` in /v1/models of the servers that can state usage with every chunk.
-_COUNTING_SERVERS = {"llmsched", "vllm", "sglang"}
+#: What makes a server tell how many tokens each chunk holds, by `owned_by` in its /v1/models.
+_COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
+    "llmsched": {"return_token_ids": True},
+    "vllm": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "sglang": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+}
 _DETAIL_LENGTH = 300
 
 #: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
@@ -65,7 +69,7 @@ class HttpTarget:
         self._options = options
         self._root = options.url.rstrip("/").removesuffix("/v1")
         self._model = options.model
-        self._counts_chunks = False
+        self._count_chunks: Mapping[str, Any] = {}
         self._answers_lookups = True
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else None,
@@ -84,7 +88,7 @@ class HttpTarget:
             self._answers_lookups = False
             return
         first = _first_model(response)
-        self._counts_chunks = first.get("owned_by") in _COUNTING_SERVERS
+        self._count_chunks = _COUNT_CHUNKS.get(str(first.get("owned_by")), {})
         if self._model is None and isinstance(name := first.get("id"), str):
             self.name = self._model = name
 
@@ -122,9 +126,8 @@ class HttpTarget:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._count_chunks,
         }
-        if self._counts_chunks:
-            body["stream_options"]["continuous_usage_stats"] = True
         if self._model is not None:
             body["model"] = self._model
         if self._options.ignore_eos:
@@ -221,6 +224,8 @@ def _note_event(event: Event, record: RequestRecord, time: float) -> None:
             counted = max(0, record.usage.output_tokens - (before.output_tokens or 0))
     choices = content.get("choices")
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        if isinstance(ids := choices[0].get("token_ids"), list):
+            counted = len(ids)
         record.chunks.append(Chunk(time, _text(choices[0]), counted))
 
 

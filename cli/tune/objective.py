@@ -94,7 +94,7 @@ def explain(trials: Sequence[Trial], slo: Slo) -> str:
     """The choice in a sentence."""
     best = choose(trials)
     if best is None:
-        return f"none of the {len(trials)} values tried is feasible: {_reasons(trials)}"
+        return f"none of the {len(trials)} values tried is feasible; relax the SLOs or lower the load"
     good = [trial for trial in trials if trial.feasible]
     met = "meet the SLOs" if slo.given() else "work (no SLO was given)"
     fastest = max(good, key=lambda trial: trial.output_tokens_per_s or 0.0)
@@ -140,7 +140,3 @@ def _missed(trial: Trial, slo: Slo) -> str | None:
 
 def _with_reason(trial: Trial, reason: str) -> Trial:
     return Trial(**{f.name: getattr(trial, f.name) for f in fields(trial)} | {"reason": reason})
-
-
-def _reasons(trials: Sequence[Trial]) -> str:
-    return "; ".join(f"{trial.setting.max_num_batched_tokens}: {trial.reason}" for trial in trials)

@@ -148,6 +148,29 @@ def test_a_server_that_counts_each_chunk_is_taken_at_its_word() -> None:
     assert figures.itl.mean == pytest.approx(0.7 / 5)
 
 
+def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
+    """An id without text is a token; the role chunk of a chat is none."""
+
+    def delta(content: str, ids: list[int], **more: Any) -> bytes:
+        return event(
+            {"choices": [{"index": 0, "delta": {"content": content, **more}, "token_ids": ids}], "usage": None}
+        )
+
+    parts = [
+        (0.1, delta("", [], role="assistant")),
+        (0.3, delta("", [5])),
+        (0.6, delta("ü", [6, 7])),
+        (0.6, end(3)),
+    ]
+    server = FakeServer(always(Script(parts)), models={"data": [{"id": "m", "owned_by": "llmsched"}]})
+    figures = bench(server, endpoint="chat", ids=None)
+    assert server.bodies[0]["return_token_ids"] is True
+    assert server.bodies[0]["stream_options"] == {"include_usage": True}
+    assert (figures.token_counts, figures.output_tokens) == (EXACT, 3)
+    assert figures.ttft.mean == pytest.approx(0.3)
+    assert figures.itl.mean == pytest.approx(0.15)
+
+
 def test_what_is_sent() -> None:
     server = FakeServer(always(steady(5, 0.1, 0.1)), models={"data": [{"id": "served", "owned_by": "someone"}]})
     bench(server)
