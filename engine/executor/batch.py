@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +89,8 @@ def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[t
         rest = whole
         while (wanted := num_prompt_predictions(rest)) > room:
             if room:
-                part.append((index, replace(rest, num_tokens=room, sample=False)))
-                rest = replace(rest, start=rest.start + room, num_tokens=rest.num_tokens - room)
+                part.append((index, rest._replace(num_tokens=room, sample=False)))
+                rest = rest._replace(start=rest.start + room, num_tokens=rest.num_tokens - room)
             yield part
             part, room = [], max_predictions
         part.append((index, rest))

@@ -14,8 +14,9 @@ import torch
 
 from llmsched.engine.executor.batch import to_device
 
-#: How many of the best tokens are looked at first for top_p; a row whose nucleus is larger is sorted in full.
-CANDIDATES = 256
+#: How many of the best tokens are sorted first for top_p. Rows whose nucleus is larger try again with so many times
+#: more: sorting a whole vocabulary takes a CPU longer than a forward pass of a small model.
+CANDIDATES, CANDIDATES_GROWTH = 256, 16
 #: The draw sums the weights in chunks of this many tokens first, then walks one chunk.
 CHUNK = 256
 
@@ -82,12 +83,12 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
     if look < width:
         larger = ((limit > look) & (running[:, -1] < wanted)).nonzero()[:, 0]
         if len(larger):
-            sorted_in_full = scores[larger]
-            cut(sorted_in_full, top_k[larger], top_p[larger], width)
+            wider = scores[larger]
+            cut(wider, top_k[larger], top_p[larger], look * CANDIDATES_GROWTH)
     kept = ((running - weights < wanted[:, None]) & (ranks < limit[:, None])).sum(dim=1).clamp(min=1)
     drop_beyond(scores, kept, best.gather(1, kept[:, None] - 1))
     if look < width and len(larger):
-        scores[larger] = sorted_in_full
+        scores[larger] = wider
 
 
 def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
