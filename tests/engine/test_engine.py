@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,14 +26,6 @@ from tiny_models import VOCAB_SIZE
 from llmsched.engine.errors import QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor, RowResult, StepPlan, StepResult
 from llmsched.engine.request import FinishReason, SamplingParams
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def alone(token_ids: list[int], params: SamplingParams) -> Choice:
