@@ -1,0 +1,50 @@
+"""The engine against plain transformers: small random-weight models, every way of scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
+
+from gpu_suite.rows import Row, failure
+from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.parity.run import Subject, check_parity
+from llmsched.engine.text.tokenizer import Tokenizer
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss")
+
+
+def check_models(device: str, *, small: bool) -> Iterator[Row]:
+    """One row for each architecture and type."""
+    tokenizer = Tokenizer(build_tokenizer())
+    for dtype in (torch.float32, torch.bfloat16):
+        for arch in ARCHITECTURES[:1] if small else ARCHITECTURES:
+            name = f"{arch} {str(dtype).removeprefix('torch.')}"
+            try:
+                yield compare(name, arch, dtype, device, tokenizer)
+            except Exception as error:
+                yield failure(name, error)
+
+
+def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: Tokenizer) -> Row:
+    model = build_model(arch, seed=3).to(device=device, dtype=dtype)
+    info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
+    report = check_parity(Subject(model, info, tokenizer, device, dtype), num_prompts=2, num_tokens=6)
+    worst = max((check.max_abs_logit_diff or 0.0) for check in report.checks)
+    parted = sum(len(check.partings) for check in report.checks)
+    failed = [check.name for check in report.checks if not check.ok]
+    found = f"{worst:.2g}, {f'{parted} near ties' if parted else 'tokens equal'}"
+    if failed:
+        found = f"{worst:.2g}, failed: {'; '.join(failed)}"
+    checks = {
+        check.name: {
+            "ok": check.ok,
+            "max_abs_logit_diff": check.max_abs_logit_diff,
+            "tokens_equal": check.tokens_equal,
+            "problems": check.problems,
+        }
+        for check in report.checks
+    }
+    limit = min(check.tolerance for check in report.checks)
+    return Row(name, found, f"<= {limit:.2g}", report.ok, {"checks": checks, "spread": report.spread})

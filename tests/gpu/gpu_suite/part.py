@@ -1,0 +1,55 @@
+"""Runs one part in a process of its own: `python -m gpu_suite.part NAME DEVICE FILE`. Writes a row as soon as it is
+there, one JSON document a line, so that a part that dies leaves what it had found."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_suite.rows import Row, failure
+
+
+@dataclass(frozen=True)
+class Part:
+    """`budget_s` is what the part may take in all; the sum stays below eight minutes."""
+
+    title: str
+    module: str
+    function: str
+    budget_s: float
+
+    def run(self, device: str, *, small: bool = False) -> Iterator[Row]:
+        function: Callable[..., Iterator[Row]] = getattr(importlib.import_module(self.module), self.function)
+        return function(device, small=small)
+
+
+PARTS = {
+    "kernels": Part("kernels against the reference", "gpu_suite.attention", "check_kernels", 130),
+    "parity": Part("engine against transformers", "gpu_suite.parity", "check_models", 130),
+    "memory": Part("planned and actual memory", "gpu_suite.memory", "check_memory", 60),
+    "speed": Part("Llama-3.1-8B's shape in bf16", "gpu_suite.speed", "measure_speed", 140),
+}
+
+
+def main() -> None:
+    name, device, file = sys.argv[1:]
+    with Path(file).open("w", encoding="utf-8") as out:
+
+        def write(row: Row) -> None:
+            out.write(json.dumps(row.as_dict()) + "\n")
+            out.flush()
+
+        try:
+            for row in PARTS[name].run(device):
+                write(row)
+        except Exception as error:
+            write(failure("the part itself", error))
+            raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""How long steps of a Llama-3.1-8B take, beside the time that its bytes and its arithmetic need at least.
+
+Nothing here can fail but by an error: these are measurements. Times are medians of wall time after a warm-up; a step
+ends when its tokens are on the host, so it includes the engine's own work.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from batches import Shape, make_batch
+from tiny_models import build_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gpu_suite.rows import Row, failure
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.request import SamplingParams
+from llmsched.engine.text.tokenizer import Tokenizer
+from llmsched.kernels import dispatch
+from llmsched.profiles.gpus import UnknownGpuError, find_gpu
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of the model (by default Llama-3.1-8B's) and of what is measured."""
+
+    layers: int = 32
+    hidden: int = 4096
+    inner: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 128256
+    context: int = 1024
+    prefill: int = 2048
+    batches: tuple[int, ...] = (1, 32)
+    warmup: int = 8
+    repeats: int = 30
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers in numbers: every one takes part in each token."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """Per token of context."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """On the device, the embedding included."""
+        return (self.layer_weights + 2 * self.head_weights) * self.dtype.itemsize
+
+    def output_tokens(self, batch: int) -> int:
+        """Enough for all to decode to the end of the measurement: those prefilled first have tokens ahead."""
+        return self.warmup + self.repeats + batch * self.context // self.prefill + batch + 8
+
+    def decode_bytes(self, batch: int) -> int:
+        """What a decode step must read: all weights but the embedding's other rows, and the KV of all contexts."""
+        return (self.layer_weights + self.head_weights) * self.dtype.itemsize + batch * self.context * self.kv_bytes
+
+    @property
+    def prefill_flops(self) -> float:
+        """Products of one prefill: 2 per weight and token, causal attention, and the last token's logits."""
+        attention = 2 * self.prefill * self.prefill * self.heads * self.head_dim * self.layers
+        return 2.0 * self.layer_weights * self.prefill + attention + 2.0 * self.head_weights
+
+
+SMALL = Size(
+    layers=2, hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16, vocab=320, context=40, prefill=48, batches=(1, 3),
+    warmup=1, repeats=3, dtype=torch.float32,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes/s and FLOP/s of the device, and where they come from."""
+
+    bandwidth: float
+    flops: float
+    source: str
+
+
+def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
+    """Bandwidth, attention alone, decode steps, a prefill step."""
+    size = fitting(SMALL if small else Size(), device)
+    copied, multiplied = copy_bandwidth(device, small), product_flops(device, small)
+    limits = limits_of(device, copied, multiplied)
+    yield Row("copy bandwidth", f"{copied / 1e9:,.0f} GB/s", f"{limits.bandwidth / 1e9:,.0f} GB/s ({limits.source})",
+              data={"measured": copied, "floor_uses": limits.bandwidth})  # fmt: skip
+    yield Row("bf16 products", f"{multiplied / 1e12:,.1f} TFLOP/s", f"{limits.flops / 1e12:,.1f} TFLOP/s",
+              data={"measured": multiplied, "floor_uses": limits.flops})  # fmt: skip
+    for batch, context in ((max(size.batches), size.context), (1, size.context * max(size.batches))):
+        name = f"attention alone, {batch} decodes of {context}"
+        yield attempt(name, lambda batch=batch, context=context, name=name: attention_row(
+            name, size, batch, context, device, limits
+        ))  # fmt: skip
+    started = time.perf_counter()
+    model = make_model(size, device)
+    name = f"random weights on the device, {size.layers} layers"
+    yield Row(name, f"{time.perf_counter() - started:.1f} s", data={"layers": size.layers})
+    for batch in size.batches:
+        name = f"decode, batch {batch}, context {size.context}"
+        yield attempt(name, lambda batch=batch, name=name: decode_row(name, model, size, batch, device, limits))
+    name = f"prefill of {size.prefill}"
+    yield attempt(name, lambda: prefill_row(name, model, size, device, limits))
+
+
+def attempt(name: str, make: Callable[[], Row]) -> Row:
+    """One measurement's failure leaves the others."""
+    try:
+        return make()
+    except Exception as error:
+        return failure(name, error)
+
+
+def fitting(size: Size, device: str) -> Size:
+    """As many of the model's layers as the device has room for."""
+    if device != "cuda":
+        return size
+    free = 0.9 * torch.cuda.mem_get_info()[0]
+    while size.layers > 1 and size.weight_bytes + 1.5 * max(size.batches) * size.context * size.kv_bytes > free:
+        size = replace(size, layers=size.layers - 1)
+    return size
+
+
+# -- the device -----------------------------------------------------------------------------------------------
+
+
+def limits_of(device: str, bandwidth: float, flops: float) -> Limits:
+    """The datasheet's, or what was measured where the GPU is not listed."""
+    if device == "cuda":
+        try:
+            spec = find_gpu(torch.cuda.get_device_name())
+        except UnknownGpuError:
+            return Limits(bandwidth, flops, "measured, not listed")
+        return Limits(spec.bandwidth, spec.bf16_flops or flops, f"datasheet, {spec.key}")
+    return Limits(bandwidth, flops, "measured")
+
+
+def timed(run: Callable[[], Any], device: str, *, warmup: int, repeats: int) -> float:
+    """Median seconds of one call, by the device's own clock where it has one."""
+    for _ in range(warmup):
+        run()
+    if device != "cuda":
+        return median(wall(run) for _ in range(repeats))
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in marks:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in marks) / 1e3
+
+
+def wall(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def copy_bandwidth(device: str, small: bool) -> float:
+    """Bytes read and written per second by a copy much larger than any cache."""
+    source = torch.ones((1 << 22) if small else (1 << 30), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = timed(lambda: target.copy_(source), device, warmup=3, repeats=10)
+    return 2 * source.nbytes / seconds
+
+
+def product_flops(device: str, small: bool) -> float:
+    """FLOP/s of a large square bf16 product."""
+    width = 128 if small else 8192
+    one = torch.randn(width, width, device=device).to(torch.bfloat16)
+    seconds = timed(lambda: one @ one, device, warmup=3, repeats=10)
+    return 2.0 * width**3 / seconds
+
+
+def attention_row(name: str, size: Size, batch: int, context: int, device: str, limits: Limits) -> Row:
+    """One layer's attention over the paged cache, as often as the model has layers, over different caches."""
+    shape = Shape(name, ((1, context),) * batch, size.heads, size.kv_heads, size.head_dim)
+    made = make_batch(shape, dtype=size.dtype, device=device)
+    needed = 2 * batch * context * size.kv_heads * size.head_dim * size.dtype.itemsize
+    seconds = timed(
+        lambda: dispatch.paged_attention(*made.tensors, **made.options), device, warmup=5, repeats=size.repeats
+    )
+    return beside(name, seconds, needed / limits.bandwidth, {"kv_bytes": needed})
+
+
+# -- the engine -----------------------------------------------------------------------------------------------
+
+
+def make_model(size: Size, device: str) -> Any:
+    """Llama with random weights, made on the device."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=size.dtype).eval().requires_grad_(False)
+
+
+def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
+    longest = max(size.context, size.prefill) + size.output_tokens(batch)
+    num_blocks = math.ceil(1.2 * batch * (longest / BLOCK + 1))  # admission leaves a tenth free
+    config = EngineConfig(
+        max_model_len=longest,
+        max_num_batched_tokens=size.prefill,
+        max_num_seqs=batch,
+        block_size=BLOCK,
+        enable_prefix_caching=False,
+    )
+    executor = TorchExecutor(model, num_blocks=num_blocks, block_size=BLOCK, device=device, kv_dtype=size.dtype)
+    info = ModelInfo("llama", "LlamaForCausalLM", size.vocab, longest, frozenset())
+    return Engine(config, info, Tokenizer(build_tokenizer()), executor, num_blocks)
+
+
+def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limits: Limits) -> Row:
+    """Steps in which `batch` sequences get a token each, their contexts around size.context."""
+    engine = make_engine(model, size, batch, device)
+    steps = size.warmup + size.repeats
+    params = SamplingParams(temperature=0, max_tokens=size.output_tokens(batch), ignore_eos=True)
+    length = size.context - steps // 2
+    for index in range(batch):
+        engine.add_request(str(index), [(index * 7919 + 31 * place) % size.vocab for place in range(length)], params)
+    while engine.scheduler.waiting or any(not request.num_output_tokens for request in engine.scheduler.running):
+        engine.step()
+    times = [wall(engine.step) for _ in range(steps)][size.warmup :]
+    assert len(engine.scheduler.running) == batch, "some sequences ended before the measurement did"
+    seconds = median(times)
+    engine.executor.close()  # type: ignore[attr-defined]
+    data = {"tokens_per_s": batch / seconds, "step_s": seconds, "slowest_step_s": max(times), "batch": batch}
+    row = beside(name, seconds, size.decode_bytes(batch) / limits.bandwidth, data)
+    return replace(row, found=f"{batch / seconds:,.0f} tokens/s, {row.found}")
+
+
+def prefill_row(name: str, model: Any, size: Size, device: str, limits: Limits) -> Row:
+    """A step that computes one prompt of size.prefill tokens and nothing else."""
+    engine = make_engine(model, size, 1, device)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    times = []
+    for index in range(3 + max(3, size.repeats // 4)):
+        engine.add_request(str(index), [(index + 31 * place) % size.vocab for place in range(size.prefill)], params)
+        times.append(wall(engine.step))
+        assert not engine.has_work()
+    seconds = median(times[3:])
+    engine.executor.close()  # type: ignore[attr-defined]
+    data = {"tokens_per_s": size.prefill / seconds, "step_s": seconds, "flops": size.prefill_flops}
+    row = beside(name, seconds, size.prefill_flops / limits.flops, data)
+    return replace(row, found=f"{size.prefill / seconds:,.0f} tokens/s, {row.found}")
+
+
+def beside(name: str, seconds: float, floor: float, data: dict[str, Any]) -> Row:
+    found = f"{1e3 * seconds:.3g} ms, {seconds / floor:.2f} x the floor"
+    return Row(name, found, f"floor {1e3 * floor:.3g} ms", data=data | {"seconds": seconds, "floor_s": floor})

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# What only a GPU can tell: kernels, parity with transformers, planned and actual memory, speed. Under eight minutes.
+# Works from a plain checkout: nothing is installed or downloaded. Without a GPU it says so and ends with 0.
+#
+#   tests/gpu/run.sh [RESULT.json]      default: $OUT/gpu.json, else no file
+#
+# PYTHON names the interpreter (default: python3).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+
+# The import names are llmsched.*, the folders have others; and the root must stay off the path, because transformers
+# takes a top-level module called `kernels` for a package of that name.
+names=$(mktemp -d)
+trap 'rm -rf "$names"' EXIT
+mkdir "$names/llmsched"
+for part in cli engine kernels profiles; do
+    ln -s "$root/$part" "$names/llmsched/$part"
+done
+
+export PYTHONPATH="$names:$here:$root/tests/support:$root/tests/kernels"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=1
+"${PYTHON:-python3}" -P -m gpu_suite "$@"
