@@ -70,13 +70,10 @@ def without_gpu(reason: str) -> int:
 
 def machine() -> Result:
     """Date, GPU, driver and versions."""
-    import pynvml
+    from llmsched.engine.device import _nvml, _visible_gpu
 
-    pynvml.nvmlInit()
-    driver = pynvml.nvmlSystemGetDriverVersion()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    name = pynvml.nvmlDeviceGetName(handle)
-    pynvml.nvmlShutdown()
+    with _nvml() as nvml:
+        driver, name = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetName(_visible_gpu(nvml))
     found: Result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": name,

@@ -113,6 +113,8 @@ def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
         yield attempt(name, lambda batch=batch, context=context, name=name: attention_row(
             name, size, batch, context, device, limits
         ))  # fmt: skip
+    name = f"attention alone, a prefill of {size.prefill}"
+    yield attempt(name, lambda name=name: attention_prefill_row(name, size, device, limits))
     started = time.perf_counter()
     model = make_model(size, device)
     name = f"random weights on the device, {size.layers} layers"
@@ -194,7 +196,7 @@ def product_flops(device: str, small: bool) -> float:
 
 
 def attention_row(name: str, size: Size, batch: int, context: int, device: str, limits: Limits) -> Row:
-    """One layer's attention over the paged cache, as often as the model has layers, over different caches."""
+    """Attention of one layer over contexts that are larger than the GPU's own cache, beside reading their KV once."""
     shape = Shape(name, ((1, context),) * batch, size.heads, size.kv_heads, size.head_dim)
     made = make_batch(shape, dtype=size.dtype, device=device)
     needed = 2 * batch * context * size.kv_heads * size.head_dim * size.dtype.itemsize
@@ -202,6 +204,17 @@ def attention_row(name: str, size: Size, batch: int, context: int, device: str, 
         lambda: dispatch.paged_attention(*made.tensors, **made.options), device, warmup=5, repeats=size.repeats
     )
     return beside(name, seconds, needed / limits.bandwidth, {"kv_bytes": needed})
+
+
+def attention_prefill_row(name: str, size: Size, device: str, limits: Limits) -> Row:
+    """Causal attention of one layer over one prompt, beside the products of the half that is not masked."""
+    shape = Shape(name, ((size.prefill, size.prefill),), size.heads, size.kv_heads, size.head_dim)
+    made = make_batch(shape, dtype=size.dtype, device=device)
+    needed = 2.0 * size.prefill**2 * size.heads * size.head_dim
+    seconds = timed(
+        lambda: dispatch.paged_attention(*made.tensors, **made.options), device, warmup=3, repeats=size.repeats
+    )
+    return beside(name, seconds, needed / limits.flops, {"flops": needed})
 
 
 # -- the engine -----------------------------------------------------------------------------------------------
