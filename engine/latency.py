@@ -136,8 +136,14 @@ def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, durati
     return Goodput(good / duration, {**attainment, "all": good / total})
 
 
-def steady_rate(ends: Sequence[float]) -> float | None:
-    """Completions per second without the ramp: (n - 1) / (last end - first end); None where that is undefined."""
-    if len(ends) < 2 or (span := max(ends) - min(ends)) <= 0:
+def steady_rate(arrivals: Sequence[Arrival]) -> float | None:
+    """Tokens (or completions) per second from the first arrival to the last, what came first not counted.
+
+    For n single ones that is (n - 1) / (last - first). None where there is no time between them.
+    """
+    if not arrivals:
         return None
-    return (len(ends) - 1) / span
+    first, last = min(arrivals), max(arrivals)
+    if last.time <= first.time:
+        return None
+    return (sum(arrival.tokens for arrival in arrivals) - first.tokens) / (last.time - first.time)

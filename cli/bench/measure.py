@@ -34,6 +34,9 @@ CHUNKS = "one token per chunk assumed"
 LAG_LIMIT_S = 0.02
 LAG_LIMIT_SHARE = 0.1
 
+#: A steady rate is given if what it is taken from spans at least this share of the run.
+STEADY_SHARE = 0.1
+
 #: Samples that must lie beyond a percentile for it to be more than an anecdote.
 _SAMPLES_BEYOND = 10
 
@@ -43,8 +46,8 @@ class Measurement:
     """The figures of a run. Times are in seconds, rates per second; None is what the run cannot tell.
 
     Token counts and `latencies` are of completed requests. `duration` runs from the start of the schedule to the last
-    end. Rates with `_steady` leave out ramp and drain: tokens between the first completion and the last sending,
-    requests as (n - 1) / (last end - first end).
+    end. Rates with `_steady` leave out the ramp: they count from the first token (the first completed request) to the
+    last, without the first itself.
     """
 
     completed: int
@@ -100,7 +103,9 @@ def measure(
     ends = [record.end for record in records if record.end is not None]
     duration = max(ends) - min(record.scheduled for record in records) if ends else 0.0
     latencies = [one.latency for one in served]
-    output_tokens = sum(arrival.tokens for one in served for arrival in one.arrivals)
+    tokens = [arrival for one in served for arrival in one.arrivals]
+    completions = [Arrival(one.record.end, 1) for one in served if one.record.end is not None]
+    output_tokens = sum(arrival.tokens for arrival in tokens)
     itl = summarise([gap for latency in latencies for gap in latency.itl])
     ttft = summarise([latency.ttft for latency in latencies])
     lag = summarise([r.sent - r.ready for r in records if r.sent is not None and r.ready is not None])
@@ -117,9 +122,9 @@ def measure(
         input_tokens=_total([one.record.usage.prompt_tokens for one in served]),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / duration if duration > 0 else None,
-        output_tokens_per_s_steady=_steady_tokens(served, sent),
+        output_tokens_per_s_steady=_steady(tokens, duration),
         requests_per_s=len(served) / duration if duration > 0 else None,
-        requests_per_s_steady=steady_rate([one.record.end for one in served if one.record.end is not None]),
+        requests_per_s_steady=_steady(completions, duration),
         ttft=ttft,
         itl=itl,
         tpot=summarise([latency.tpot for latency in latencies if latency.tpot is not None]),
@@ -129,7 +134,7 @@ def measure(
         prefix_hit_rate=_hit_rate(served),
         preemptions=preemptions,
         asked_rate=workload.request_rate if workload.request_rate and math.isfinite(workload.request_rate) else None,
-        achieved_rate=steady_rate(sent),
+        achieved_rate=steady_rate([Arrival(time, 1) for time in sent]),
         client_lag=lag,
         valid=not late and bool(served),
         goodput=goodput(slo, latencies, failed=failed, duration=duration),
@@ -172,13 +177,12 @@ def _worst_source(served: Sequence[_Served]) -> str | None:
     return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
 
 
-def _steady_tokens(served: Sequence[_Served], sent: Sequence[float]) -> float | None:
-    """Tokens per second between the first completion and the last sending, when the load was full."""
-    ends = [one.record.end for one in served if one.record.end is not None]
-    if not ends or not sent or (span := max(sent) - min(ends)) <= 0:
+def _steady(arrivals: Sequence[Arrival], duration: float) -> float | None:
+    """The rate without the ramp, unless all came so close together that it says nothing of the run."""
+    times = [arrival.time for arrival in arrivals]
+    if not times or max(times) - min(times) < STEADY_SHARE * duration:
         return None
-    inside = (arrival.tokens for one in served for arrival in one.arrivals if min(ends) < arrival.time <= max(sent))
-    return sum(inside) / span
+    return steady_rate(arrivals)
 
 
 def _hit_rate(served: Sequence[_Served]) -> float | None:

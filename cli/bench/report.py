@@ -103,7 +103,7 @@ def _total_rows(figures: Measurement) -> list[list[str]]:
         ["completed / failed", f"{figures.completed} / {figures.failed}"],
         ["duration", f"{figures.duration:.2f} s"],
         ["output tokens/s", _rate(figures.output_tokens_per_s)],
-        ["  while the load was full", _rate(figures.output_tokens_per_s_steady)],
+        ["  between first and last token", _rate(figures.output_tokens_per_s_steady)],
         ["requests/s", _rate(figures.requests_per_s)],
         ["  between first and last end", _rate(figures.requests_per_s_steady)],
         ["sent requests/s", _rate(figures.achieved_rate) + asked],

@@ -25,8 +25,8 @@ class Setting:
 class Trial:
     """What a setting gave, all its rounds together. Times are in seconds, None without a sample.
 
-    `output_tokens_per_s` is the mean over rounds of the rate while the load was full (of the whole run where it never
-    was), `spread` how far the rounds lie from it, as a share. `reason` says why the setting is not feasible.
+    `output_tokens_per_s` is the mean over rounds of the rate from the first token to the last, `spread` how far the
+    rounds lie from it, as a share. `reason` says why the setting is not feasible.
     """
 
     setting: Setting

@@ -113,8 +113,9 @@ def test_the_itl_slo_looks_at_a_requests_own_p99() -> None:
 
 def test_steady_rate_leaves_out_the_ramp() -> None:
     """F12."""
-    assert steady_rate([10.0, 10.5, 11.0, 11.5]) == 2.0
-    assert steady_rate([11.5, 10.0, 11.0, 10.5]) == 2.0
-    assert steady_rate([10.0]) is None
-    assert steady_rate([10.0, 10.0]) is None
+    assert steady_rate(stream((10.0, 1), (10.5, 1), (11.0, 1), (11.5, 1))) == 2.0
+    assert steady_rate(stream((11.5, 1), (10.0, 1), (11.0, 1), (10.5, 1))) == 2.0
+    assert steady_rate(stream((1.0, 5), (2.0, 10), (3.0, 10))) == 10.0
+    assert steady_rate(stream((10.0, 1))) is None
+    assert steady_rate(stream((10.0, 1), (10.0, 1))) is None
     assert steady_rate([]) is None

@@ -298,16 +298,25 @@ def test_throughput_whole_and_steady() -> None:
     figures = bench(FakeServer(lambda n: steady(1, 10 + 0.5 * n, 0)), replace(ONE, num_prompts=4))
     assert figures.requests_per_s == pytest.approx(4 / 11.5)
     assert figures.requests_per_s_steady == pytest.approx(2.0)
-    assert figures.output_tokens_per_s_steady is None
+    assert figures.output_tokens_per_s == pytest.approx(4 / 11.5)
+    assert figures.output_tokens_per_s_steady == pytest.approx(2.0)
 
 
-def test_tokens_per_second_while_the_load_was_full() -> None:
-    """Two at a time, 1 s per request of 10 tokens: from the first end (1 s) to the last sending (4 s) 20 tokens/s."""
+def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
+    """Two at a time, 1 s per request of 10 tokens, all ends in pairs: the first token of 100 comes at 0.1 s."""
     work = replace(ONE, num_prompts=10, max_concurrency=2)
     figures = bench(FakeServer(always(steady(10, 0.1, 0.1))), work)
     assert figures.duration == pytest.approx(5.0)
-    assert figures.output_tokens_per_s == pytest.approx(20.0)
-    assert figures.output_tokens_per_s_steady == pytest.approx(20.0)
+    assert figures.output_tokens_per_s == pytest.approx(100 / 5.0)
+    assert figures.output_tokens_per_s_steady == pytest.approx(99 / 4.9)
+
+
+def test_ends_that_fall_together_have_no_steady_rate() -> None:
+    """Ten requests that end within a millisecond after 10 s were not served at 9,000 requests/s."""
+    figures = bench(FakeServer(lambda n: steady(1, 10 + 0.0001 * n, 0)), replace(ONE, num_prompts=10))
+    assert figures.requests_per_s == pytest.approx(1.0, rel=1e-3)
+    assert figures.requests_per_s_steady is None
+    assert figures.output_tokens_per_s_steady is None
 
 
 def test_asked_and_achieved_rate() -> None:
