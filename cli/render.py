@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ __all__ = [
     "note",
     "progress_bar",
     "say",
+    "show_log",
     "stacked_bar",
     "stderr",
     "stdout",
@@ -69,6 +71,15 @@ def warn(text: str) -> None:
 def error(text: str) -> None:
     """Tell, on stderr and in one line, what went wrong."""
     stderr().print(f"error: {' '.join(text.split())}", markup=False, style="bold red", soft_wrap=True)
+
+
+def show_log() -> None:
+    """Write to stderr, from now on, what the engine logs: what it decides for all, and warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("llmsched")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:

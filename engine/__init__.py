@@ -10,8 +10,9 @@ from llmsched.engine.request import FinishReason, Request, RequestOutput, Sampli
 
 if TYPE_CHECKING:
     from llmsched.engine.build import build_engine
-    from llmsched.engine.core import Engine, EngineStats
+    from llmsched.engine.core import Engine
     from llmsched.engine.service import AsyncEngine
+    from llmsched.engine.stats import EngineStats
 
 __all__ = [
     "AsyncEngine",
@@ -25,7 +26,7 @@ __all__ = [
     "build_engine",
 ]
 
-_LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "core", "build_engine": "build"}
+_LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "build_engine": "build"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llmsched.engine.changes import PromptChange, PromptChanges
 from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor
@@ -22,7 +23,7 @@ from llmsched.engine.output import OutputStream
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.policies import make_scheduler
-from llmsched.engine.scheduler.scheduler import SchedulerCounters
+from llmsched.engine.stats import Accounts, EngineStats
 
 if TYPE_CHECKING:
     from llmsched.engine.kv.budget import MemoryPlan
@@ -30,26 +31,6 @@ if TYPE_CHECKING:
 
 _SEED_MASK = (1 << 64) - 1
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A consistent picture of the engine after a step. Counters are totals since the start."""
-
-    num_running: int
-    num_waiting: int
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    prompt_tokens: int
-    generation_tokens: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    recomputed_tokens: int
-    num_preemptions: int
-    finished: dict[FinishReason, int]
-    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +75,12 @@ class Engine:
         pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, longest)
         kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned)
         self.scheduler = make_scheduler(kv, config, clock)
+        self._accounts = Accounts(self.scheduler, self.metrics)
+        self._changes = PromptChanges(kv.misses.watch, tokenizer, self.metrics)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
         self._finish_times: deque[float] = deque(maxlen=64)
-        self._finished = dict.fromkeys(FinishReason, 0)
-        self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -159,6 +140,17 @@ class Engine:
                 f"{len(self.scheduler.waiting)} requests are waiting; at most {self.config.max_queue_size} may",
                 self.retry_after(),
             )
+        self._queue(request_id, prompt_token_ids, sampling, priority, cache_salt, arrival_time)
+
+    def _queue(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        arrival_time: float | None,
+    ) -> None:
         arrival = self._clock() if arrival_time is None else arrival_time
         seed = self._seed_of(sampling)
         eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
@@ -178,8 +170,8 @@ class Engine:
             self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
             self.scheduler.add(request)
         self._groups[request_id] = names
-        self._prompt_tokens += len(prompt_token_ids)
-        self._update_gauges()
+        self._accounts.prompt_tokens += len(prompt_token_ids)
+        self._accounts.update()
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in whatever state it is; unknown or ended ones are ignored. Returns the last outputs."""
@@ -189,7 +181,7 @@ class Engine:
             self.scheduler.finish(stream.request, FinishReason.ABORT)
             outputs.append(stream.end(FinishReason.ABORT))
             self._end(stream, FinishReason.ABORT)
-        self._update_gauges()
+        self._accounts.update()
         return outputs
 
     def has_work(self) -> bool:
@@ -216,7 +208,6 @@ class Engine:
         """
         if self.idle_until() is not None:
             return []
-        before = replace(self.scheduler.counters)
         plan = self.scheduler.schedule()
         if not plan.rows:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
@@ -229,15 +220,15 @@ class Engine:
             if (output := stream.take(update)) is not None:
                 outputs.append(output)
                 self._account(stream, output, now)
-        self._steps += 1
+        self._changes.update()
         self.metrics.step(plan.num_tokens)
-        self._book_counters(before)
-        self._update_gauges()
+        self._accounts.steps += 1
+        self._accounts.update()
         return outputs
 
     def _account(self, stream: OutputStream, output: RequestOutput, now: float) -> None:
         if output.token_ids:
-            self._generation_tokens += len(output.token_ids)
+            self._accounts.generation_tokens += len(output.token_ids)
             stream.record(self.metrics, now)
         if output.finish_reason is not None:
             self.scheduler.finish(stream.request, output.finish_reason)
@@ -246,7 +237,7 @@ class Engine:
     def _end(self, stream: OutputStream, reason: FinishReason) -> None:
         now = self._clock()
         stream.record_end(self.metrics, reason, now)
-        self._finished[reason] += 1
+        self._accounts.finished[reason] += 1
         self._finish_times.append(now)
         name = stream.request.request_id
         del self._streams[name]
@@ -257,23 +248,7 @@ class Engine:
     # -- state ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        pool, counters = self.scheduler.kv.pool, self.scheduler.counters
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            blocks_total=pool.num_blocks,
-            blocks_used=pool.num_used,
-            blocks_cached=pool.num_cached,
-            blocks_free=pool.num_free,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_queried_tokens=counters.prefix_queried_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            recomputed_tokens=counters.recomputed_tokens,
-            num_preemptions=counters.num_preemptions,
-            finished=dict(self._finished),
-            steps=self._steps,
-        )
+        return self._accounts.stats()
 
     def reconfigure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
         """Change the limits of a step while no request runs, within what memory was reserved for at the start.
@@ -290,26 +265,37 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts that are not running."""
         self.scheduler.kv.reset_prefix_cache()
-        self._update_gauges()
+        self._accounts.update()
 
     def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
         """Compute and keep the KV of a prompt's beginning (whole blocks) for `ttl` seconds (None: until deleted).
 
-        Raises RequestError when there is no whole block or no room for it.
+        What is not in the cache is computed as a request of its own, which counts as one; the queue is never too full
+        for it. Raises RequestError when there is no whole block or no room for it.
         """
-        self.check(token_ids, SamplingParams(max_tokens=0))
+        sampling = SamplingParams(max_tokens=0)
+        self.check(token_ids, sampling)
+        self.scheduler.expire_pins()
         pin = self.scheduler.kv.pins.pin(token_ids, cache_salt, ttl, self._clock())
-        if pin.num_written_tokens < pin.num_tokens:
-            name = f"{pin.pin_id}@{self._steps}"
-            self.add_request(name, token_ids[: pin.num_tokens], SamplingParams(max_tokens=0), cache_salt=cache_salt)
+        name = f"{pin.pin_id} of this engine"
+        if pin.num_written_tokens < pin.num_tokens and name not in self._groups:
+            self._queue(name, token_ids[: pin.num_tokens], sampling, 0, cache_salt, None)
+        self._accounts.update()
         return pin
 
     def unpin_prefix(self, pin_id: str) -> None:
         """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
         self.scheduler.unpin(pin_id)
+        self._accounts.update()
 
     def pinned_prefixes(self) -> list[PinState]:
+        """All pins whose time is not over, oldest first; `expires_at` is a time of the engine's clock."""
+        self.scheduler.expire_pins()
         return self.scheduler.kv.pins.states()
+
+    def prompt_change(self) -> PromptChange | None:
+        """What changes early in the latest prompts and keeps them from the prefix cache, if there is such a thing."""
+        return self._changes.look()
 
     def explain(self, request_id: str) -> list[Timeline]:
         """What the scheduler decided about a request, for each of its sequences; empty if unknown or long gone."""
@@ -331,18 +317,6 @@ class Engine:
         if sampling.seed is not None:
             return sampling.seed
         return self._seeds.getrandbits(63) if self._seeds is not None else secrets.randbits(63)
-
-    def _book_counters(self, before: SchedulerCounters) -> None:
-        after = self.scheduler.counters
-        queried = after.prefix_queried_tokens - before.prefix_queried_tokens
-        self.metrics.prefix(queried, after.prefix_hit_tokens - before.prefix_hit_tokens)
-        self.metrics.preempted(
-            after.num_preemptions - before.num_preemptions, after.recomputed_tokens - before.recomputed_tokens
-        )
-
-    def _update_gauges(self) -> None:
-        pool = self.scheduler.kv.pool
-        self.metrics.gauges(len(self.scheduler.running), len(self.scheduler.waiting), pool.num_used, pool.num_cached)
 
 
 def _sequence_name(request_id: str, index: int) -> str:

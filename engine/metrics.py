@@ -10,6 +10,7 @@ import re
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.request import FinishReason
 
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -92,6 +93,28 @@ class EngineMetrics:
         self._prefix_queries.inc(queried_tokens)
         self._prefix_hits.inc(hit_tokens)
 
+    def prefix_miss(self, kind: MissKind, count: int) -> None:
+        """`count` requests were admitted whose prefix hit ended for this reason; a whole hit is no miss."""
+        if kind is not MissKind.HIT:
+            self._misses[kind].inc(count)
+
+    def admission(self, headroom: float, max_running: int) -> None:
+        """How careful admission is at present."""
+        self._headroom.set(headroom)
+        self._max_running.set(max_running)
+
+    def headroom_changed(self, count: int) -> None:
+        """Headroom or concurrency cap changed `count` times."""
+        self._headroom_changes.inc(count)
+
+    def changing_prompts(self, count: int, window: int) -> None:
+        """Of the last `window` requests, `count` differ at one early token and go on alike."""
+        self._changing_prompts.set(count / window)
+
+    def pinned(self, blocks: int) -> None:
+        """Blocks that pinned prefixes hold at present."""
+        self._pinned_blocks.set(blocks)
+
     def gauges(self, running: int, waiting: int, used_blocks: int, cached_blocks: int) -> None:
         """The present state."""
         self._running.set(running)
@@ -135,6 +158,16 @@ class EngineMetrics:
         self._recomputed_tokens = counter("recomputed_tokens", "Tokens to compute again after preemption.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._headroom_changes = counter("headroom_changes", "Changes of the headroom or the concurrency cap.")
+        misses = Counter(
+            self._name("prefix_cache_misses"),
+            "Requests by the reason why not more of their prompt was found in the prefix cache.",
+            ["model_name", "kind"],
+            registry=self._registry,
+        )
+        self._misses = {
+            kind: misses.labels(self._model_name, kind.name.lower()) for kind in MissKind if kind is not MissKind.HIT
+        }
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generation_tokens = counter("generation_tokens", "Output tokens, counted as they are generated.")
         finished = Counter(
@@ -152,6 +185,16 @@ class EngineMetrics:
         self._running = gauge("num_requests_running", "Requests that hold blocks and are being computed.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for admission.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks held by requests; 1 is all.")
+        self._headroom = gauge("kv_headroom_perc", "Share of KV blocks that admission keeps free; 1 is all.")
+        self._max_running = gauge(
+            "max_running_requests", "The concurrency cap: preemptions shrink it."
+        )
+        self._pinned_blocks = gauge("kv_blocks_pinned", "KV blocks that pinned prefixes hold.")
+        self._changing_prompts = gauge(
+            "prefix_cache_changing_prompts",
+            "Share of the latest requests whose prompts differ at one early token and go on alike, out of the cache's "
+            "reach; the log and /v1/cache say where.",
+        )
         self._cached_blocks = gauge("kv_blocks_cached", "KV blocks that no request holds and a prefix may hit.")
         Gauge(
             self._name("cache_config_info"),

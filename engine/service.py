@@ -12,12 +12,15 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from llmsched.engine.changes import PromptChange
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.core import Engine, EngineStats, Timeline
+from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
+from llmsched.engine.kv.pins import PinState
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import RequestOutput, SamplingParams
+from llmsched.engine.stats import EngineStats
 
 if TYPE_CHECKING:
     from llmsched.engine.kv.budget import MemoryPlan
@@ -212,6 +215,22 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> None:
         """See Engine.reset_prefix_cache."""
         await self._call(self._engine.reset_prefix_cache)
+
+    async def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
+        """See Engine.pin_prefix; `expires_at` is a time of time.monotonic()."""
+        return await self._call(lambda: self._engine.pin_prefix(token_ids, cache_salt=cache_salt, ttl=ttl))
+
+    async def unpin_prefix(self, pin_id: str) -> None:
+        """See Engine.unpin_prefix."""
+        await self._call(lambda: self._engine.unpin_prefix(pin_id))
+
+    async def pinned_prefixes(self) -> list[PinState]:
+        """See Engine.pinned_prefixes; `expires_at` is a time of time.monotonic()."""
+        return await self._call(self._engine.pinned_prefixes)
+
+    async def prompt_change(self) -> PromptChange | None:
+        """See Engine.prompt_change."""
+        return await self._call(self._engine.prompt_change)
 
     async def explain(self, request_id: str) -> list[Timeline]:
         """See Engine.explain."""

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from llmsched.cli.serve.auth import require_key
 from llmsched.cli.serve.body import read_body, until_disconnect
+from llmsched.cli.serve.cache import cache_routes
 from llmsched.cli.serve.choices import ChatStyle, CompletionStyle, Style
 from llmsched.cli.serve.classes import CLASS_HEADER, priority_of
 from llmsched.cli.serve.errors import ApiError, api_error, json_response
@@ -37,7 +38,9 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
     """The ASGI application that serves `engine` under `model_name`; with `api_key`, to those who send it."""
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine))
-    app.include_router(_model_routes(engine, model_name), dependencies=[Depends(require_key(api_key))])
+    desk = _Desk(engine, model_name)
+    for router in (_model_routes(engine, desk), cache_routes(engine, desk.preparer, desk.check_model)):
+        app.include_router(router, dependencies=[Depends(require_key(api_key))])
     app.add_exception_handler(LlmschedError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
@@ -62,9 +65,8 @@ def _open_routes(engine: AsyncEngine) -> APIRouter:
     return router
 
 
-def _model_routes(engine: AsyncEngine, model_name: str) -> APIRouter:
+def _model_routes(engine: AsyncEngine, desk: _Desk) -> APIRouter:
     router = APIRouter()
-    desk = _Desk(engine, model_name)
 
     @router.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
@@ -94,11 +96,6 @@ def _model_routes(engine: AsyncEngine, model_name: str) -> APIRouter:
                 code="request_not_found",
             )
         return json_response({"id": request_id, "choices": [timeline_body(timeline) for timeline in timelines]})
-
-    @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        await engine.reset_prefix_cache()
-        return json_response({"status": "ok"})
 
     return router
 

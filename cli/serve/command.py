@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,6 +45,15 @@ def serve(
             metavar="NAME|PATH", help="Settings found by `llmsched tune`; flags go first.", rich_help_panel=_SERVER
         ),
     ] = None,
+    pin_prefix: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep the beginning of prompts in the prefix cache: a text, or in a .json file the body of a POST to "
+            "/v1/prefixes (messages of a chat, say). May be given several times.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     grace_period: Annotated[
         float,
         typer.Option(
@@ -71,10 +81,13 @@ def serve(
 
     llmsched serve demo --profile demo
 
+    llmsched serve demo --pin-prefix system_prompt.json
+
     Then: curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from llmsched.cli.serve.lifecycle import bind
+    from llmsched.cli.serve.pinning import pin_prefixes, read_prefixes
     from llmsched.cli.serve.profile import profile_settings
     from llmsched.engine.metrics import check_prefix
 
@@ -82,12 +95,15 @@ def serve(
         raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve everyone")
     check_prefix(metrics_prefix)
     config = engine_options.config(resolve_model(model), profile_settings(profile) if profile else None)
+    prefixes = read_prefixes(pin_prefix or [])
     listener = bind(host, port)
 
     from llmsched.engine.build import build_engine
 
     with render.progress_bar() as progress:
         engine = build_engine(config, progress, metrics_prefix)
+    render.show_log()
+    pin_prefixes(engine, prefixes)
     name = served_model_name or engine.model.name
     # What was loaded stays: the garbage collector need not look at it again and again between two tokens.
     gc.collect()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
-from llmsched.engine import AsyncEngine, SamplingParams
+from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, PrefixRequest, Prompt
+from llmsched.engine import AsyncEngine, Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 
@@ -27,7 +28,7 @@ class PreparedPrompt:
 class Preparer:
     """Tokenises and completes requests for one model. Runs in worker threads: the event loop must not wait for it."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine | Engine) -> None:
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
@@ -58,6 +59,25 @@ class Preparer:
             max_tokens = max(1, self._max_model_len - len(token_ids))
         extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
         return [PreparedPrompt(token_ids, None, self._sampling(request, max_tokens, extra))]
+
+    def prefix(self, request: PrefixRequest) -> list[int]:
+        """The token ids that prompts begin with. Raises RequestError.
+
+        Messages that end with the user's turn stand for the prompt of just that chat; others for what all chats that
+        begin with them have in common, whatever the user goes on to say.
+        """
+        if request.messages is None:
+            assert request.prompt is not None
+            return self._token_ids(request.prompt)
+        self._refuse_surely_too_long(sum(_size(message.content) for message in request.messages), "messages")
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        options = request.chat_template_kwargs or {}
+        if messages[-1]["role"] == "user":
+            return render_chat(self._tokenizer, messages, **options)
+        one, two = (
+            render_chat(self._tokenizer, [*messages, {"role": "user", "content": text}], **options) for text in "ab"
+        )
+        return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -22,13 +22,16 @@ _INT64 = 1 << 63
 _CODES = {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter"}
 
 Prompt = str | list[int]
-R = TypeVar("R", bound="GenerationRequest")
+R = TypeVar("R", bound="Schema")
 
 
 class Schema(BaseModel):
     """Strict base: no conversions, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    #: Fields of the API that this server cannot honour, refused by name unless they have the value given here.
+    unsupported: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +61,14 @@ def _prompts(value: Any) -> list[Prompt]:
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return value
     raise _wrong("must be a text, a list of texts, a list of token ids or a list of such lists")
+
+
+def _one_prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    raise _wrong("must be a text or a list of token ids")
 
 
 def _stops(value: Any) -> Any:
@@ -94,9 +105,6 @@ class StreamOptions(Schema):
 
 class GenerationRequest(Schema):
     """What completions and chat have in common."""
-
-    #: Fields of the API that this server cannot honour, refused by name unless they have the value given here.
-    unsupported: ClassVar[Mapping[str, Any]] = {}
 
     model: str | None = None
     n: Int | None = None
@@ -210,6 +218,17 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class PrefixRequest(Schema):
+    """POST /v1/prefixes: the beginning of prompts, as text, token ids or the first messages of chats."""
+
+    model: str | None = None
+    prompt: Annotated[Prompt, BeforeValidator(_one_prompt)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    ttl: float | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+
+
 def parse(schema: type[R], body: bytes) -> R:
     """The request in `body`. Raises RequestError naming the field, the value and what is allowed."""
     try:
@@ -225,7 +244,10 @@ def parse(schema: type[R], body: bytes) -> R:
         request = schema.model_validate(fields)
     except ValidationError as error:
         raise _request_error(error) from error
-    _check_combinations(request)
+    if isinstance(request, GenerationRequest):
+        _check_combinations(request)
+    if isinstance(request, PrefixRequest) and (request.prompt is None) == (request.messages is None):
+        raise RequestError("prompt", "give the prefix either as prompt or as messages")
     return request
 
 

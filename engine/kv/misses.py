@@ -69,7 +69,8 @@ class Misses:
         """Count a request by why its hit ends where it does; running requests will write `num_coming` tokens more."""
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
-        self.watch.add(request.token_ids, miss.position if miss.kind is MissKind.DIVERGED else None)
+        diverged_at = miss.position if miss.kind is MissKind.DIVERGED else None
+        self.watch.add(request.token_ids, diverged_at, private=bool(request.cache_salt))
         return miss
 
     def _reason(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:

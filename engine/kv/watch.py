@@ -26,7 +26,8 @@ class ChangingPrompts:
     """`count` of the last `window` requests diverged from what is cached at token `position` and were alike again
     behind it: something in front of the rest of the prompt changes from request to request (a time, an id).
 
-    `examples` are the token ids of two of them, from token `start` on, AROUND tokens to each side of `position`.
+    `examples` are the token ids of two of them, from token `start` on, AROUND tokens to each side of `position`;
+    `private` if one of these was.
     """
 
     position: int
@@ -34,6 +35,7 @@ class ChangingPrompts:
     window: int
     start: int
     examples: tuple[tuple[int, ...], tuple[int, ...]]
+    private: bool = False
 
 
 class _Divergence(NamedTuple):
@@ -41,6 +43,7 @@ class _Divergence(NamedTuple):
 
     position: int
     tokens: list[int]
+    private: bool
 
     @property
     def start(self) -> int:
@@ -55,15 +58,17 @@ class PromptWatch:
     """Looks at the last WINDOW requests for prompts that change at one early token and go on alike."""
 
     def __init__(self) -> None:
+        self.num_seen = 0
         self._recent: deque[_Divergence | None] = deque(maxlen=WINDOW)
 
-    def add(self, prompt: Sequence[int], diverged_at: int | None) -> None:
+    def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
         """Note a request. Only a divergence in the first half of a long prompt counts as early."""
+        self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):
             self._recent.append(None)
             return
         start = max(0, diverged_at - AROUND - SPREAD)
-        self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST])))
+        self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST]), private))
 
     def report(self) -> ChangingPrompts | None:
         """What at least half of the last requests suffer from, if there is such a thing. Takes milliseconds."""
@@ -73,7 +78,8 @@ class PromptWatch:
         position = min(d.position for d in alike)
         start = max(0, position - AROUND)
         one, two = (tuple(d.tokens[start - d.start : position + AROUND - d.start]) for d in (alike[0], alike[-1]))
-        return ChangingPrompts(position, len(alike), len(self._recent), start, (one, two))
+        private = alike[0].private or alike[-1].private
+        return ChangingPrompts(position, len(alike), len(self._recent), start, (one, two), private)
 
     def _at_one_place(self) -> list[_Divergence]:
         """The most divergences that lie less than SPREAD tokens apart, oldest first."""

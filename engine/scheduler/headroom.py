@@ -24,48 +24,48 @@ CAP_GROWTH = 1.1
 class HeadroomControl:
     """`headroom` is the share of blocks that admission keeps free, `max_running` the concurrency cap.
 
-    Once per half window of admissions the preemptions in the window are looked at; every change is logged and counted.
+    Once per half window of admissions the preemptions in the window are looked at; every change is logged, and told to
+    the caller, who counts them.
     """
 
     def __init__(self, config: EngineConfig, slots: int) -> None:
         self.headroom = config.headroom
         self.max_running = slots
-        self.num_changes = 0
         self._slots = slots
         self._least = config.headroom
         self._most = max(config.headroom, config.max_headroom)
         self._preemptions: deque[int] = deque([0], maxlen=WINDOW)
         self._since_change = 0
 
-    def admitted(self) -> None:
-        """A request was admitted; looks at the window now and then."""
+    def admitted(self) -> bool:
+        """A request was admitted; looks at the window now and then. True if that changed anything."""
         self._preemptions.append(0)
         self._since_change += 1
-        if self._since_change >= WINDOW // 2:
-            self._adjust()
+        return self._since_change >= WINDOW // 2 and self._adjust()
 
-    def preempted(self, num_running: int) -> None:
-        """A request was preempted with `num_running` left."""
+    def preempted(self, num_running: int) -> bool:
+        """A request was preempted with `num_running` left. True if that changed anything."""
         self._preemptions[-1] += 1
-        if sum(self._preemptions) > THRASH_RATE * WINDOW and self._since_change >= WINDOW // 8:
-            self._tighten(num_running)
+        thrashing = sum(self._preemptions) > THRASH_RATE * WINDOW and self._since_change >= WINDOW // 8
+        return thrashing and self._tighten(num_running)
 
-    def _adjust(self) -> None:
-        rate = sum(self._preemptions) / len(self._preemptions)
-        if rate < QUIET_RATE and (self.headroom > self._least or self.max_running < self._slots):
-            cap = min(self._slots, int(self.max_running * CAP_GROWTH) + 1)
-            self._set(max(self._least, self.headroom * DECAY), cap, rate)
+    def _adjust(self) -> bool:
         self._since_change = 0
+        rate = sum(self._preemptions) / len(self._preemptions)
+        if rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._slots):
+            return False
+        cap = min(self._slots, int(self.max_running * CAP_GROWTH) + 1)
+        return self._set(max(self._least, self.headroom * DECAY), cap, rate)
 
-    def _tighten(self, num_running: int) -> None:
+    def _tighten(self, num_running: int) -> bool:
+        self._since_change = 0
         rate = sum(self._preemptions) / len(self._preemptions)
         cap = max(1, int(min(self.max_running, num_running) * CAP_SHRINK))
-        self._set(min(self._most, max(self.headroom, 0.02) * GROWTH), cap, rate)
-        self._since_change = 0
+        return self._set(min(self._most, max(self.headroom, 0.02) * GROWTH), cap, rate)
 
-    def _set(self, headroom: float, cap: int, rate: float) -> None:
+    def _set(self, headroom: float, cap: int, rate: float) -> bool:
         if (headroom, cap) == (self.headroom, self.max_running):
-            return
+            return False
         logger.info(
             "preemption rate %.1f%%: headroom %.1f%% -> %.1f%%, concurrency cap %d -> %d",
             100 * rate,
@@ -75,4 +75,4 @@ class HeadroomControl:
             cap,
         )
         self.headroom, self.max_running = headroom, cap
-        self.num_changes += 1
+        return True

@@ -36,6 +36,7 @@ class SchedulerCounters:
     prefix_hit_tokens: int = 0
     recomputed_tokens: int = 0
     num_preemptions: int = 0
+    num_headroom_changes: int = 0
 
 
 class Update(NamedTuple):
@@ -104,6 +105,11 @@ class Scheduler:
         most = num_prompt_tokens + max(0, max_tokens - 1)
         return self.kv.num_blocks_for(most) <= self.kv.max_request_blocks
 
+    def expire_pins(self) -> None:
+        """Let go of the pinned prefixes whose time is over."""
+        if self.kv.expire(self._clock()):
+            self._epoch += 1
+
     def unpin(self, pin_id: str) -> None:
         """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
         self.kv.pins.delete(pin_id)
@@ -124,8 +130,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide one step: first memory for those who run, then decodes, partial prefills, admissions."""
-        if self.kv.expire(self._clock()):
-            self._epoch += 1
+        self.expire_pins()
         preempted = self._secure_memory() or self._make_room_for_class()
         behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         decodes = len(self.running) - len(behind)
@@ -167,7 +172,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
-        self.control.preempted(len(self.running))
+        self.counters.num_headroom_changes += self.control.preempted(len(self.running))
         self._epoch += 1
         if reason == "memory":
             self.waiting.move_to_head_of_class(request)
@@ -232,7 +237,7 @@ class Scheduler:
             return False
         self._count_passes(request)
         self._start(request, hit)
-        self.control.admitted()
+        self.counters.num_headroom_changes += self.control.admitted()
         self._epoch += 1
         if self._reservation is not None and self._reservation.request is request:
             self._reservation = None

@@ -1,0 +1,108 @@
+"""Routes of the prefix cache: what it does for the requests, prefixes that are pinned in it, emptying it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from llmsched.cli.serve.body import read_body
+from llmsched.cli.serve.errors import ApiError, json_response
+from llmsched.cli.serve.prepare import Preparer
+from llmsched.cli.serve.protocol import PrefixRequest, parse
+from llmsched.engine.changes import PromptChange
+from llmsched.engine.errors import EngineDeadError, RequestError
+from llmsched.engine.kv.misses import MissKind
+from llmsched.engine.kv.pins import PinState
+from llmsched.engine.service import AsyncEngine
+from llmsched.engine.stats import EngineStats
+
+
+def cache_routes(engine: AsyncEngine, preparer: Preparer, check_model: Callable[[str | None], None]) -> APIRouter:
+    """GET /v1/cache; GET, POST and DELETE /v1/prefixes; POST /reset_prefix_cache."""
+    router = APIRouter()
+
+    @router.get("/v1/cache")
+    async def cache() -> Response:
+        change = await engine.prompt_change()
+        return json_response(cache_body(engine.stats(), engine.config.block_size, change))
+
+    @router.get("/v1/prefixes")
+    async def prefixes() -> Response:
+        pins = await engine.pinned_prefixes()
+        return json_response({"object": "list", "data": [_pin_body(pin) for pin in pins]})
+
+    @router.post("/v1/prefixes")
+    async def pin(http: Request) -> Response:
+        if engine.draining:
+            raise EngineDeadError("the server is shutting down and takes no new requests")
+        request = parse(PrefixRequest, await read_body(http))
+        check_model(request.model)
+        token_ids = await asyncio.to_thread(preparer.prefix, request)
+        try:
+            state = await engine.pin_prefix(token_ids, cache_salt=request.cache_salt or "", ttl=request.ttl)
+        except RequestError as error:
+            given = "prompt" if request.messages is None else "messages"
+            raise RequestError(error.param if error.param == "ttl" else given, str(error), error.code) from error
+        return json_response(_pin_body(state))
+
+    @router.delete("/v1/prefixes/{prefix_id}")
+    async def unpin(prefix_id: str) -> Response:
+        try:
+            await engine.unpin_prefix(prefix_id)
+        except RequestError as error:
+            raise ApiError(404, str(error), param="prefix_id", code="prefix_not_found") from error
+        return json_response({"id": prefix_id, "object": "prefix", "deleted": True})
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await engine.reset_prefix_cache()
+        return json_response({"status": "ok"})
+
+    return router
+
+
+def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
+    """What the prefix cache holds, how often it helped, and why it did not.
+
+    A prompt that is known under another salt counts as cold: what other tenants have sent is not for everybody's eyes.
+    """
+    misses = dict(stats.prefix_misses)
+    misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
+    queried, hit = stats.prefix_queried_tokens, stats.prefix_hit_tokens
+    return {
+        "object": "cache",
+        "block_size": block_size,
+        "blocks": {
+            "total": stats.blocks_total,
+            "used": stats.blocks_used,
+            "cached": stats.blocks_cached,
+            "free": stats.blocks_free,
+            "pinned": stats.blocks_pinned,
+            "max_pinned": stats.max_blocks_pinned,
+        },
+        "prompt_tokens": {"queried": queried, "hit": hit, "hit_rate": hit / queried if queried else None},
+        "recomputed_tokens": stats.recomputed_tokens,
+        "requests": {kind.name.lower(): count for kind, count in misses.items()},
+        "prompt_change": None if change is None else _change_body(change),
+    }
+
+
+def _change_body(change: PromptChange) -> dict[str, Any]:
+    examples = None if change.private else [example._asdict() for example in change.examples]
+    return {"position": change.position, "count": change.count, "window": change.window, "examples": examples}
+
+
+def _pin_body(pin: PinState) -> dict[str, Any]:
+    """`tokens` are whole blocks, `written_tokens` those of them that are in the cache by now."""
+    return {
+        "id": pin.pin_id,
+        "object": "prefix",
+        "tokens": pin.num_tokens,
+        "written_tokens": pin.num_written_tokens,
+        "expires_in": None if pin.expires_at is None else round(max(0.0, pin.expires_at - time.monotonic()), 3),
+    }

@@ -1,0 +1,110 @@
+"""What the engine has done and is doing: totals since the start, and the metrics that follow them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from llmsched.engine.kv.misses import MissKind
+from llmsched.engine.metrics import EngineMetrics
+from llmsched.engine.request import FinishReason
+from llmsched.engine.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A consistent picture of the engine after a step. Counters are totals since the start.
+
+    `headroom` is the share of blocks that admission keeps free, `max_running` the concurrency cap: preemptions make the
+    scheduler change both, `headroom_changes` times so far. `prefix_misses` counts requests by why their prefix hit
+    ended where it did. `max_blocks_pinned` is the cap on `blocks_pinned`.
+    """
+
+    num_running: int
+    num_waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    blocks_pinned: int
+    max_blocks_pinned: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    prefix_misses: dict[MissKind, int]
+    recomputed_tokens: int
+    num_preemptions: int
+    headroom: float
+    max_running: int
+    headroom_changes: int
+    finished: dict[FinishReason, int]
+    steps: int
+
+
+class Accounts:
+    """Counts what only the engine sees, and brings the metrics up to date with what the scheduler has counted."""
+
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
+        self.prompt_tokens = self.generation_tokens = self.steps = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._booked = replace(scheduler.counters)
+        self._booked_misses: Counter[MissKind] = Counter()
+
+    def update(self) -> None:
+        """Bring the metrics up to date."""
+        scheduler, metrics = self._scheduler, self._metrics
+        pool, control = scheduler.kv.pool, scheduler.control
+        metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
+        metrics.pinned(scheduler.kv.num_pinned)
+        metrics.admission(control.headroom, control.max_running)
+        if scheduler.counters != self._booked:
+            self._book_counters()
+        if scheduler.kv.misses.counts != self._booked_misses:
+            self._book_misses()
+
+    def stats(self) -> EngineStats:
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        pool = scheduler.kv.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            blocks_total=pool.num_blocks,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            blocks_free=pool.num_free,
+            blocks_pinned=scheduler.kv.num_pinned,
+            max_blocks_pinned=scheduler.kv.pins.max_blocks,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prefix_misses={kind: scheduler.kv.misses.counts[kind] for kind in MissKind},
+            recomputed_tokens=counters.recomputed_tokens,
+            num_preemptions=counters.num_preemptions,
+            headroom=scheduler.control.headroom,
+            max_running=scheduler.control.max_running,
+            headroom_changes=counters.num_headroom_changes,
+            finished=dict(self.finished),
+            steps=self.steps,
+        )
+
+    def _book_counters(self) -> None:
+        before, after = self._booked, self._scheduler.counters
+        self._metrics.prefix(
+            after.prefix_queried_tokens - before.prefix_queried_tokens,
+            after.prefix_hit_tokens - before.prefix_hit_tokens,
+        )
+        self._metrics.preempted(
+            after.num_preemptions - before.num_preemptions, after.recomputed_tokens - before.recomputed_tokens
+        )
+        self._metrics.headroom_changed(after.num_headroom_changes - before.num_headroom_changes)
+        self._booked = replace(after)
+
+    def _book_misses(self) -> None:
+        counts = self._scheduler.kv.misses.counts
+        for kind, count in (counts - self._booked_misses).items():
+            self._metrics.prefix_miss(kind, count)
+        self._booked_misses = counts.copy()
