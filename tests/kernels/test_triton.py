@@ -40,7 +40,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 27
+    assert len(differences) == 25
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     assert differences["write_kv"] == 0
@@ -116,12 +116,9 @@ def resources(compiled: Any, directory: Path) -> dict[str, int]:
     ("dtype", "head_dim", "decode"),
     [
         ("bf16", 64, True),
-        ("bf16", 64, False),
-        ("bf16", 128, True),
         ("bf16", 128, False),
         ("fp16", 64, False),
         ("fp16", 128, True),
-        ("fp32", 64, False),
         ("fp32", 128, True),
     ],
 )
@@ -144,7 +141,6 @@ def test_attention_compiles_within_the_gpus_limits(
     [
         {"head_dim": 256, "decode": False, "WINDOW": 4096, "SOFTCAP": True},  # Gemma-2
         {"head_dim": 64, "decode": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
-        {"head_dim": 80, "decode": False},
         {"head_dim": 512, "decode": False},
     ],
     ids=str,

@@ -21,52 +21,55 @@ from llmsched.kernels.triton.tiling import Tiling, choose_tiling
 FEW = ((1, 37), (16, 16), (15, 40), (0, 9), (1, 1), (17, 17), (1, 100), (3, 33))
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 150), (1, 300))
 
+
+def shape(name: str, sequences: tuple[tuple[int, int], ...] = FEW, **change: Any) -> Shape:
+    return Shape(name, sequences, **{"heads": 4, "kv_heads": 2, **change})
+
+
 SHAPES = (
-    Shape("mixed", FEW),
-    Shape("decodes", DECODES),
-    Shape("chunk of a long context", ((24, 150),)),
-    Shape("all heads alike", FEW, heads=2, kv_heads=2),
-    Shape("three heads to one", FEW, heads=9, kv_heads=3),
-    Shape("eight heads to one", FEW, heads=8, kv_heads=1),
-    Shape("head_dim 80", FEW, head_dim=80),
-    Shape("head_dim 96", FEW, head_dim=96),
-    Shape("head_dim 128", FEW, head_dim=128),
-    Shape("head_dim 256", FEW[:4], heads=2, kv_heads=1, head_dim=256),
-    Shape("values narrower than keys", FEW, head_dim=96, value_dim=48),
-    Shape("block_size 32", FEW, block_size=32),
-    Shape("block_size 8", FEW, block_size=8),
-    Shape("window 1", FEW, window=1),
-    Shape("window below a block", FEW, window=5),
-    Shape("window across blocks", FEW, window=37),
-    Shape("window beyond the context", FEW, window=1000),
-    Shape("softcap", FEW, softcap=3.0),
-    Shape("sinks", FEW, sinks=True),
-    Shape("softcap, sinks and window", FEW, softcap=3.0, sinks=True, window=20),
+    shape("mixed"),
+    shape("decodes", DECODES),
+    shape("chunk of a long context", ((24, 150),)),
+    shape("all heads alike", heads=2),
+    shape("three heads to one", heads=6),
+    shape("eight heads to one", heads=8, kv_heads=1),
+    shape("head_dim 80, values of 48", head_dim=80, value_dim=48),
+    shape("head_dim 128", head_dim=128),
+    shape("head_dim 256", FEW[:4], heads=2, kv_heads=1, head_dim=256),
+    shape("block_size 32", block_size=32),
+    shape("block_size 8", block_size=8),
+    shape("window 1", window=1),
+    shape("window below a block", window=5),
+    shape("window across blocks", window=37),
+    shape("window beyond the context", window=1000),
+    shape("softcap", softcap=3.0),
+    shape("sinks", sinks=True),
+    shape("softcap, sinks and window", softcap=3.0, sinks=True, window=20),
 )
 SPLIT = ("decodes", "chunk of a long context", "softcap, sinks and window", "window below a block")
 
 
-def tiling(shape: Shape, batch: Batch, **change: int) -> Tiling:
+def tiling(case: Shape, batch: Batch, **change: int) -> Tiling:
     chosen = choose_tiling(
         num_tokens=batch.query.shape[0],
-        num_sequences=len(shape.sequences),
-        kv_heads=shape.kv_heads,
-        group=shape.heads // shape.kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim or shape.head_dim,
-        max_context=batch.block_tables.shape[1] * shape.block_size,
+        num_sequences=len(case.sequences),
+        kv_heads=case.kv_heads,
+        group=case.heads // case.kv_heads,
+        head_dim=case.head_dim,
+        value_dim=case.value_dim or case.head_dim,
+        max_context=batch.block_tables.shape[1] * case.block_size,
         item_size=batch.query.element_size(),
         num_processors=1,
     )
     return chosen._replace(**change)
 
 
-def attention_difference(shape: Shape, dtype: torch.dtype, **change: int) -> float:
-    batch = make_batch(shape, dtype=dtype)
+def attention_difference(case: Shape, dtype: torch.dtype, **change: int) -> float:
+    batch = make_batch(case, dtype=dtype)
     expected = reference.paged_attention(*batch.tensors, **batch.options)
     options = {"sinks": None, **batch.options}
     query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)  # strided, as transformers hands it over
-    actual = ops.attend(query, *batch.tensors[1:], **options, tiling=tiling(shape, batch, **change))
+    actual = ops.attend(query, *batch.tensors[1:], **options, tiling=tiling(case, batch, **change))
     return float((actual.float() - expected.float()).abs().max())
 
 
@@ -96,10 +99,10 @@ def main() -> None:
     torch.set_num_threads(1)
     mend_the_interpreter()
     differences = {"write_kv": write_difference()}
-    for shape in SHAPES:
-        differences[f"{shape}, float32"] = attention_difference(shape, torch.float32)
-        if shape.name in SPLIT:
-            differences[f"{shape}, float32, 5 splits"] = attention_difference(shape, torch.float32, splits=5)
+    for case in SHAPES:
+        differences[f"{case}, float32"] = attention_difference(case, torch.float32)
+        if case.name in SPLIT:
+            differences[f"{case}, float32, 5 splits"] = attention_difference(case, torch.float32, splits=5)
     differences["mixed, float16"] = attention_difference(SHAPES[0], torch.float16)
     differences["decodes, float16, 3 splits"] = attention_difference(SHAPES[1], torch.float16, splits=3)
     print(json.dumps(differences))
