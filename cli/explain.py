@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -34,26 +35,31 @@ def explain(
         return
     for choice in answer["choices"]:
         name = request_id if len(answer["choices"]) == 1 else f"{request_id}, choice {choice['index']}"
-        rows = [(_when(entry), entry["what"], _told(entry)) for entry in choice["entries"]]
-        render.table(
-            f"{name}: what the scheduler decided", ("ms after arrival", "decision", "why"), rows, text_columns=3
-        )
+        entries = choice["entries"]
+        rows = [(_when(entry), entry["what"], told(entry)) for entry in entries]
+        render.table(f"{name}: {summary(entries)}", ("ms after arrival", "decision", "why"), rows, text_columns=3)
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
     """The server's answer. Raises LlmschedError when there is none or it is a refusal."""
+    from urllib.parse import quote
+
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    address = f"{url.rstrip('/')}/v1/requests/{request_id}/explain"
+    address = f"{url.rstrip('/')}/v1/requests/{quote(request_id, safe='')}/explain"
     try:
         response = httpx.get(address, headers=headers, timeout=10.0)
         body = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise LlmschedError(f"{url} does not answer as an llmsched server: {error or type(error).__name__}") from error
-    if response.status_code != 200:
-        raise LlmschedError(body.get("error", {}).get("message") or f"{url} answered {response.status_code}")
-    return dict(body)
+    if response.status_code == 200 and isinstance(body, dict) and "choices" in body:
+        return body
+    match body:
+        case {"error": {"message": str(message)}}:
+            raise LlmschedError(message)
+        case _:
+            raise LlmschedError(f"{url} does not answer as an llmsched server: status {response.status_code}")
 
 
 def _when(entry: dict[str, Any]) -> str:
@@ -62,9 +68,60 @@ def _when(entry: dict[str, Any]) -> str:
     return f"{entry['at_ms']:.1f} to {entry['until_ms']:.1f}"
 
 
-def _told(entry: dict[str, Any]) -> str:
-    """The numbers of a decision in words: `missing_blocks` 3 becomes "missing blocks 3"."""
-    told = [f"{name.replace('_', ' ')} {value}" for name, value in entry["details"].items()]
-    if entry["count"] > 1:
-        told.append(f"{entry['count']} times")
+def summary(entries: Sequence[dict[str, Any]]) -> str:
+    """A line over the whole life of a request: how long it waited, how often it was preempted, how it ended."""
+    admitted = [entry for entry in entries if entry["what"] == "admitted"]
+    waited = render.human_seconds((admitted[0] if admitted else entries[-1])["until_ms"] / 1e3)
+    told = [f"waited {waited}" if admitted else f"not admitted after {waited}"]
+    if preempted := sum(entry["count"] for entry in entries if entry["what"] == "preempted"):
+        told.append(f"preempted {times(preempted)}")
+    last = entries[-1]
+    if last["what"] == "finished":
+        details = last["details"]
+        told.append(
+            f"ended ({details['reason']}) after {render.human_seconds(last['at_ms'] / 1e3)} "
+            f"with {details['output_tokens']} tokens"
+        )
+    else:
+        told.append("has not ended")
     return ", ".join(told)
+
+
+def told(entry: dict[str, Any]) -> str:
+    """A decision in words, with its numbers; one that this version does not know, with their names."""
+    details = entry["details"]
+    try:
+        words = _WORDS[entry["what"]](details)
+    except KeyError:
+        words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in details.items())
+    return words if entry["count"] == 1 else f"{words} ({times(entry['count'])})"
+
+
+def times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _admitted(details: dict[str, Any]) -> str:
+    """What the cache had of it, and why not more."""
+    words = f"{details['cached_tokens']} of {details['tokens']} tokens were there, {details['running']} running"
+    prefix, known = details.get("prefix"), details.get("known_tokens")
+    if prefix == "diverged":
+        return f"{words}; known up to token {known}, where it differs from what is cached"
+    if prefix == "evicted":
+        return f"{words}; what follows was evicted {render.human_seconds(details['evicted_s_ago'])} ago"
+    return words if prefix in (None, "hit") else f"{words}; not more: {prefix}"
+
+
+#: What the scheduler's ledger notes -> how it is told.
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
+    "held back": lambda d: str(d["reason"]),
+    "passed": lambda d: f"{d['by']} fits and goes first, {times(d['times'])} passed so far",
+    "waits for a prefix": lambda d: f"another request is computing {d['tokens']} tokens that this one needs too",
+    "does not fit": lambda d: (
+        f"{d['missing_blocks']} blocks short; {d['free_blocks']} available, {d['running']} running"
+    ),
+    "admitted": _admitted,
+    "computed": lambda d: f"up to token {d['up_to']} of {d['of']}",
+    "finished": lambda d: f"{d['reason']}, {d['output_tokens']} tokens",
+}

@@ -80,4 +80,4 @@ class PromptChanges:
         return PromptChange(found.position, found.count, found.window, (one, two), found.private)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

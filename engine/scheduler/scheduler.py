@@ -201,7 +201,8 @@ class Scheduler:
     def _chunk(self, step: Step, request: Request, limit: int) -> int:
         count = step.give(request, limit)
         if count:
-            self.ledger.note(request.request_id, "computed", tokens=count, of=request.num_tokens)
+            done = request.num_computed_tokens + step.given(request)
+            self.ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
         return count
 
     def _admit_in_order(self, step: Step) -> None:
@@ -318,6 +319,8 @@ class Scheduler:
             # What other tenants have sent is not for the eyes of this one.
             kind = MissKind.COLD if miss.kind is MissKind.OTHER_SALT else miss.kind
             cached |= {"prefix": kind.value, "known_tokens": miss.position}
+            if miss.age is not None:
+                cached["evicted_s_ago"] = round(miss.age, 3)
         self.ledger.note(request.request_id, "admitted", running=len(self.running), **cached)
         if request.num_preemptions:
             self.counters.recomputed_tokens += request.num_tokens - request.num_computed_tokens

@@ -25,6 +25,10 @@ class Step:
             self.left -= count
         return max(0, count)
 
+    def given(self, request: Request) -> int:
+        """How many tokens the request has been given in this step."""
+        return self._counts.get(request, 0)
+
     def decode(self, requests: Iterable[Request]) -> None:
         """Give one token to each of these, which are one behind; nothing has been given yet."""
         self._counts = dict.fromkeys(requests, 1)

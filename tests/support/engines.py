@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,7 +32,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(build_tokenizer())
 
 
-def make_engine(arch: str = "llama", *, num_blocks: int = 256, **config: Any) -> Engine:
+def make_engine(
+    arch: str = "llama", *, num_blocks: int = 256, clock: Callable[[], float] = time.monotonic, **config: Any
+) -> Engine:
     """An engine of its own around the shared model of `arch`. It admits by present memory, so small pools preempt."""
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
@@ -39,7 +42,7 @@ def make_engine(arch: str = "llama", *, num_blocks: int = 256, **config: Any) ->
         model(arch), num_blocks=num_blocks, block_size=settings["block_size"], device="cpu", kv_dtype=torch.float32
     )
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    return Engine(EngineConfig(**settings), info, tokenizer(), executor, num_blocks)
+    return Engine(EngineConfig(**settings), info, tokenizer(), executor, num_blocks, clock=clock)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
