@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmsched.engine.latency import tpot
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
 from llmsched.engine.scheduler.scheduler import Update
@@ -67,18 +68,18 @@ class OutputStream:
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
         """Book the latencies of the whole request."""
         request, last = self.request, self._last_token_time
-        prefill = decode = tpot = None
+        prefill = decode = time_per_token = None
         if request.first_token_time is not None and request.first_scheduled_time is not None and last is not None:
             prefill = request.first_token_time - request.first_scheduled_time
             decode = last - request.first_token_time
-            if request.num_output_tokens > 1:
-                tpot = decode / (request.num_output_tokens - 1)
+            ttft, e2e = request.first_token_time - request.arrival_time, last - request.arrival_time
+            time_per_token = tpot(ttft, e2e, request.num_output_tokens)
         metrics.finished(
             reason,
             e2e_s=now - request.arrival_time,
             prefill_s=prefill,
             decode_s=decode,
-            tpot_s=tpot,
+            tpot_s=time_per_token,
             prompt_tokens=request.num_prompt_tokens if self.index == 0 else 0,
             output_tokens=request.num_output_tokens,
         )
