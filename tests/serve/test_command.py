@@ -59,6 +59,10 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
     profile.write_text("[engine]\nmax_num_batched_tokens = 48\nmax_num_seqs = 3\n")
     options = ("--dtype", "float32", "--num-gpu-blocks-override", "40", "--served-model-name", "tiny")
     options += ("--profile", str(profile), "--max-num-seqs", "5", "--metrics-prefix", "vllm")
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name * 20)
+        options += ("--pin-prefix", str(tmp_path / name))
+    options += ("--max-model-len", "512")
     with serving(folder, *options, LLMSCHED_API_KEY="k", LLMSCHED_PROFILES=str(tmp_path)) as (child, url, printed):
         told = "".join(printed)
         for part in ("float32 on cpu", "40 blocks of 16 tokens, 640 tokens", "served as tiny", "512 tokens, prompt"):
@@ -67,8 +71,11 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         assert "at most 5 requests (max_num_seqs)" in told  # the flag goes before the profile
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer k"}, timeout=30)
+        headers = {"Authorization": "Bearer k"}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 3
+        assert httpx.get(f"{url}/v1/prefixes").status_code == 401
+        assert len(httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]) == 2
         assert "vllm:generation_tokens_total{model_name=" in httpx.get(f"{url}/metrics").text
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
@@ -93,6 +100,7 @@ def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--grace-period", "30"), "'30' needs a unit"),
         (("--port", "70000"), "65535"),
+        (("--pin-prefix", "/no/such/file"), "pin_prefix: /no/such/file: no such file"),
         (("--max-num-seqs", "0"), "max-num-seqs"),
         (("/no/such/model", "--port", "0"), "/no/such/model"),
     ],

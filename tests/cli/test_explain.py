@@ -1,0 +1,155 @@
+"""`llmsched explain` against a live server, and the class header whose effects it tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from command_line import CommandLine
+from scripted import ScriptedServer
+
+from llmsched.cli.explain import summary, told
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer(api_key="k", max_num_seqs=1).start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    monkeypatch.setenv("LLMSCHED_API_KEY", "k")
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def http(server: ScriptedServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20, headers={"Authorization": "Bearer k"}) as client:
+        yield client
+
+
+def complete(http: httpx.Client, prompt: str, class_name: str | None = None, **fields: Any) -> str:
+    """The id of a request that has been served."""
+    headers = {} if class_name is None else {"x-llmsched-class": class_name}
+    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **fields}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+def test_a_table_tells_the_way_of_a_request(command: CommandLine, http: httpx.Client, server: ScriptedServer) -> None:
+    name = complete(http, "a b c" * 40)
+    outcome = command("explain", name, "--url", server.url)
+    assert outcome.code == 0
+    title, columns, *rows = outcome.out.splitlines()
+    assert title.startswith(f"{name}: waited ")
+    assert "ended (length) after " in title
+    assert "with 4 tokens" in title
+    assert columns.split() == ["ms", "after", "arrival", "decision", "why"]
+    decisions = ["queued", "admitted", "computed", "finished"]
+    assert [next(d for d in decisions if d in row) for row in rows] == decisions
+    assert "nothing like it seen" in rows[1]
+    assert "up to token " in rows[2]
+    assert "_" not in "".join(rows)
+
+
+def test_json_is_what_the_server_says(command: CommandLine, http: httpx.Client, server: ScriptedServer) -> None:
+    name = complete(http, "x y", n=2)
+    outcome = command("explain", name, "--url", f"{server.url}/", "--json")
+    assert outcome.code == 0
+    assert outcome.json == http.get(f"/v1/requests/{name}/explain").json()
+    assert [choice["index"] for choice in outcome.json["choices"]] == [0, 1]
+    table = command("explain", name, "--url", server.url).out
+    assert f"{name}, choice 0: " in table
+    assert f"{name}, choice 1: " in table
+
+
+@pytest.mark.parametrize("name", ["cmpl-unknown", "a/b?c=d", "%2e%2e"])
+def test_an_unknown_request_ends_with_one_line(command: CommandLine, server: ScriptedServer, name: str) -> None:
+    outcome = command("explain", name, "--url", server.url)
+    assert (outcome.code, outcome.out) == (2, "")
+    (line,) = outcome.err.splitlines()
+    assert "is not known here" in line or "Not Found" in line
+
+
+def test_a_wrong_key_or_server_ends_with_one_line(command: CommandLine, server: ScriptedServer) -> None:
+    assert "API key is missing or wrong" in command("explain", "x", "--url", server.url, "--api-key", "no").err
+    for url in ("http://127.0.0.1:9", "nonsense"):
+        outcome = command("explain", "x", "--url", url)
+        assert outcome.code == 2
+        assert len(outcome.err.splitlines()) == 1
+
+
+def test_interactive_requests_go_before_batch_ones(http: httpx.Client, server: ScriptedServer) -> None:
+    server.script.gate.clear()
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(complete, http, "first of all", max_tokens=1)
+        wait_for(server, 1)
+        batch = pool.submit(complete, http, "can wait", "batch")
+        wait_for(server, 2)
+        chat = pool.submit(complete, http, "cannot wait", "interactive")
+        wait_for(server, 3)
+        server.script.gate.set()
+        names = [future.result() for future in (running, batch, chat)]
+    order = sorted(names, key=lambda name: server.engine.explain(name)[0].entries[-1].time)
+    assert order == [names[0], names[2], names[1]]
+
+
+def wait_for(server: ScriptedServer, count: int) -> None:
+    """Until `count` requests have come (the engine's thread stands at the gate meanwhile)."""
+    while len(server.service._streams) < count:
+        time.sleep(0.005)
+
+
+def test_priority_in_the_body_goes_before_the_class(http: httpx.Client) -> None:
+    complete(http, "urgent", "batch", priority=-3)
+    answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"x-llmsched-class": "urgent"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "x-llmsched-class"
+    assert "'urgent'; allowed is interactive or batch" in error["message"]
+
+
+ENTRIES = {
+    "queued": ({"ahead": 3, "running": 2}, "3 waiting, 2 running"),
+    "held back": ({"reason": "place kept for r1/0"}, "place kept for r1/0"),
+    "passed": ({"by": "r2/0", "times": 2}, "r2/0 fits and goes first, twice passed so far"),
+    "waits for a prefix": ({"tokens": 64}, "another request is computing 64 tokens that this one needs too"),
+    "does not fit": (
+        {"missing_blocks": 3, "free_blocks": 1, "running": 7},
+        "3 blocks short; 1 available, 7 running",
+    ),
+    "admitted": (
+        {"running": 1, "cached_tokens": 32, "tokens": 50, "prefix": "diverged", "known_tokens": 35},
+        "32 of 50 tokens were there, 1 running; known up to token 35, where it differs from what is cached",
+    ),
+    "computed": ({"up_to": 50, "of": 50}, "up to token 50 of 50"),
+    "finished": ({"reason": "stop", "output_tokens": 9}, "stop, 9 tokens"),
+    "something new": ({"odd_number": 3}, "odd number 3"),
+}
+
+
+@pytest.mark.parametrize("what", ENTRIES)
+def test_each_decision_has_its_words(what: str) -> None:
+    details, words = ENTRIES[what]
+    entry = {"what": what, "details": details, "count": 1}
+    assert told(entry) == words
+    assert told({**entry, "count": 4}) == f"{words} (4 times)"
+
+
+def test_an_evicted_prefix_has_its_age() -> None:
+    details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
+    entry = {"what": "admitted", "count": 1, "details": {**details, "evicted_s_ago": 2.5}}
+    assert told(entry) == "0 of 9 tokens were there, 0 running; what follows was evicted 2.50 s ago"
+
+
+def test_summary_of_a_request_that_still_waits() -> None:
+    entry = {"what": "queued", "at_ms": 0.0, "until_ms": 0.0, "count": 1, "details": {}}
+    assert summary([entry, {**entry, "what": "does not fit", "until_ms": 1500.0}]) == (
+        "not admitted after 1.50 s, has not ended"
+    )
