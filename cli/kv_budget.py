@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,6 @@ from llmsched.engine.kv.fields import read_config_file, transformers_config
 from llmsched.engine.kv.weights import Weights
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 KNOBS = (
     "dtype",
@@ -41,7 +38,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelFiles:
     """A model's config, and the directory in which its weights may lie."""
 
-    config: PretrainedConfig | Mapping[str, Any]
+    config: Mapping[str, Any]
     directory: Path | None
 
 
@@ -141,9 +138,9 @@ def _read_model(spec: str) -> ModelFiles:
         return ModelFiles(read_config_file(path), path if path.is_dir() else None)
     if path.suffix == ".gguf":
         from llmsched.engine.model.gguf import read_gguf
-        from llmsched.engine.model.gguf_config import gguf_config
+        from llmsched.engine.model.gguf_config import gguf_settings
 
-        return ModelFiles(gguf_config(read_gguf(locate(spec).path)), None)
+        return ModelFiles(gguf_settings(read_gguf(locate(spec).path)), None)
     if path.exists():
         raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
     with render.progress_bar() as progress:
@@ -151,19 +148,16 @@ def _read_model(spec: str) -> ModelFiles:
     return ModelFiles(read_config_file(directory), directory)
 
 
-def _refusal(config: PretrainedConfig | Mapping[str, Any], spec: str) -> str | None:
+def _refusal(config: Mapping[str, Any], spec: str) -> str | None:
     """Why serve would not take the model, None if it would as far as its config tells."""
-    from llmsched.engine.model.support import TESTED, check_supported
+    from llmsched.engine.model.support import check_stated, check_supported
 
-    if isinstance(config, Mapping):
-        if set(config.get("architectures") or ()) <= set(TESTED) and not config.get("quantization_config"):
-            return None
-        made = transformers_config(config)
-        if made is None:
-            return f"transformers does not know model_type {config.get('model_type')}"
-        config = made
     try:
-        check_supported(config, spec)
+        if not check_stated(config, spec):
+            made = transformers_config(config)
+            if made is None:
+                return f"transformers does not know model_type {config.get('model_type')}"
+            check_supported(made, spec)
     except ModelError as refusal:
         return str(refusal).removeprefix(f"model {spec}: ")
     return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import ModelError
+from llmsched.engine.kv.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -16,24 +17,8 @@ if TYPE_CHECKING:
 #: Where multimodal models keep the config of their language model.
 _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 
-#: Keys that the whole model shares with its nested text config.
+#: Keys in which the whole model goes before its nested text config.
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
-
-_DENSE_KEYS = frozenset(
-    {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"}
-    | {"vocab_size", "max_position_embeddings"}
-)
-#: Families whose config class adds nothing to a file that has _DENSE_KEYS and the keys named here, so that it can be
-#: read without importing transformers, which takes seconds.
-_PLAIN_FAMILIES: Mapping[str, frozenset[str]] = {
-    "llama": frozenset(),
-    "mistral": frozenset({"sliding_window"}),
-    "mixtral": frozenset({"sliding_window", "num_local_experts", "num_experts_per_tok"}),
-    "qwen2": frozenset({"tie_word_embeddings"}),
-    "qwen3": frozenset({"head_dim", "tie_word_embeddings"}),
-    "qwen3_moe": frozenset({"head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"}),
-    "gpt_oss": frozenset({"head_dim", "layer_types", "sliding_window", "num_local_experts", "num_experts_per_tok"}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +66,22 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any]) -> Fields:
         return Fields(_class_values(config), known=True)
     _refuse_encoder_decoder(config)
     outer = dict(config)
-    text = next((dict(outer[name]) for name in _NESTED if isinstance(outer.get(name), Mapping)), outer)
+    text = nested_text(outer) or outer
     shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
-    stated = shared | {name: value for name, value in text.items() if value is not None}
-    if _is_plain(text):
-        return Fields(stated, known=True)
+    stated = {name: value for name, value in text.items() if value is not None} | shared
+    defaults = _plain_defaults(text)
+    if defaults is not None:
+        return Fields(defaults | stated, known=True)
     made = transformers_config(outer)
     if made is None:
         return Fields(stated, known=False)
     _refuse_encoder_decoder(made.to_dict())
     return Fields(_class_values(made) | stated, known=True)
+
+
+def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config of the language model inside a multimodal one's; None where there is no such part."""
+    return next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
 
 
 def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
@@ -101,9 +92,14 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
         )
 
 
-def _is_plain(text: Mapping[str, Any]) -> bool:
-    needed = _PLAIN_FAMILIES.get(str(text.get("model_type")))
-    return needed is not None and text.keys() >= _DENSE_KEYS | needed and not text.get("use_sliding_window")
+def _plain_defaults(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the class of a well-known family adds to `text`; None where transformers must be asked."""
+    family = FAMILIES.get(str(text.get("model_type")))
+    if family is None or not text.keys() >= family.needs or text.get("use_sliding_window"):
+        return None
+    if any(isinstance(text[name], str) for name in family.needs - {"hybrid_override_pattern"}):
+        return None
+    return {name: value for name, value in family.defaults.items() if name not in text}
 
 
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
@@ -131,4 +127,4 @@ def _class_values(config: PretrainedConfig) -> dict[str, Any]:
     standard = {name: own[alias] for name, alias in text.attribute_map.items() if alias in own}
     outer = config.to_dict()
     shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
-    return shared | standard | own
+    return standard | own | shared

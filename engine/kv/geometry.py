@@ -113,13 +113,13 @@ def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_byt
     Raises ModelError for encoder-decoders and for configs that lack layers or heads or whose heads do not divide.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
-    return _Reader(fields, dtype_bytes).geometry()
+    return ConfigReader(fields, dtype_bytes).geometry()
 
 
-class _Reader:
-    """Reads one config and collects what had to be assumed."""
+class ConfigReader:
+    """Reads the layers of one config and collects what had to be assumed. Its methods raise ModelError."""
 
-    def __init__(self, fields: Fields, dtype_bytes: int) -> None:
+    def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
         self.fields = fields
         self.dtype_bytes = dtype_bytes
         self.assumed: list[str] = []
@@ -141,24 +141,28 @@ class _Reader:
 
     def _cached_layers(self) -> list[tuple[Kind, ...]]:
         """What each layer caches, without the last layers that use the KV of earlier ones."""
-        kinds = [self._kinds(name) for name in self._layer_names()]
+        kinds = [self.kinds(name) for name in self.layer_names()]
         sharing = self.fields.get("num_kv_shared_layers", default=0)
         if sharing:
             self.facts.append(f"the last {sharing} of {len(kinds)} layers use the KV of earlier ones")
         return kinds[: len(kinds) - sharing]
 
-    def _layer_names(self) -> list[str]:
+    def layer_names(self) -> list[str]:
         """The kind of every layer, in the words of the configs."""
         fields = self.fields
         if pattern := fields.get("hybrid_override_pattern"):
             return [_PATTERN.get(letter, letter) for letter in pattern]
-        if listed := fields.get("layer_types", "layers_block_type"):
-            return [str(name) for name in listed]
         layers = fields.get("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        if listed := fields.get("layer_types", "layers_block_type"):
+            if isinstance(layers, int) and layers != len(listed):
+                self.assumed.append(f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}: those count")
+            return [str(name) for name in listed]
         if not isinstance(layers, int) or layers < 1:
             raise ModelError(
                 f"config has no layers (num_hidden_layers is {layers}): it does not describe a language model"
             )
+        if interval := fields.get("full_attention_interval"):
+            return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
         if cycle := fields.get("block_types"):
             return [cycle[layer % len(cycle)] for layer in range(layers)]
         if attention_at := fields.get("attn_layer_indices"):
@@ -185,7 +189,8 @@ class _Reader:
         self.assumed.append(f"sliding_window {window} without layer_types: all layers counted at full length")
         return ["full_attention"] * layers
 
-    def _kinds(self, name: str) -> tuple[Kind, ...]:
+    def kinds(self, name: str) -> tuple[Kind, ...]:
+        """What a layer of this name caches."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown kind {name!r} counted as full attention")
             return ("full",)
@@ -198,8 +203,13 @@ class _Reader:
             return self._state_layer()
         if kind == "full" and self.fields.get("kv_lora_rank"):
             return self._mla_layer()
-        kv_heads, head_dim = self._kv_heads(kind, layer), self._head_dim(kind, layer)
+        kv_heads, head_dim = self.kv_heads(kind, layer), self.head_dim(kind, layer)
         head_dim_v = self.fields.get("v_head_dim", default=head_dim)
+        if min(kv_heads, head_dim, head_dim_v) < 1:
+            raise ModelError(
+                f"config has layers of {kv_heads} KV heads with keys of {head_dim} and values of {head_dim_v} numbers; "
+                "each is 1 or more"
+            )
         window = self._window() if kind == "window" else None
         return LayerGroup(kind, 1, kv_heads, head_dim, head_dim_v, window)
 
@@ -215,22 +225,24 @@ class _Reader:
             raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
         key = self.fields.get("qk_nope_head_dim", default=0) + rope
         value = self.fields.get("v_head_dim", default=key)
-        return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self._heads() * (key + value))
+        return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self.heads() * (key + value))
 
-    def _heads(self) -> int:
+    def heads(self) -> int:
+        """Heads of a query."""
         heads = self.fields.get("num_attention_heads", "n_head", "n_heads", "num_heads")
         if not isinstance(heads, int) or heads < 1:
             raise ModelError(f"config has no attention heads (num_attention_heads is {heads})")
         return heads
 
-    def _kv_heads(self, kind: Kind, layer: int) -> int:
+    def kv_heads(self, kind: Kind, layer: int) -> int:
+        """Heads of a key or value in this layer."""
         fields = self.fields
         if (own := self._override("num_key_value_heads", layer)) is not None:
             return int(own)
         if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
             return 1
         if fields.model_type == "falcon" and not fields.get("new_decoder_architecture"):
-            return self._heads()
+            return self.heads()
         if kind == "full" and fields.get("attention_k_eq_v") and fields.get("num_global_key_value_heads"):
             return int(fields.get("num_global_key_value_heads"))
         nested = fields.get("attn_config", default={})
@@ -241,10 +253,11 @@ class _Reader:
         if given is None:
             if not fields.known:
                 self.assumed.append("num_key_value_heads is not given: as many KV heads as heads")
-            return self._heads()
+            return self.heads()
         return int(given)
 
-    def _head_dim(self, kind: Kind, layer: int) -> int:
+    def head_dim(self, kind: Kind, layer: int) -> int:
+        """Width of one head of a query or key in this layer."""
         fields = self.fields
         if (own := self._override("head_dim", layer)) is not None:
             return int(own)
@@ -252,7 +265,7 @@ class _Reader:
             return int(fields.get("global_head_dim"))
         if given := fields.get("head_dim", "attention_head_dim", "kv_channels"):
             return int(given)
-        hidden, heads = fields.get("hidden_size", "n_embd", "d_model"), self._heads()
+        hidden, heads = fields.get("hidden_size", "n_embd", "d_model"), self.heads()
         if not isinstance(hidden, int):
             raise ModelError("config has neither head_dim nor hidden_size")
         if hidden % heads:

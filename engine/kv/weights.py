@@ -5,17 +5,32 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.fields import Fields, read_fields, transformers_config
+from llmsched.engine.kv.parameters import Parameters, count_parameters
+from llmsched.engine.kv.quantised import weight_bytes, weight_format
+from llmsched.engine.kv.towers import tower_parameters
+from llmsched.engine.units import human_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER = 100_000_000  # safetensors' own limit
+
+#: Tensors of a built model by their names.
+_TOWER = re.compile(r"vis(ual|ion)|audio|multi_modal_projector")
+_EMBEDDING = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b")
+_SMALL = re.compile(r"bias|norm|router|conv|\bgate\.")
+#: Tensors of a checkpoint that predict further tokens at once, which is not served.
+_FURTHER_TOKENS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layers\.(?P<layer>\d+)\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +55,41 @@ def model_weights(path: Path | None, config: Any, dtype_bytes: int) -> Weights:
     fields = config if isinstance(config, Fields) else read_fields(config)
     files = _safetensors_files(path) if path is not None and path.is_dir() else []
     if files:
-        return _from_headers(files, dtype_bytes, tied=bool(fields.get("tie_word_embeddings")))
-    notes = []
-    if quantised := fields.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
-        notes.append(
-            f"the checkpoint is quantised ({method}); without its files weights count {dtype_bytes} bytes each"
-        )
-    parameters = _plain_parameters(fields) or _built_parameters(config)
+        return _from_headers(files, dtype_bytes, fields)
+    quantised = fields.get("quantization_config")
+    parameters = _parameters(config, fields)
     if parameters is None:
         named = fields.model_type or "no model_type"
-        notes = [f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"]
-        return Weights(0, "unknown", exact=False, notes=tuple(notes))
-    return Weights(parameters * dtype_bytes, "config", exact=not notes, notes=tuple(notes))
+        notes = (
+            f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights",
+        )
+        return Weights(0, "unknown", exact=False, notes=notes)
+    if not quantised:
+        return Weights(parameters.total * dtype_bytes, "config", exact=True)
+    return _quantised(parameters, quantised, dtype_bytes)
+
+
+def _parameters(config: Any, fields: Fields) -> Parameters | None:
+    """Counted from the table of families, else by building the model; None where neither is possible."""
+    counted = count_parameters(fields)
+    content = config if isinstance(config, Mapping) else config.to_dict()
+    if counted is not None and (tower := tower_parameters(content)) is not None:
+        return counted + Parameters(tower=tower)
+    return _built_parameters(config)
+
+
+def _quantised(parameters: Parameters, settings: Any, dtype_bytes: int) -> Weights:
+    """Bytes of a quantised checkpoint whose files are not there: worked out from the format, so an estimate."""
+    method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else settings
+    form = weight_format(settings) if isinstance(settings, Mapping) else None
+    if form is None:
+        note = f"the checkpoint is quantised ({method}); without its files weights count {dtype_bytes} bytes each"
+        return Weights(parameters.total * dtype_bytes, "config", exact=False, notes=(note,))
+    bits = ", ".join(
+        f"{name} {size:.3g} bits" for name, size in (("matrices", form.linear), ("experts", form.experts)) if size
+    )
+    note = f"the checkpoint is quantised ({method}); without its files its numbers count as {bits} each"
+    return Weights(weight_bytes(parameters, form, dtype_bytes), "config", exact=False, notes=(note,))
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
@@ -65,20 +102,33 @@ def _safetensors_files(directory: Path) -> list[Path]:
     return files if all(file.is_file() for file in files) else []
 
 
-def _from_headers(files: list[Path], dtype_bytes: int, tied: bool) -> Weights:
-    count, stored = 0, set()
+def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
+    count, left_out, stored = 0, 0, set()
+    tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     for file in files:
         for name, tensor in _header(file).items():
             if name == "__metadata__" or (tied and name == "lm_head.weight"):
                 continue
-            if tensor["dtype"] in _FLOATS:
-                count += math.prod(tensor["shape"]) * dtype_bytes
-            else:
-                start, end = tensor["data_offsets"]
-                count += end - start
+            size = _loaded_bytes(tensor, dtype_bytes)
+            match = _FURTHER_TOKENS.match(name)
+            if match and (match["layer"] is None or int(match["layer"]) >= layers):
+                left_out += size
+                continue
+            count += size
+            if tensor["dtype"] not in _FLOATS:
                 stored.add(tensor["dtype"])
-    notes = (f"tensors of type {', '.join(sorted(stored))} count as stored",) if stored else ()
-    return Weights(count, "safetensors", exact=True, notes=notes)
+    notes = [f"tensors of type {', '.join(sorted(stored))} count as stored"] if stored else []
+    if left_out:
+        notes.append(f"{human_bytes(left_out)} of the files predict several tokens at once (MTP) and are not loaded")
+    return Weights(count, "safetensors", exact=True, notes=tuple(notes))
+
+
+def _loaded_bytes(tensor: Mapping[str, Any], dtype_bytes: int) -> int:
+    """Floating-point numbers in the serving type, others as they are."""
+    if tensor["dtype"] in _FLOATS:
+        return int(math.prod(tensor["shape"])) * dtype_bytes
+    start, end = tensor["data_offsets"]
+    return int(end - start)
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -94,73 +144,7 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _plain_parameters(fields: Fields) -> int | None:
-    """Parameters of the families whose layout is simple enough to count; None for the others."""
-    layer = {
-        "llama": _dense_layer,
-        "mistral": _dense_layer,
-        "qwen2": _dense_layer,
-        "qwen3": _dense_layer,
-        "mixtral": _mixtral_layer,
-        "qwen3_moe": _qwen_moe_layer,
-    }.get(fields.model_type)
-    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
-    if layer is None or any(fields.get(name) is None for name in needed):
-        return None
-    hidden = fields.get("hidden_size")
-    embeddings = fields.get("vocab_size") * hidden * (1 if _tied(fields) else 2)
-    per_layer = (layer(fields, index) + _attention(fields) + 2 * hidden for index in range(_layers(fields)))
-    return int(embeddings + sum(per_layer) + hidden)
-
-
-def _tied(fields: Fields) -> bool:
-    return bool(fields.get("tie_word_embeddings", default=False))
-
-
-def _layers(fields: Fields) -> int:
-    return int(fields.get("num_hidden_layers"))
-
-
-def _attention(fields: Fields) -> int:
-    """q, k, v and o projections with the biases and norms of the family."""
-    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
-    head_dim = fields.get("head_dim", default=hidden // heads)
-    query, key_value = heads * head_dim, 2 * fields.get("num_key_value_heads", default=heads) * head_dim
-    count = hidden * (2 * query + key_value)
-    if fields.model_type == "qwen2":
-        count += query + key_value
-    elif fields.get("attention_bias") and fields.model_type in ("llama", "qwen3", "qwen3_moe"):
-        count += query + key_value + hidden
-    if fields.model_type in ("qwen3", "qwen3_moe"):
-        count += 2 * head_dim
-    return int(count)
-
-
-def _dense_layer(fields: Fields, index: int) -> int:
-    """Gate, up and down projections."""
-    hidden, inner = fields.get("hidden_size"), fields.get("intermediate_size")
-    has_bias = fields.model_type == "llama" and fields.get("mlp_bias")
-    return int(3 * hidden * inner + (2 * inner + hidden if has_bias else 0))
-
-
-def _mixtral_layer(fields: Fields, index: int) -> int:
-    return _experts(fields, fields.get("num_local_experts"), fields.get("intermediate_size"))
-
-
-def _qwen_moe_layer(fields: Fields, index: int) -> int:
-    """Experts, except in the layers that the config keeps dense."""
-    step = fields.get("decoder_sparse_step", default=1)
-    if index in fields.get("mlp_only_layers", default=()) or (index + 1) % step:
-        return _dense_layer(fields, index)
-    return _experts(fields, fields.get("num_experts", "num_local_experts"), fields.get("moe_intermediate_size"))
-
-
-def _experts(fields: Fields, experts: int, inner: int) -> int:
-    """Every expert's gate, up and down projections, and the router."""
-    return int(experts * (3 * fields.get("hidden_size") * inner + fields.get("hidden_size")))
-
-
-def _built_parameters(config: Any) -> int | None:
+def _built_parameters(config: Any) -> Parameters | None:
     """Count by building the model without memory (torch's meta device), which takes seconds; None if it cannot be."""
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -170,11 +154,25 @@ def _built_parameters(config: Any) -> int | None:
 
     made = copy.deepcopy(made)
     made.quantization_config = None
-    autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    if getattr(made, "vision_config", None) is not None:
+        autos.reverse()  # the text class of such a model would leave out what sees
     for auto in autos:
         if type(made) in auto._model_mapping:
             with torch.device("meta"):
                 model = auto.from_config(made)
             model.tie_weights()
-            return sum(int(parameter.numel()) for parameter in model.parameters())
+            return sum((_sorted(name, tensor) for name, tensor in model.named_parameters()), Parameters())
     return None
+
+
+def _sorted(name: str, tensor: torch.Tensor) -> Parameters:
+    """One tensor of a built model, by what its name and shape say it is."""
+    count = int(tensor.numel())
+    if _TOWER.search(name):
+        return Parameters(tower=count)
+    if tensor.dim() < 2 or _SMALL.search(name):
+        return Parameters(other=count)
+    if _EMBEDDING.search(name):
+        return Parameters(embeddings=count)
+    return Parameters(experts=count) if ".experts" in name else Parameters(linear=count)

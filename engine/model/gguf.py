@@ -8,9 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from gguf import dequantize
+
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.gguf_header import GGUFTensor, parse_gguf
 from llmsched.engine.model.source import one_line
+
+Array = npt.NDArray[np.float32]
 
 #: GGUF architecture -> (transformers model type, its class for causal language modelling).
 ARCHITECTURES = {
@@ -77,3 +83,17 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
     if file.get("expert_count"):
         raise ModelError(f"{path}: mixture-of-experts GGUF files are not supported; use the Hugging Face directory")
     return file
+
+
+def dequantized(file: GGUFFile, name: str) -> Array:
+    """One tensor as float32, in an array of its own. Raises ModelError for a type that gguf-py does not know."""
+    tensor = file.tensors[name]
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{file.path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+            "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
+        ) from error
+    # float32 is not converted: it is a view of the read-only file
+    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoConfig, PretrainedConfig
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf import ARCHITECTURES, GGUFFile
-from llmsched.engine.model.gguf_weights import dequantized
+from llmsched.engine.model.gguf import ARCHITECTURES, GGUFFile, dequantized
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Fields = dict[str, Any]
 
@@ -25,13 +26,20 @@ _GEMMA3_PATTERN = 6
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
     """The configuration of the model in `file`. Raises ModelError for missing or unknown settings."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**gguf_settings(file))
+
+
+def gguf_settings(file: GGUFFile) -> Fields:
+    """What config.json would hold. Raises ModelError for missing or unknown settings."""
     model_type, class_name = ARCHITECTURES[file.architecture]
     fields = _common(file)
     fields["rope_parameters"] = _rope(file, fields)
     special = _SPECIAL.get(file.architecture)
     if special is not None:
         fields.update(special(file, fields))
-    return AutoConfig.for_model(model_type, architectures=[class_name], **fields)
+    return {"model_type": model_type, "architectures": [class_name], **fields}
 
 
 def gguf_generation_config(file: GGUFFile) -> Fields:

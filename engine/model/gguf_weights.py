@@ -6,15 +6,11 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from gguf import dequantize
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import LazyTensor, StateDict, some
-from llmsched.engine.model.gguf import GGUFFile
-
-Array = npt.NDArray[np.float32]
+from llmsched.engine.model.gguf import Array, GGUFFile, dequantized
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -69,20 +65,6 @@ def _name(file: GGUFFile, name: str) -> str | None:
 def _lazy(file: GGUFFile, name: str) -> LazyTensor:
     restore = _restore(file, name)
     return LazyTensor(lambda: torch.from_numpy(restore(dequantized(file, name))))
-
-
-def dequantized(file: GGUFFile, name: str) -> Array:
-    """One tensor as float32, in an array of its own. Raises ModelError for a type that gguf-py does not know."""
-    tensor = file.tensors[name]
-    try:
-        values = dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise ModelError(
-            f"{file.path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
-            "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
-        ) from error
-    # float32 is not converted: it is a view of the read-only file
-    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:

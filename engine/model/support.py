@@ -5,12 +5,17 @@ What only the running model shows (masks, keywords handed to attention) is check
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmsched.engine.errors import ModelError
+from llmsched.engine.kv.fields import nested_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    Config: TypeAlias = "PretrainedConfig | _Stated"
 
 #: Architectures whose logits are compared with transformers' in the tests; named when another is refused.
 TESTED = (
@@ -33,10 +38,39 @@ _OWN_ATTENTION = {
     "FalconForCausalLM": "its positions may be ALiBi biases",
     "MptForCausalLM": "its positions are ALiBi biases",
 }
+#: Classes that pass _check_class, by model type, and those that fail it for their recurrent state: what config.json
+#: alone can tell, without importing transformers.
+_DECODERS = {
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+_RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def architecture_of(config: PretrainedConfig) -> str:
+def architecture_of(config: Config) -> str:
     """The model class that config.json names; "" if it names none, which check_supported refuses."""
     return str(config.architectures[0]) if config.architectures else ""
 
@@ -48,7 +82,56 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
             raise ModelError(f"model {spec}: {reason}")
 
 
-def _check_kind(config: PretrainedConfig) -> str | None:
+def check_stated(content: Mapping[str, Any], spec: str) -> bool:
+    """check_supported on the content of a config.json, without importing transformers.
+
+    Raises ModelError as it does; False where nothing speaks against the model but only its class could tell.
+    """
+    stated = _Stated(content)
+    name = architecture_of(stated)
+    known = _DECODERS.get(stated.model_type) == name
+    reason = _check_kind(stated) or _check_quantisation(stated)
+    if reason is None and _RECURRENT.get(stated.model_type) == name:
+        reason = _has_state(name)
+    if reason is None and known:
+        reason = _check_layers(stated)
+    if reason:
+        raise ModelError(f"model {spec}: {reason}")
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """What the checks read of a configuration, from a file alone."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def architectures(self) -> list[str] | None:
+        return self.content.get("architectures")
+
+    @property
+    def model_type(self) -> str:
+        return str(self.content.get("model_type", ""))
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.content.get("is_encoder_decoder"))
+
+    @property
+    def quantization_config(self) -> Any:
+        return self.content.get("quantization_config")
+
+    @property
+    def layer_types(self) -> list[str] | None:
+        return self.content.get("layer_types")
+
+    def get_text_config(self) -> _Stated:
+        nested = nested_text(self.content)
+        return self if nested is None else _Stated(nested)
+
+
+def _check_kind(config: Config) -> str | None:
     name = architecture_of(config)
     if not name:
         return (
@@ -64,7 +147,7 @@ def _check_kind(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _check_quantisation(config: PretrainedConfig) -> str | None:
+def _check_quantisation(config: Config) -> str | None:
     settings: Any = getattr(config, "quantization_config", None)
     if not settings:
         return None
@@ -88,14 +171,18 @@ def _check_class(config: PretrainedConfig) -> str | None:
         return f"{name} is an encoder (model type {config.model_type}): it sees tokens in both directions; {SUPPORTED}"
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
-        return f"{name} has recurrent state, which is not supported; {SUPPORTED}"
+        return _has_state(name)
     if not model_class._supports_attention_backend:
         detail = _OWN_ATTENTION.get(name, "its attention is its own")
         return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
     return None
 
 
-def _check_layers(config: PretrainedConfig) -> str | None:
+def _has_state(name: str) -> str:
+    return f"{name} has recurrent state, which is not supported; {SUPPORTED}"
+
+
+def _check_layers(config: Config) -> str | None:
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         kinds = ", ".join(sorted(unknown))
         return f"{architecture_of(config)} has layers of type {kinds}; supported: {', '.join(sorted(_LAYER_TYPES))}"

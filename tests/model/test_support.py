@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tiny_models import ARCHITECTURES, build_config
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.load import load_config, locate
-from llmsched.engine.model.support import TESTED, check_supported
+from llmsched.engine.model.support import _DECODERS, _RECURRENT, TESTED, check_stated, check_supported
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 QWEN3_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
@@ -109,3 +110,41 @@ def test_code_from_the_directory_is_never_run(tmp_path: Path) -> None:
     spec = write_config(tmp_path, {"model_type": "foo", "architectures": ["Foo"], "auto_map": auto_map})
     with pytest.raises(ModelError):
         load_config(locate(spec))
+
+
+@pytest.mark.parametrize("model_type", sorted(_DECODERS | _RECURRENT))
+def test_what_a_file_alone_tells_is_what_the_class_tells(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    name = (_DECODERS | _RECURRENT)[model_type]
+    config = AutoConfig.for_model(model_type, architectures=[name])
+    content = {"model_type": model_type, "architectures": [name]}
+    if model_type in _DECODERS:
+        check_supported(config, "m")
+        assert check_stated(content, "m")
+        return
+    with pytest.raises(ModelError) as asked:
+        check_supported(config, "m")
+    with pytest.raises(ModelError) as read:
+        check_stated(content, "m")
+    assert str(read.value) == str(asked.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_alone_never_accepts_what_the_class_refuses(case: str) -> None:
+    content, message = REFUSED[case]
+    said = ""
+    try:
+        accepted = check_stated(content, "m")
+    except ModelError as refusal:
+        accepted, said = False, str(refusal)
+    assert not accepted
+    assert not said or re.search(message, said)
+
+
+def test_a_file_alone_tells_of_vision_and_of_layers() -> None:
+    nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
+    with pytest.raises(ModelError, match="more than text"):
+        check_stated(nested, "m")
+    with pytest.raises(ModelError, match="layers of type linear_attention"):
+        check_stated({**LLAMA, "layer_types": ["linear_attention"]}, "m")

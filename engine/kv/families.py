@@ -1,0 +1,154 @@
+"""How the model families that people serve are built: what their configs leave out, and what their layers hold.
+
+Read instead of transformers' classes, which take seconds to import; tests compare the two for every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+#: True, False, or the name of the setting that decides.
+Switch = bool | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The parts of a decoder's layers, as far as they differ between families.
+
+    `norms` are those of one layer; each holds `norm_vectors` vectors: 1 for RMSNorm, 2 for LayerNorm with its bias.
+    `qk_norm` is the width of the norms of queries and keys: a head, all heads, or none. `gated_query`: attention's
+    output is gated, by as many further rows of the query projection. `experts` is the setting that tells the width of
+    routed experts, none where every MLP is dense. `positions` are learned ones.
+    """
+
+    qkv_bias: Switch = False
+    out_bias: Switch = False
+    qk_norm: Literal["head", "all", ""] = ""
+    gated_query: bool = False
+    sinks: bool = False
+    gated_mlp: bool = True
+    mlp_bias: Switch = False
+    experts: Literal["intermediate_size", "moe_intermediate_size", ""] = ""
+    expert_bias: bool = False
+    shared_gate: bool = False
+    norms: int = 2
+    norm_vectors: int = 1
+    positions: bool = False
+    head_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model_type. Its class adds nothing but `defaults` to a config that states `needs`."""
+
+    layout: Layout
+    needs: frozenset[str]
+    defaults: Mapping[str, Any]
+
+
+def _family(layout: Layout, needs: str, **defaults: Any) -> Family:
+    sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
+    return Family(layout, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
+
+
+_DENSE = "intermediate_size"
+_GROUPED = f"{_DENSE} num_key_value_heads"
+_WIDE = f"{_GROUPED} head_dim"
+_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
+_DELTA = "linear_num_value_heads linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+_MLA = "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
+_MLA_MOE = f"{_MLA} n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace"
+_MAMBA = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel use_conv_bias hybrid_override_pattern"
+_GEMMA4 = "global_head_dim layer_types sliding_window attention_k_eq_v num_kv_shared_layers enable_moe_block"
+
+_BARE = Layout()
+_LLAMA = Layout(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+_QWEN2 = Layout(qkv_bias=True)
+_QWEN3 = Layout(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
+_NEXT = replace(_QWEN3, gated_query=True)
+_QWEN3_MOE = replace(_QWEN3, experts="moe_intermediate_size")
+_NEXT_MOE = replace(_NEXT, experts="moe_intermediate_size", shared_gate=True)
+_DEEPSEEK = Layout(experts="moe_intermediate_size")
+_GEMMA = Layout(qkv_bias="attention_bias", out_bias="attention_bias")
+_COHERE = Layout(qkv_bias="attention_bias", out_bias="attention_bias", norms=1)
+_GPT = Layout(qkv_bias=True, out_bias=True, gated_mlp=False, mlp_bias=True, norm_vectors=2)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _family(_LLAMA, _DENSE),
+    "granite": _family(_LLAMA, _DENSE),
+    "smollm3": _family(_LLAMA, _GROUPED, tie_word_embeddings=True),
+    "mistral": _family(_BARE, f"{_GROUPED} sliding_window"),
+    "phi3": _family(_BARE, f"{_DENSE} sliding_window"),
+    "glm4": _family(replace(_QWEN2, qkv_bias="attention_bias", norms=4), f"{_WIDE} attention_bias"),
+    "olmo2": _family(replace(_GEMMA, qk_norm="all"), _DENSE),
+    "qwen2": _family(_QWEN2, _GROUPED),
+    "qwen3": _family(_QWEN3, _WIDE),
+    "qwen2_5_vl_text": _family(_QWEN2, _GROUPED),
+    "qwen3_vl_text": _family(_QWEN3, _WIDE),
+    "qwen3_5_text": _family(_NEXT, f"{_WIDE} {_DELTA} layer_types"),
+    "gemma": _family(_GEMMA, _WIDE, tie_word_embeddings=True),
+    "gemma2": _family(
+        replace(_GEMMA, norms=4), f"{_WIDE} sliding_window", sliding_window_pattern=2, tie_word_embeddings=True
+    ),
+    "gemma3_text": _family(
+        replace(_QWEN3, norms=4),
+        f"{_WIDE} sliding_window",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        vocab_size=262208,
+        max_position_embeddings=131072,
+        sliding_window_pattern=6,
+        tie_word_embeddings=True,
+    ),
+    "gemma4_text": _family(
+        Layout(qk_norm="head", norms=4), f"{_WIDE} {_GEMMA4} hidden_size_per_layer_input", tie_word_embeddings=True
+    ),
+    "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", sliding_window_pattern=4, tie_word_embeddings=True),
+    "mixtral": _family(Layout(experts="intermediate_size"), f"{_GROUPED} num_local_experts num_experts_per_tok"),
+    "qwen2_moe": _family(
+        replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True),
+        f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size",
+    ),
+    "qwen3_moe": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}"),
+    "qwen3_vl_moe_text": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}", tie_word_embeddings=True),
+    "qwen3_next": _family(
+        _NEXT_MOE,
+        f"{_WIDE} {_EXPERTS} {_DELTA} shared_expert_intermediate_size",
+        full_attention_interval=4,
+    ),
+    "qwen3_5_moe_text": _family(
+        _NEXT_MOE,
+        f"num_key_value_heads head_dim {_EXPERTS} {_DELTA} shared_expert_intermediate_size layer_types",
+    ),
+    "gpt_oss": _family(
+        Layout(qkv_bias=True, out_bias=True, sinks=True, experts="intermediate_size", expert_bias=True),
+        f"{_WIDE} sliding_window layer_types num_local_experts num_experts_per_tok",
+    ),
+    "deepseek_v2": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
+    "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
+    "glm4_moe": _family(
+        Layout(qkv_bias="attention_bias", qk_norm="head", experts="moe_intermediate_size"),
+        f"{_WIDE} attention_bias use_qk_norm n_routed_experts n_shared_experts num_experts_per_tok "
+        "moe_intermediate_size first_k_dense_replace",
+    ),
+    "nemotron_h": _family(
+        Layout(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
+        f"{_WIDE} {_MAMBA}",
+        mamba_ssm_cache_dtype="float32",
+    ),
+    "phi": _family(replace(_GPT, norms=1, head_bias=True), _DENSE),
+    "starcoder2": _family(
+        replace(_GPT, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+        f"{_GROUPED} use_bias",
+        tie_word_embeddings=True,
+    ),
+    "gpt_neox": _family(_GPT, _DENSE),
+    "gpt2": Family(
+        replace(_GPT, positions=True),
+        frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),
+        {"tie_word_embeddings": True},
+    ),
+}
