@@ -13,6 +13,7 @@ from typing import Any, Literal
 from llmsched.engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Device = Literal["auto", "cuda", "cpu"]
 Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
 Prediction = Literal["learned", "max_tokens", "none"]
@@ -43,6 +44,11 @@ class EngineConfig:
         "auto",
         "type of weights and KV; auto is bfloat16 where the device computes in it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: KVDType = knob(
+        "auto",
+        "type of KV; auto is dtype, or what the checkpoint asks for; the fp8 types can be planned for, not served",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
     )
     device: Device = knob("auto", "auto takes the GPU when there is one", choices=("auto", "cuda", "cpu"))
     max_model_len: int | None = knob(
