@@ -68,6 +68,13 @@ class LayerGroup:
     state_bytes: int = 0
     expanded: int = 0
 
+    @property
+    def kv_widths(self) -> tuple[int, int]:
+        """Numbers of one token's keys and of its values as this engine caches them, in one layer."""
+        if self.expanded:
+            return self.expanded - self.expanded // 2, self.expanded // 2
+        return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
+
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """What one token of context costs in all layers of the group; a state costs nothing per token."""
         return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
@@ -96,6 +103,11 @@ class Geometry:
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes that this engine keeps per token: one block table serves all layers, so windows save nothing."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
+
+    @property
+    def caches_kv(self) -> bool:
+        """Whether any layer is more than a recurrence."""
+        return any(group.kind != "state" for group in self.groups)
 
     @property
     def window(self) -> int | None:

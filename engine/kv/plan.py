@@ -16,7 +16,8 @@ class MemoryPlan:
 
     kv_bytes_per_token counts layers whose KV grows for ever, kv_bytes_per_token_window those that read only the last
     `window` tokens; a block holds block_size tokens of both, since one block table serves all layers. `state_bytes` is
-    reserved for max_num_seqs_limit sequences. max_model_len is the resolved one.
+    reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
+    max_model_len is the resolved one.
     """
 
     device: DeviceMemory
@@ -28,9 +29,11 @@ class MemoryPlan:
     state_bytes: int
     available_kv_bytes: int
     dtype_bytes: int
+    kv_dtype_bytes: int
     block_size: int
     block_bytes: int
     num_blocks: int
+    headroom: float
     kv_bytes_per_token: int
     kv_bytes_per_token_window: int
     window: int | None
@@ -62,6 +65,11 @@ class MemoryPlan:
         """Sequences of max_model_len tokens that fit at the same time."""
         return self.num_seqs_at(self.max_model_len)
 
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks that admission leaves free for running sequences to grow into."""
+        return int(self.headroom * self.num_blocks)
+
     def blocks_for(self, length: int) -> int:
         """Blocks of a sequence that ends with `length` tokens, prompt and output."""
         return math.ceil(max(1, length - 1) / self.block_size)
@@ -70,3 +78,12 @@ class MemoryPlan:
         """Sequences of `length` tokens each that fit at the same time; recurrent state bounds them as well."""
         fitting = self.num_blocks // self.blocks_for(length)
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
+
+    def num_admitted_at(self, length: int) -> int:
+        """Sequences that admission lets in together when each brings all of its `length` tokens as its prompt.
+
+        It keeps the headroom and max_num_seqs_limit; what fits alone always comes in.
+        """
+        fitting = self.num_seqs_at(length)
+        above = (self.num_blocks - self.headroom_blocks) // self.blocks_for(length)
+        return min(fitting, max(1, above), self.max_num_seqs_limit)

@@ -214,8 +214,8 @@ def test_the_token_budget_depends_on_the_device() -> None:
 def test_activations_follow_the_larger_of_layers_and_sampler() -> None:
     model = shape()
     assert activation_bytes(model, 65536, 1, 2) == 65536 * (4 * 4096 + 3 * 14336 + 2 * 128) * 2
-    assert activation_bytes(model, 1, 4, 2) == 4 * 128256 * (2 + 15 * 4)
-    assert activation_bytes(model, 1, 1024, 2) == 1024 * 128256 * 2 + 15 * LOGITS_BYTES
+    assert activation_bytes(model, 1, 4, 2) == 4 * 128256 * (2 + 18 * 4)
+    assert activation_bytes(model, 1, 1024, 2) == 1024 * 128256 * 2 + 18 * LOGITS_BYTES
 
 
 # Layers that are not full attention.

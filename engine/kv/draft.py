@@ -1,0 +1,57 @@
+"""Plans of one model for any settings and any device: what kv-budget asks again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.kv.budget import draft_memory
+from llmsched.engine.kv.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
+from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.shape import ModelShape, model_shape
+from llmsched.engine.kv.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDraft:
+    """A model by the content of its config.json, and by its weights: `given`, of files in `directory`, or counted."""
+
+    content: Mapping[str, Any]
+    directory: Path | None = None
+    given: Weights | None = None
+    _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
+
+    def plan(self, config: EngineConfig, device: DeviceMemory) -> MemoryPlan:
+        """The plan for these settings on this device, with its `problem` if it does not fit.
+
+        Raises ConfigError for a max_model_len beyond the model's positions, ModelError for a model without attention.
+        """
+        return draft_memory(
+            self.shape(config, device),
+            config,
+            device,
+            dtype_bytes=DTYPE_BYTES[self.dtype(config, device)],
+            kv_dtype_bytes=DTYPE_BYTES[self.kv_dtype(config, device)],
+        )
+
+    def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
+        """The model in the type that these settings mean. Raises ModelError when its config does not say enough."""
+        dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
+        if dtype_bytes not in self._shapes:
+            self._shapes[dtype_bytes] = model_shape(
+                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given
+            )
+        return self._shapes[dtype_bytes]
+
+    def dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
+        """The type of weights and activations."""
+        return planned_dtype(config, computes_bf16=device.computes_bf16)
+
+    def kv_dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
+        """The type of KV."""
+        dtype = self.dtype(config, device)
+        return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)

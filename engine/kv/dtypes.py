@@ -1,0 +1,43 @@
+"""Types of weights and KV by name, and how large one number of each is; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+
+
+def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
+    """The type of weights and activations that `dtype` means on a device."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if computes_bf16 else "float32"
+
+
+def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
+    """The type of KV that `kv_cache_dtype` means beside weights of `dtype`; auto obeys a checkpoint with fp8 scales."""
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    return "fp8" if checkpoint_fp8 else dtype
+
+
+def servable_kv_dtype(config: EngineConfig, dtype: str) -> str:
+    """As planned_kv_dtype, for this engine. Raises ConfigError for fp8, which its kernels do not read."""
+    kv_dtype = planned_kv_dtype(config, dtype)
+    if kv_dtype.startswith("fp8"):
+        raise ConfigError(
+            "kv_cache_dtype",
+            f"{kv_dtype} cannot be served: the kernels read float32, bfloat16 and float16 KV; use auto or bfloat16 "
+            "(`llmsched kv-budget` plans fp8 for other engines)",
+        )
+    return kv_dtype
