@@ -86,7 +86,7 @@ def serve(
     Then: curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    from llmsched.cli.serve.lifecycle import bind
+    from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.pinning import pin_prefixes, read_prefixes
     from llmsched.cli.serve.profile import profile_settings
     from llmsched.engine.metrics import check_prefix
@@ -96,7 +96,7 @@ def serve(
     check_prefix(metrics_prefix)
     config = engine_options.config(resolve_model(model), profile_settings(profile) if profile else None)
     prefixes = read_prefixes(pin_prefix or [])
-    listener = bind(host, port)
+    listener = listen(host, port)
 
     from llmsched.engine.build import build_engine
 

@@ -23,6 +23,8 @@ _LINGER_S = 2.0
 _KEEP_ALIVE_S = 75
 #: What clients that read slowly are given at the very end.
 _CLOSING_S = 5
+#: Connections that may wait while the model is loaded, and later for the event loop.
+_BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -30,10 +32,11 @@ class PortInUseError(LlmschedError):
     """The address to listen on cannot be had."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening; port 0 takes any free one.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address; port 0 takes any free one. Who connects waits until `run` serves.
 
-    Raises PortInUseError: to be called before a model is loaded for minutes.
+    Raises PortInUseError: to be called before a model is loaded for minutes. Binding alone would not do, since several
+    sockets may be bound to an address as long as none of them listens.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -45,12 +48,16 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise PortInUseError(
-            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another --port"
-        ) from error
+        raise _in_use(host, port, error) from error
     return listener
+
+
+def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
+    reason = (error.strerror or str(error)).lower()
+    return PortInUseError(f"cannot listen on {host}:{port}: {reason}; choose another --port")
 
 
 class _Server(uvicorn.Server):
@@ -83,6 +90,8 @@ async def run(
 
     The first SIGTERM or SIGINT drains: readiness goes, new requests get 503, those that run may finish for `grace_s`
     seconds, the rest ends with an error. A second one ends the process at once.
+
+    Raises PortInUseError, the engine stopped, when the address of `listener` cannot be listened on.
     """
     stop = stop or asyncio.Event()
     server = _Server(
@@ -94,32 +103,52 @@ async def run(
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSING_S,
+            backlog=_BACKLOG,
         )
     )
     with _signals(stop):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await server.ready.wait()
-        on_ready()
-        died = await _stopped_or_died(stop, engine)
-        if died:
-            await asyncio.sleep(_LINGER_S)
-        else:
-            on_drain()
-            await engine.drain(grace_s)
-        await engine.stop()
+        died = False
+        try:
+            await _until_ready(server, serving, listener)
+            on_ready()
+            died = await _stopped_or_died(stop, engine, serving)
+            if died:
+                await asyncio.sleep(_LINGER_S)
+            elif not serving.done():
+                on_drain()
+                await engine.drain(grace_s)
+        finally:
+            await engine.stop()
         server.should_exit = True
         await serving
     return 1 if died else 0
 
 
-async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine) -> bool:
-    """Wait for either; True if the engine died."""
-    while not stop.is_set():
-        if not engine.healthy:
-            return True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _HEALTH_CHECK_S)
-    return False
+async def _until_ready(server: _Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
+    """Wait until connections are taken. Raises what kept the server from it, PortInUseError for the address."""
+    ready = asyncio.create_task(server.ready.wait())
+    await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    if not serving.done():
+        return
+    try:
+        await serving
+    except OSError as error:
+        raise _in_use(*listener.getsockname()[:2], error) from error
+
+
+async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:
+    """Wait until the process is to end, or the engine or the server has ended by itself; True if the engine did."""
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        while not (stopped.done() or serving.done()):
+            if not engine.healthy:
+                return True
+            await asyncio.wait({stopped, serving}, timeout=_HEALTH_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        return False
+    finally:
+        stopped.cancel()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import pytest
 
 from llmsched.cli.main import main
 from llmsched.cli.serve import banner
-from llmsched.cli.serve.lifecycle import bind
+from llmsched.cli.serve.lifecycle import listen
 from llmsched.cli.serve.profile import profile_settings
 from llmsched.engine.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_a_profile_with_a_wrong_setting(tmp_path: Path, settings: str, message: 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")])
 def test_url(host: str, shown: str) -> None:
-    with bind(host, 0) as listener:
+    with listen(host, 0) as listener:
         assert banner.url_of(listener) == f"{shown}{listener.getsockname()[1]}"
 
 

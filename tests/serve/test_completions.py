@@ -311,6 +311,7 @@ def test_bos_is_not_echoed(make_server: Any) -> None:  # G01, A25
 
 def test_nothing_is_kept_of_requests_that_ended(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:  # C18
     monkeypatch.setattr(ledger, "MAX_REQUESTS", 8)  # what is kept for `explain` is kept of so many
+
     def objects_after(count: int) -> int:
         for _ in range(count):
             whole(http, "a b c", max_tokens=1)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import scripted
+import uvicorn
+from fastapi import FastAPI
 from scripted import ScriptedServer
 
-from llmsched.cli.serve.lifecycle import PortInUseError, bind
+from llmsched.cli.serve.lifecycle import PortInUseError, listen, run
 
 PATH = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
@@ -135,9 +140,64 @@ def test_a_port_in_use_is_one_line() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(PortInUseError, match=f"127.0.0.1:{port}: address already in use; choose another --port"):
-            bind("127.0.0.1", port)
+            listen("127.0.0.1", port)
+
+
+def test_the_second_server_on_a_port_is_refused_before_either_serves() -> None:
+    with listen("127.0.0.1", 0) as first, pytest.raises(PortInUseError, match="address already in use"):
+        listen(*first.getsockname())
+
+
+def test_who_comes_while_the_model_is_loaded_is_served_when_it_is_there() -> None:
+    server = ScriptedServer()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.get, server.url + "/health", timeout=20)
+        while not select.select([server.listener], [], [], 0.01)[0]:
+            assert not answer.done()
+        server.start()
+        assert answer.result().status_code == 200
+    server.close()
+
+
+class FakeService:
+    """As much of an AsyncEngine as `run` sees: healthy, and stopped in the end."""
+
+    healthy = True
+    stopped = False
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+def served(listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+    """Run a server to its end; the engine must be stopped then, whatever happened."""
+    service = FakeService()
+    try:
+        asyncio.run(asyncio.wait_for(run(FastAPI(), service, listener, grace_s=1.0, on_ready=on_ready), 20))  # type: ignore[arg-type]
+    finally:
+        assert service.stopped
+
+
+def test_a_port_that_another_has_begun_to_listen_on_is_one_line_and_no_waiting() -> None:
+    """Two sockets may be bound as long as none of them listens."""
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", 0) if listener is first else first.getsockname())
+        first.listen()
+        with pytest.raises(PortInUseError, match=f"127.0.0.1:{first.getsockname()[1]}: address already in use"):
+            served(second)
+
+
+def test_a_server_that_fails_while_serving_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: uvicorn.Server) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(uvicorn.Server, "main_loop", fail)
+    with listen("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="no more"):
+        served(listener)
 
 
 def test_an_unknown_host_is_one_line() -> None:
     with pytest.raises(PortInUseError, match=r"cannot listen on 256\.0\.0\.1"):
-        bind("256.0.0.1", 8000)
+        listen("256.0.0.1", 8000)

@@ -101,7 +101,7 @@ class LiveServer:
     def __init__(self, engine: Engine, *, name: str = MODEL, api_key: str | None = None, grace_s: float = 5.0) -> None:
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self.listener = lifecycle.bind("127.0.0.1", 0)
+        self.listener = lifecycle.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.exit_code: int | None = None
         self._name, self._api_key, self._grace_s = name, api_key, grace_s
