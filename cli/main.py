@@ -28,7 +28,9 @@ class Entry:
 COMMANDS = {
     "serve": Entry("llmsched.cli.serve.command", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
     "bench": Entry("llmsched.cli.bench.command", "bench", "Load a server or a model and measure latency and goodput."),
-    "kv-budget": Entry("llmsched.cli.kv_budget", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."),
+    "kv-budget": Entry(
+        "llmsched.cli.kv_budget.command", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."
+    ),
     "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
     "explain": Entry("llmsched.cli.explain", "explain", "Tell where the time of one request went."),
     "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),

@@ -32,12 +32,17 @@ ModelArgument = Annotated[
     ),
 ]
 
+#: What a flag is set to that shall be chosen as if it, and a profile's value for it, were left out.
+AUTO = "auto"
+
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BYTES = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
+#: Knobs whose flag takes auto for None.
+_CHOSEN = frozenset({"max_model_len"})
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
 
 
@@ -69,6 +74,22 @@ def size(text: str | int) -> int:
     if unit.lower() not in known:
         raise typer.BadParameter(f"{text!r} needs a unit: GiB (1024^3 bytes) or GB (1000^3 bytes), likewise K, M, T")
     return int(number * known[unit.lower()])
+
+
+def tokens(text: str | int) -> int:
+    """Tokens of "8192" or "8k" (k is 1024, as in the names of models: 8k is 8192, 128k is 131072)."""
+    if not isinstance(text, str):
+        return text
+    number, unit = _split(text, "a number of tokens such as 8192 or 8k")
+    count = number * {"": 1, "k": 1024, "m": 1024**2}.get(unit.lower(), math.nan)
+    if not count >= 1 or not count.is_integer():
+        raise typer.BadParameter(f"{text!r} is not a whole number of tokens above zero, such as 8192 or 8k (8 x 1024)")
+    return int(count)
+
+
+def context_length(text: str | int) -> int | str:
+    """Tokens, or "auto": what the model and the memory allow."""
+    return AUTO if text == AUTO else tokens(text)
 
 
 def fraction(text: str | float) -> float:
@@ -107,13 +128,18 @@ def resolve_model(argument: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The engine flags that were given on the command line; what is not in `given` was left out."""
+    """The engine flags that were given on the command line; what is not in `given` was left out.
+
+    `automatic` names those that were set to auto: they are chosen whatever a profile says.
+    """
 
     given: Mapping[str, Any] = field(default_factory=dict)
+    automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
         """Flag, else `defaults` (a profile's), else EngineConfig's default. Raises ConfigError naming the knob."""
-        return EngineConfig(**{**(defaults or {}), **self.given, "model": model})
+        profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
+        return EngineConfig(**{**profile, **self.given, "model": model})
 
 
 def with_engine_options(
@@ -138,8 +164,9 @@ def with_engine_options(
         @functools.wraps(command)
         def wrapper(**values: Any) -> R:
             flags = {f.name: values.pop(f.name, None) for f in knobs}
-            given = {name: value for name, value in flags.items() if value is not None}
-            return command(**values, engine_options=EngineOptions(given))
+            automatic = frozenset(name for name in flags if name in _CHOSEN and flags[name] == AUTO)
+            given = {name: value for name, value in flags.items() if value is not None and name not in automatic}
+            return command(**values, engine_options=EngineOptions(given, automatic))
 
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -151,9 +178,11 @@ def with_engine_options(
 def _flag(knob: Field[Any], annotation: Any) -> Any:
     """The annotation that makes Typer build the option of a knob; None stands for "not given"."""
     rule = knob.metadata
-    parser: Callable[[str], Any] | None = None
+    parser: Callable[[Any], Any] | None = None
     metavar: str | None = None
-    if rule["unit"] == "bytes":
+    if knob.name in _CHOSEN:
+        parser, metavar = context_length, "TOKENS|auto"
+    elif rule["unit"] == "bytes":
         parser, metavar = size, "SIZE"
     elif rule["unit"] == "seconds":
         parser, metavar = duration, "DURATION"

@@ -104,6 +104,11 @@ class Geometry:
         """Bytes that this engine keeps per token: one block table serves all layers, so windows save nothing."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
+    def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
+        """What a sequence of `length` tokens needs at rest where nothing outside a window is kept, state included."""
+        tokens = ((group, min(length, group.window or length)) for group in self.groups)
+        return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
+
     @property
     def caches_kv(self) -> bool:
         """Whether any layer is more than a recurrence."""

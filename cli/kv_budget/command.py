@@ -1,0 +1,247 @@
+"""`llmsched kv-budget`: KV memory and how many sequences it serves, by the same plan that `serve` allocates by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmsched.cli import render
+from llmsched.cli.kv_budget import compare, document, report
+from llmsched.cli.kv_budget.emit import Target, command_line
+from llmsched.cli.kv_budget.findings import Findings, as_device
+from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, size, tokens, with_engine_options
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory, device_memory
+from llmsched.engine.errors import ConfigError, ModelError
+from llmsched.engine.kv.draft import ModelDraft
+from llmsched.engine.kv.fields import read_config_file, transformers_config
+from llmsched.engine.kv.weights import Weights
+from llmsched.engine.kv.whatif import Demand, asked_for, longest_context
+from llmsched.engine.units import human_bytes
+from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
+
+if TYPE_CHECKING:
+    from llmsched.engine.kv.lengths import Lengths
+
+KNOBS = (
+    "dtype",
+    "kv_cache_dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "headroom",
+)
+_ALL = "all"
+_MAX_CV = 10.0
+_QUESTION = "Question"
+
+
+@with_engine_options(only=KNOBS)
+def kv_budget(
+    model: ModelArgument = None,
+    *,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|all", help="Plan for this GPU instead of the one here (l4, h100, ...); all compares them."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="SIZE", help="Plan for a GPU with this much memory, such as 24GiB."),
+    ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Do so many requests fit at the same time? Without --context: with which longest context?",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            parser=tokens, metavar="TOKENS", help="Tokens of each, such as 8k (8192).", rich_help_panel=_QUESTION
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Lengths of your requests: a trace (CSV of Azure, JSON lines of Mooncake) or one length a line.",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None,
+    mean_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Also count sequences of this mean length, prompt and output.",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None,
+    cv_len: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Standard deviation / mean of the lengths around --mean-len (log-normal).",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None,
+    weights: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="SIZE", help="Size of the loaded weights; default: from files or config."),
+    ] = None,
+    emit: Annotated[
+        Target | None, typer.Option(help="Print the command line of that engine with the same memory, and no more.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    engine_options: EngineOptions,
+) -> None:
+    """Work out what a token costs in KV memory, how many blocks fit, and how many sequences that serves.
+
+    MODEL may also be a config.json. Weights are not loaded and no GPU is needed: name one with --gpu or
+    --gpu-memory. `serve` with the same options allocates exactly this.
+
+    Exit code 0 if the model (and what --users and --context ask for) fits, 1 if it does not (the report says what
+    would help), 2 for bad input.
+
+    \b
+    Examples:
+      llmsched kv-budget demo
+      llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
+      llmsched kv-budget Qwen/Qwen3-8B --gpu all --users 32 --context 8k
+      llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
+      llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
+    """
+    spec = resolve_model(model)
+    config = asked_for(engine_options.config(spec), engine_options.given, users, context)
+    if emit is not None and gpu == _ALL:
+        raise ConfigError("--emit", "is for one GPU; name it with --gpu instead of all")
+    mix = _lengths(config, mean_len, cv_len, lengths)
+    devices = _devices(config, gpu, gpu_memory)
+    content, directory = _read_model(spec)
+    draft = ModelDraft(content, directory, None if weights is None else Weights(weights, "--weights", exact=True))
+    demand, asked = Demand(users or 1, context or 0), users is not None or context is not None
+    open_context = users is not None and config.max_model_len is None
+    refusal = _refusal(content, spec)
+    found = []
+    for device in devices:
+        longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
+        settings = replace(config, max_model_len=longest)
+        found.append(Findings(spec, draft, settings, device, demand, asked, mean_len, mix, refusal))
+    if gpu == _ALL:
+        _tell_all(found, json_output)
+    else:
+        _tell(found[0], emit, json_output)
+    if not any(each.fits for each in found):
+        raise typer.Exit(1)
+
+
+def _tell(found: Findings, emit: Target | None, json_output: bool) -> None:
+    """One device: the report, or the command line of another engine, or both as JSON."""
+    line = None if emit is None or not found.fits else command_line(found, emit)
+    if json_output:
+        render.emit_json(document.as_json(found) | ({"emit": line} if emit else {}))
+    elif line is not None:
+        render.say(line)
+    else:
+        report.show(found)
+
+
+def _tell_all(found: list[Findings], json_output: bool) -> None:
+    compared = list(zip(_all_gpus(), found, strict=True))
+    if json_output:
+        render.emit_json(compare.as_json(compared))
+    else:
+        compare.show(compared)
+
+
+def _lengths(config: EngineConfig, mean_len: int | None, cv_len: float | None, lengths: Path | None) -> Lengths | None:
+    """The distribution of lengths that was asked for. Raises ConfigError."""
+    if mean_len is not None and mean_len < 1:
+        raise ConfigError("--mean-len", f"{mean_len} tokens is out of range; allowed is 1 or more")
+    if mean_len is not None and config.max_model_len is not None and mean_len > config.max_model_len:
+        raise ConfigError("--mean-len", f"{mean_len} is beyond max_model_len {config.max_model_len}")
+    if lengths is not None:
+        if cv_len is not None:
+            raise ConfigError("--cv-len", "describes lengths that --lengths tells already; leave one of them out")
+        from llmsched.engine.kv.lengths import read_lengths
+
+        return read_lengths(lengths)
+    if cv_len is None:
+        return None
+    if mean_len is None:
+        raise ConfigError("--cv-len", "needs the mean it is about; give --mean-len as well")
+    if not 0 <= cv_len <= _MAX_CV:
+        raise ConfigError("--cv-len", f"{cv_len:g} is out of range; allowed is 0 to {_MAX_CV:g}")
+    from llmsched.engine.kv.lengths import lognormal_lengths
+
+    return lognormal_lengths(mean_len, cv_len)
+
+
+def _devices(config: EngineConfig, gpu: str | None, gpu_memory: int | None) -> list[DeviceMemory]:
+    """The GPUs that were named or described, else the device of this machine. Raises ConfigError."""
+    if gpu is None and gpu_memory is None:
+        return [device_memory(config.device)]
+    if gpu is not None and gpu_memory is not None:
+        raise ConfigError("--gpu", f"{gpu} says how much memory there is; leave out --gpu or --gpu-memory")
+    if config.device == "cpu":
+        raise ConfigError("device", "cpu and a GPU are both asked for; leave out one of them")
+    if gpu_memory is not None:
+        return [DeviceMemory("cuda", f"GPU with {human_bytes(gpu_memory)}", gpu_memory)]
+    if gpu == _ALL:
+        return [as_device(spec) for spec in _all_gpus()]
+    try:
+        return [as_device(find_gpu(gpu or ""))]
+    except UnknownGpuError as unknown:
+        raise ConfigError("--gpu", str(unknown)) from unknown
+
+
+def _all_gpus() -> list[GpuSpec]:
+    """Every listed GPU, the smallest first."""
+    return sorted(gpus().values(), key=lambda spec: spec.memory)
+
+
+def _read_model(spec: str) -> tuple[Mapping[str, Any], Path | None]:
+    """What config.json says, and the directory in which weights may lie; of a hub repository only config.json is
+    fetched. Raises ModelError."""
+    from llmsched.engine.model.source import fetch_config, locate
+
+    path = Path(spec).expanduser()
+    if path.suffix == ".json" or path.is_dir():
+        return read_config_file(path), path if path.is_dir() else None
+    if path.suffix == ".gguf":
+        from llmsched.engine.model.gguf import read_gguf
+        from llmsched.engine.model.gguf_config import gguf_settings
+
+        return gguf_settings(read_gguf(locate(spec).path)), None
+    if path.exists():
+        raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
+    with render.progress_bar() as progress:
+        directory = locate(spec, progress).path if spec == "demo" else fetch_config(spec, progress).parent
+    return read_config_file(directory), directory
+
+
+def _refusal(config: Mapping[str, Any], spec: str) -> str | None:
+    """Why serve would not take the model, None if it would as far as its config tells."""
+    from llmsched.engine.model.support import check_stated, check_supported
+
+    try:
+        if not check_stated(config, spec):
+            made = transformers_config(config)
+            if made is None:
+                return f"transformers does not know model_type {config.get('model_type')}"
+            check_supported(made, spec)
+    except ModelError as refusal:
+        return str(refusal).removeprefix(f"model {spec}: ")
+    return None

@@ -1,0 +1,183 @@
+"""What kv-budget finds out about one model on one device: the plan, and everything that is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from llmsched.cli.render import human_bytes
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.kv import whatif
+from llmsched.engine.kv.draft import ModelDraft
+from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.shape import ModelShape
+from llmsched.engine.kv.whatif import Change, Demand
+from llmsched.profiles.gpus import GpuSpec, gpus
+
+if TYPE_CHECKING:
+    from llmsched.engine.kv.lengths import Lengths
+
+PERCENTILES = (50, 90, 95, 99)
+#: Preemption probabilities for which the most sequences are told.
+RISKS = (0.01, 0.05)
+#: Where the search for the most sequences of a distribution ends.
+_MOST_SEQS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """Sequences that fit if all were as long as a percentile, and how likely so many of the mix do not.
+
+    Without percentile and length: as many as max_num_seqs lets run.
+    """
+
+    percentile: int | None
+    length: int | None
+    max_num_seqs: int
+    preemption_probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """What a distribution of lengths means for the pool. `refused` requests beyond max_model_len are left out."""
+
+    lengths: Lengths
+    refused: int
+    rows: tuple[LengthRow, ...]
+    safe: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """`asked` tells whether users or a context were named; `refusal` is why serve would not take the model at all."""
+
+    spec: str
+    draft: ModelDraft
+    config: EngineConfig
+    device: DeviceMemory
+    demand: Demand = Demand()
+    asked: bool = False
+    mean_len: int | None = None
+    lengths: Lengths | None = None
+    refusal: str | None = None
+
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        return self.draft.plan(self.config, self.device)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return self.draft.shape(self.config, self.device)
+
+    @property
+    def dtype(self) -> str:
+        return self.draft.dtype(self.config, self.device)
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.draft.kv_dtype(self.config, self.device)
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why the plan does not serve what was asked for, None if it does."""
+        return whatif.shortfall(self.plan, self.demand)
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """What would make it fit, the cheapest first; none where it fits."""
+        if self.fits:
+            return []
+        known = [(spec.key, as_device(spec)) for spec in gpus().values()]
+        return whatif.changes(self.draft, self.config, self.device, self.demand, known)
+
+    @cached_property
+    def step_sizes(self) -> list[MemoryPlan]:
+        return whatif.step_sizes(self.draft, self.config, self.device)
+
+    @property
+    def cached_bytes_per_token(self) -> int:
+        """What one token takes in this engine's blocks."""
+        return self.plan.block_bytes // self.plan.block_size
+
+    @cached_property
+    def concurrency(self) -> Concurrency | None:
+        """The distribution of lengths on this pool; None where none was given or none of it fits."""
+        plan = self.plan
+        if self.lengths is None or not plan.fits:
+            return None
+        kept = self.lengths.within(plan.max_model_len)
+        if kept is None:
+            return None
+        from llmsched.engine.kv.concurrency import Occupancy
+
+        occupancy = Occupancy(kept, plan.block_size, plan.num_blocks)
+        rows = []
+        for percentile in PERCENTILES:
+            length = kept.percentile(percentile)
+            count = plan.num_seqs_at(length)
+            rows.append(LengthRow(percentile, length, count, occupancy.preemption_probability(count)))
+        limit = plan.max_num_seqs_limit
+        rows.append(LengthRow(None, None, limit, occupancy.preemption_probability(limit)))
+        most = limit if plan.state_bytes_per_seq else _MOST_SEQS
+        safe = tuple((risk, occupancy.most_seqs(risk, most)) for risk in RISKS)
+        return Concurrency(kept, len(self.lengths.prompts) - len(kept.prompts), tuple(rows), safe)
+
+    @property
+    def notes(self) -> list[str]:
+        """The plan's notes and what this engine does differently from the bare arithmetic."""
+        plan, notes = self.plan, list(self.plan.notes)
+        notes += self._notes_on_layers()
+        if plan.state_bytes:
+            notes.append(
+                f"recurrent state of {human_bytes(plan.state_bytes_per_seq)} per sequence is reserved for "
+                f"{plan.max_num_seqs_limit} sequences (max_num_seqs)"
+            )
+        if self.config.dtype == "auto" and not self.device.computes_bf16:
+            notes.append(f"dtype auto is {self.dtype}: {self.device.name} does not compute in bfloat16")
+        if self.kv_dtype.startswith("fp8"):
+            source = "the checkpoint's scales ask for it" if self.config.kv_cache_dtype == "auto" else "as asked for"
+            notes.append(
+                f"KV in {self.kv_dtype} ({source}) is planned for other engines: serve here takes 16 or 32 bits"
+            )
+        length = self.demand.context or plan.max_model_len
+        admitted = plan.num_admitted_at(length)
+        if self.asked and self.fits and admitted < self.demand.users:
+            notes.append(
+                f"admission keeps {plan.headroom_blocks:,} blocks free for running requests to grow into, so of requests "
+                f"whose prompts alone are {length:,} tokens {admitted:,} start at first"
+            )
+        for holder in plan.device.holders:
+            notes.append(f"process {holder.pid} ({holder.name}) holds {human_bytes(holder.used)} on {plan.device.name}")
+        if self.refusal:
+            notes.append(f"serve does not take it: {self.refusal}")
+        return notes
+
+    def _notes_on_layers(self) -> list[str]:
+        plan, notes = self.plan, []
+        if plan.kv_bytes_per_token_window:
+            saved = human_bytes(plan.kv_bytes_per_token_window)
+            freed = self.shape.geometry.bytes_with_windows_freed(plan.max_model_len, plan.kv_dtype_bytes)
+            notes.append(
+                f"one block table serves all layers, so layers with a window of {plan.window} tokens cost {saved} for "
+                f"every token of context: {human_bytes(plan.blocks_for(plan.max_model_len) * plan.block_bytes)} for a "
+                f"sequence of {plan.max_model_len:,}; freeing what is outside the window would make that "
+                f"{human_bytes(freed)}"
+            )
+        expanded = self.cached_bytes_per_token - plan.kv_bytes_per_token - plan.kv_bytes_per_token_window
+        if expanded > 0:
+            notes.append(
+                f"MLA is cached as full keys and values, {human_bytes(self.cached_bytes_per_token)} per token "
+                f"instead of the {human_bytes(plan.kv_bytes_per_token)} of its latents"
+            )
+        return notes
+
+
+def as_device(spec: GpuSpec) -> DeviceMemory:
+    """A GPU of the list, with nothing else on it."""
+    return DeviceMemory("cuda", spec.name, spec.memory, computes_bf16=spec.bf16_flops > 0)
