@@ -16,6 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Device = Literal["auto", "cuda", "cpu"]
 Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
 
 
@@ -36,7 +37,7 @@ def knob(
 class EngineConfig:
     """Settings of one engine. None means: chosen from the model and the device, and printed at start-up.
 
-    Raises ConfigError when a value is outside its range.
+    Raises ConfigError when a value is outside its range, or one has no effect beside another.
     """
 
     model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
@@ -83,6 +84,13 @@ class EngineConfig:
         low=0,
         high=0.9,
     )
+    preemption_mode: PreemptionMode = knob(
+        "auto",
+        "what becomes of the KV of a request that has to make room: recompute throws it away; swap copies it to host "
+        "memory as long as swap_space lasts; auto does what is predicted to take less time",
+        choices=("recompute", "swap", "auto"),
+    )
+    swap_space: int = knob(0, "host memory for the KV of preempted requests; 0: no swap", unit="bytes", low=0)
     max_queue_size: int = knob(2048, "waiting requests beyond which new ones are refused with 429", low=1)
     seed: int | None = knob(None, "seed for requests that bring none; default: a fresh one per request", low=0)
     scheduling_policy: Policy = knob(
@@ -132,6 +140,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             check_knob(f.name, getattr(self, f.name), f.metadata)
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode", "swap needs host memory; set swap_space (4GiB, say)")
+        if self.preemption_mode == "recompute" and self.swap_space:
+            raise ConfigError("swap_space", "is of no use with preemption_mode recompute; leave one of them out")
 
     @classmethod
     def knob_rule(cls, name: str) -> Mapping[str, Any]:

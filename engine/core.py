@@ -17,6 +17,7 @@ from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pins import PinState, most_pinned_blocks
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
@@ -47,6 +48,7 @@ class Engine:
 
     Not thread-safe; AsyncEngine runs it in a thread of its own. `config` is resolved: max_model_len and
     max_num_batched_tokens are set, and both together with max_num_seqs are within what `plan` reserved memory for.
+    `swap` are the slots that the executor has for preempted requests.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine:
         num_blocks: int,
         *,
         plan: MemoryPlan | None = None,
+        swap: SwapSpace | None = None,
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,7 +76,7 @@ class Engine:
         self._clock = clock
         longest = -(-self.max_model_len // config.block_size)
         pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, longest)
-        kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned)
+        kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap)
         self.scheduler = make_scheduler(kv, config, clock)
         self._accounts = Accounts(self.scheduler, self.metrics)
         self._changes = PromptChanges(kv.misses.watch, tokenizer, self.metrics)

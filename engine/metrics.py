@@ -88,6 +88,15 @@ class EngineMetrics:
         self._preemptions.inc(requests)
         self._recomputed_tokens.inc(recomputed_tokens)
 
+    def swapped(self, out: int, back: int) -> None:
+        """`out` of the preempted requests had their KV copied to host memory, `back` got it from there."""
+        self._swapped_out.inc(out)
+        self._swapped_in.inc(back)
+
+    def swap_usage(self, share: float) -> None:
+        """Share of the swap space that preempted requests take at present."""
+        self._swap_usage.set(share)
+
     def prefix(self, queried_tokens: int, hit_tokens: int) -> None:
         """A prompt was looked up in the prefix cache (recomputation after preemption is not)."""
         self._prefix_queries.inc(queried_tokens)
@@ -156,6 +165,8 @@ class EngineMetrics:
 
         self._preemptions = counter("num_preemptions", "Requests that lost their blocks to others.")
         self._recomputed_tokens = counter("recomputed_tokens", "Tokens to compute again after preemption.")
+        self._swapped_out = counter("num_swapped_out", "Preempted requests whose KV was copied to host memory.")
+        self._swapped_in = counter("num_swapped_in", "Preempted requests that got their KV back from host memory.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._headroom_changes = counter("headroom_changes", "Changes of the headroom or the concurrency cap.")
@@ -185,10 +196,9 @@ class EngineMetrics:
         self._running = gauge("num_requests_running", "Requests that hold blocks and are being computed.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for admission.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks held by requests; 1 is all.")
+        self._swap_usage = gauge("swap_space_usage_perc", "Share of swap_space that preempted requests take; 1 is all.")
         self._headroom = gauge("kv_headroom_perc", "Share of KV blocks that admission keeps free; 1 is all.")
-        self._max_running = gauge(
-            "max_running_requests", "The concurrency cap: preemptions shrink it."
-        )
+        self._max_running = gauge("max_running_requests", "The concurrency cap: preemptions shrink it.")
         self._pinned_blocks = gauge("kv_blocks_pinned", "KV blocks that pinned prefixes hold.")
         self._changing_prompts = gauge(
             "prefix_cache_changing_prompts",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.engine.errors import RequestError
 
 if TYPE_CHECKING:
+    from llmsched.engine.kv.swap import Swapped
     from llmsched.engine.kv.table import BlockTable
 
 MAX_N = 128
@@ -85,7 +86,10 @@ def within(name: str, value: float, low: float, high: float | None, param: str |
 
 
 class RequestStatus(StrEnum):
+    """SWAPPED waits like WAITING, with its KV in host memory."""
+
     WAITING = "waiting"
+    SWAPPED = "swapped"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -132,8 +136,9 @@ class Request(Sequence):
     Invariant: num_computed_tokens <= num_tokens; the KV of the first num_computed_tokens is in `block_table`.
     A running request is caught up by computing tokens num_computed_tokens..num_tokens; a new token is sampled only when
     that reaches the end. Times are seconds of the engine's clock. `rank` is the place in the queue (smaller is
-    earlier), `num_passed` how many later ones were admitted before this one. `encoded` belongs to the KV manager:
-    token_ids as it looks them up, kept while the request waits.
+    earlier), `num_passed` how often another was admitted while it was the first. `num_lost_tokens` had been computed
+    when it was preempted last. `swapped` and `encoded` belong to the KV manager while the request waits: its KV in host
+    memory, and token_ids as they are looked up.
     """
 
     arrival_time: float = 0.0
@@ -145,10 +150,12 @@ class Request(Sequence):
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_lost_tokens: int = 0
     num_passed: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     block_table: BlockTable | None = None
+    swapped: Swapped | None = None
     encoded: bytes = b""
 
 

@@ -17,7 +17,8 @@ class EngineStats:
 
     `headroom` is the share of blocks that admission keeps free, `max_running` the concurrency cap: preemptions make the
     scheduler change both, `headroom_changes` times so far. `prefix_misses` counts requests by why their prefix hit
-    ended where it did. `max_blocks_pinned` is the cap on `blocks_pinned`.
+    ended where it did. `max_blocks_pinned` is the cap on `blocks_pinned`. Preempted requests that kept their KV in host
+    memory are counted as swapped out, and as swapped in when it was of use.
     """
 
     num_running: int
@@ -35,6 +36,10 @@ class EngineStats:
     prefix_misses: dict[MissKind, int]
     recomputed_tokens: int
     num_preemptions: int
+    num_swapped_out: int
+    num_swapped_in: int
+    swap_slots_used: int
+    swap_slots_total: int
     headroom: float
     max_running: int
     headroom_changes: int
@@ -56,10 +61,11 @@ class Accounts:
     def update(self) -> None:
         """Bring the metrics up to date."""
         scheduler, metrics = self._scheduler, self._metrics
-        pool, control = scheduler.kv.pool, scheduler.control
+        pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.control
         metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
         metrics.pinned(scheduler.kv.num_pinned)
         metrics.admission(control.headroom, control.max_running)
+        metrics.swap_usage((swap.num_slots - swap.num_free) / max(1, swap.num_slots))
         if scheduler.counters != self._booked:
             self._book_counters()
         if scheduler.kv.misses.counts != self._booked_misses:
@@ -67,7 +73,7 @@ class Accounts:
 
     def stats(self) -> EngineStats:
         scheduler, counters = self._scheduler, self._scheduler.counters
-        pool = scheduler.kv.pool
+        pool, swap = scheduler.kv.pool, scheduler.kv.swap
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -84,6 +90,10 @@ class Accounts:
             prefix_misses={kind: scheduler.kv.misses.counts[kind] for kind in MissKind},
             recomputed_tokens=counters.recomputed_tokens,
             num_preemptions=counters.num_preemptions,
+            num_swapped_out=counters.num_swapped_out,
+            num_swapped_in=counters.num_swapped_in,
+            swap_slots_used=swap.num_slots - swap.num_free,
+            swap_slots_total=swap.num_slots,
             headroom=scheduler.control.headroom,
             max_running=scheduler.control.max_running,
             headroom_changes=counters.num_headroom_changes,
@@ -99,6 +109,9 @@ class Accounts:
         )
         self._metrics.preempted(
             after.num_preemptions - before.num_preemptions, after.recomputed_tokens - before.recomputed_tokens
+        )
+        self._metrics.swapped(
+            after.num_swapped_out - before.num_swapped_out, after.num_swapped_in - before.num_swapped_in
         )
         self._metrics.headroom_changed(after.num_headroom_changes - before.num_headroom_changes)
         self._booked = replace(after)

@@ -33,14 +33,17 @@ class StepPlan:
     """One packed forward pass: prefill chunks and decodes alike. A sequence has at most one row.
 
     `finished` names the sequences that ended since the last plan, so that the executor can drop what it keeps of them.
-    `copies` are (source, destination) blocks whose KV is copied before anything else is written: in their order, or all
-    read before any is written, which is the same, since no source is a destination before it and each of those is one
-    once.
+
+    Before anything is computed, KV is copied: first `swap_out`, (block, slot of host memory) pairs, then `copies`,
+    (source, destination) blocks, then `swap_in`, (slot, block) pairs. Each of these in its order, or all read before
+    any is written, which is the same: nothing is read after it was written, and each place is written once.
     """
 
     rows: ListLike[ScheduledRow]
     finished: ListLike[str] = ()
     copies: ListLike[tuple[int, int]] = ()
+    swap_out: ListLike[tuple[int, int]] = ()
+    swap_in: ListLike[tuple[int, int]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -63,10 +66,13 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """One RowResult per row of the plan, in its order. `elapsed` is in seconds (virtual for a simulated executor)."""
+    """One RowResult per row of the plan, in its order. `elapsed` is in seconds (virtual for a simulated executor), of
+    which copies from and to host memory took `swap_elapsed`.
+    """
 
     rows: list[RowResult]
     elapsed: float
+    swap_elapsed: float = 0.0
 
 
 class Executor(Protocol):

@@ -48,19 +48,26 @@ class SimulatedExecutor:
     """Advances `clock` by what `cost` says of each step, and makes up tokens.
 
     `output_length` says after how many output tokens a sequence ends by itself (with its first stop id); None: never.
+    `per_swapped_block` are the seconds that a block takes to or from host memory.
     """
 
     def __init__(
-        self, cost: StepCost, clock: VirtualClock, output_length: Callable[[Sequence], int | None] = lambda _: None
+        self,
+        cost: StepCost,
+        clock: VirtualClock,
+        output_length: Callable[[Sequence], int | None] = lambda _: None,
+        per_swapped_block: float = 0.0,
     ) -> None:
         self._cost = cost
+        self._per_swapped_block = per_swapped_block
         self._clock = clock
         self._output_length = output_length
 
     def execute(self, plan: StepPlan) -> StepResult:
-        elapsed = self._cost.seconds(shape_of(plan))
+        swapping = self._per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
+        elapsed = self._cost.seconds(shape_of(plan)) + swapping
         self._clock.now += elapsed
-        return StepResult([self._result(row) for row in plan.rows], elapsed)
+        return StepResult([self._result(row) for row in plan.rows], elapsed, swapping)
 
     def _result(self, row: ScheduledRow) -> RowResult:
         if not row.sample:

@@ -16,6 +16,7 @@ from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, Ste
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
 from llmsched.engine.executor.sampler import Sampler
+from llmsched.engine.executor.swap import HostBlocks
 from llmsched.engine.kv.budget import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.probe import position_limit
@@ -41,6 +42,7 @@ class TorchExecutor:
         device: torch.device | str,
         kv_dtype: torch.dtype,
         max_model_len: int | None = None,
+        num_swap_slots: int = 0,
     ) -> None:
         limit = position_limit(model.config)
         if limit is not None and max_model_len is not None and max_model_len > limit:
@@ -53,6 +55,7 @@ class TorchExecutor:
         self.num_blocks = num_blocks
         self._model = TransformersModel(model)
         self._cache = KVCache.allocate(self._model.layers, num_blocks, block_size, kv_dtype, self.device)
+        self._host = HostBlocks(self._cache, num_swap_slots, self.device) if num_swap_slots else None
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
         #: Sees the sequences and the logits [R, vocab_size] that their next tokens are chosen from, before they are.
@@ -73,7 +76,7 @@ class TorchExecutor:
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
         with torch.inference_mode():
-            self._copy(plan.copies)
+            self._move(plan)
             for part in split(plan.rows, self._logits_at_once):
                 indices, rows = zip(*part, strict=True)
                 for index, found in zip(indices, self._compute(rows), strict=True):
@@ -81,7 +84,8 @@ class TorchExecutor:
                     found.prompt_logprobs = earlier.prompt_logprobs + found.prompt_logprobs
                     found.error = earlier.error or found.error
                     results[index] = found
-        return StepResult(results, time.perf_counter() - started)
+        swap_elapsed = self._host.seconds() if self._host is not None else 0.0
+        return StepResult(results, time.perf_counter() - started, swap_elapsed)
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
         """Compute the rows as `execute` does and return every token's logits [T, vocab_size]; nothing is sampled."""
@@ -90,14 +94,21 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Release model and cache; the executor cannot be used afterwards."""
-        del self._model, self._cache
+        del self._model, self._cache, self._host
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _copy(self, copies: ListLike[tuple[int, int]]) -> None:
-        if copies:
-            pairs = to_device(np.array(copies, dtype=np.int64), self.device)
+    def _move(self, plan: StepPlan) -> None:
+        """Make the plan's copies of KV, in the order that StepPlan states."""
+        if plan.swap_out:
+            assert self._host is not None
+            self._host.swap_out(plan.swap_out)
+        if plan.copies:
+            pairs = to_device(np.array(plan.copies, dtype=np.int64), self.device)
             self._cache.copy_blocks(pairs[:, 0], pairs[:, 1])
+        if plan.swap_in:
+            assert self._host is not None
+            self._host.swap_in(plan.swap_in)
 
     def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
         """One forward pass and what it yields for each row."""

@@ -9,6 +9,7 @@ from llmsched.engine.kv.misses import Miss, Misses
 from llmsched.engine.kv.pins import Pins
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixTree, encode
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.kv.table import BlockTable, table_of
 from llmsched.engine.kv.writers import Writers
 from llmsched.engine.request import Request
@@ -25,9 +26,15 @@ class KVManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, max_pinned_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        max_pinned_blocks: int = 0,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.block_size = block_size
+        self.swap = swap or SwapSpace()
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixTree(block_size)
         self.pool = BlockPool(num_blocks, self._forget)
@@ -81,25 +88,45 @@ class KVManager:
         """Available blocks that admitting the request with all its tokens would take."""
         return self.num_blocks_for(request.num_tokens) - len(hit.nodes) + hit.num_evictable
 
-    def admit(self, request: Request, hit: PrefixHit) -> None:
-        """Give the request blocks for all its tokens; those of the hit count as computed.
+    def admit(self, request: Request, hit: PrefixHit) -> int:
+        """Give the request blocks for all its tokens; those of the hit, and those in host memory, count as computed.
 
-        A request that comes back after a preemption finds what it wrote itself, which makes nothing shared.
+        A request that comes back after a preemption finds what it wrote itself, which makes nothing shared. Returns how
+        many blocks are copied back from host memory.
         """
+        num_restored = self._num_restorable(request, hit)
+        source = hit.copy_from if num_restored == 0 else None
         self.pool.acquire([node.block for node in hit.nodes], shared=request.num_preemptions == 0)
-        if hit.copy_from is not None:
-            self.pool.touch(hit.copy_from)
-        table = BlockTable(self.block_size, hit.nodes, hit.num_tokens, findable=self.enable_prefix_caching)
+        if source is not None:
+            self.pool.touch(source)
+        request.num_computed_tokens = request.swapped.num_tokens if request.swapped is not None else hit.num_tokens
+        table = BlockTable(self.block_size, hit.nodes, request.num_computed_tokens, findable=self.enable_prefix_caching)
         request.block_table = table
-        request.num_computed_tokens = hit.num_tokens
         request.encoded = b""
         self.grow(request)
-        if hit.copy_from is not None:
-            destination = int(table.ids[len(hit.nodes)])
-            if destination != hit.copy_from:  # it may have been evicted just now, to become the destination
-                self._copies[destination] = hit.copy_from
+        if num_restored:
+            start = len(hit.nodes)
+            self.swap.restore(request, start, table.ids[start : start + num_restored].tolist())
+        if source is not None:
+            self._copy(source, int(table.ids[len(hit.nodes)]))
         if self.enable_prefix_caching:
             self._writers.add(request)
+        return num_restored
+
+    def _num_restorable(self, request: Request, hit: PrefixHit) -> int:
+        """How many blocks behind the hit host memory holds; if that is of no use, it is given up."""
+        swapped = request.swapped
+        if swapped is None:
+            return 0
+        if swapped.first <= len(hit.nodes) and swapped.num_tokens > hit.num_tokens:
+            return swapped.first + len(swapped.slots) - len(hit.nodes)
+        self.swap.discard(request)
+        return 0
+
+    def _copy(self, source: int, destination: int) -> None:
+        if source != destination:  # it may have been evicted just now, to become the destination
+            self._copies[destination] = source
+            self.swap.overwrite(destination)
 
     def num_growing(self, request: Request) -> int:
         """Blocks still missing for the request's tokens; 0 or less without them while num_tokens <= table.capacity."""
@@ -147,6 +174,48 @@ class KVManager:
         request.block_table = None
         request.num_computed_tokens = 0
 
+    # -- preemption -------------------------------------------------------------------------------------------
+
+    def num_kept(self, request: Request, demand: int | None) -> int:
+        """Whole blocks of the request's beginning that are found again if it loses all its blocks now.
+
+        Those that others hold as well, and with a `demand` of so many blocks (None: of all that can be had) those that
+        need not be evicted for it.
+        """
+        if not self._may_share(request):
+            return 0
+        findable = table_of(request).num_findable
+        if demand is not None and demand <= self.pool.num_available:
+            return findable
+        kept = 0 if demand is None else findable - (demand - self.pool.num_available)
+        return max(kept, self._num_held_by_others(request))
+
+    def num_swapped(self, request: Request) -> int:
+        """Blocks that `swap_out` would copy: those with KV, but for the first that others hold as well."""
+        return self.num_blocks_for(request.num_computed_tokens) - self._num_held_by_others(request)
+
+    def swap_out(self, request: Request) -> None:
+        """Take back all blocks of a request that is preempted, after copying its KV to host memory.
+
+        The caller has checked that there are `num_swapped` slots, and that it was in a step since it was admitted:
+        before, its blocks do not hold what they are taken to hold.
+        """
+        table = table_of(request)
+        assert request.num_computed_tokens > table.num_initial, "what is not written cannot be saved"
+        first, end = self._num_held_by_others(request), self.num_blocks_for(request.num_computed_tokens)
+        self.swap.save(request, first, table.ids[first:end].tolist())
+        self.release(request)
+
+    def _num_held_by_others(self, request: Request) -> int:
+        """How many of the first findable blocks others hold as well: running requests, or pins."""
+        if not self._may_share(request):
+            return 0
+        table = table_of(request)
+        blocks = table.ids[: table.num_findable].tolist()
+        return next((i for i, block in enumerate(blocks) if self.pool.ref_count(block) == 1), len(blocks))
+
+    # -- static batches ---------------------------------------------------------------------------------------
+
     def hold(self, table: BlockTable) -> None:
         """Keep the blocks of a request that ends from being used by others until `release_held`."""
         blocks = table.ids.tolist()
@@ -178,12 +247,22 @@ class KVManager:
         copies, self._copies = self._copies, {}
         return [(source, destination) for destination, source in copies.items()]
 
+    def take_swaps(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(block, slot) pairs to copy before the copies of `take_copies`, (slot, block) pairs to copy after them.
+
+        In this order, because a block may be saved, then be source or destination of a copy, then be restored to, all
+        before it is written to.
+        """
+        return self.swap.take()
+
     def reset_prefix_cache(self) -> None:
         """Forget every prefix that no running request and no pin holds."""
         self.pool.drop_cached()
 
-    def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless every block is accounted for by the given requests, pins and the prefix tree."""
+    def check_integrity(self, holders: Iterable[Request], swapped: Iterable[Request] = ()) -> None:
+        """Raise AssertionError unless every block is accounted for by the given requests, pins and the prefix tree, and
+        every slot of host memory by the given swapped requests.
+        """
         held = self.pins.holds()
         for blocks in self._held:
             held.update(blocks)
@@ -193,6 +272,7 @@ class KVManager:
         self.pool.check_integrity(held)
         if self.enable_prefix_caching:
             assert set(holders) == set(self._writers.requests()), "a request is not where it writes"
+        self.swap.check_integrity(swapped)
         assert self.num_pinned <= self.pins.max_blocks, "too many blocks are pinned"
 
     def _may_share(self, request: Request) -> bool:

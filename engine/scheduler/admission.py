@@ -83,7 +83,7 @@ class Admission:
         return max(0, missing)
 
     def _predicted_peak(self, request: Request, running: Sequence[Request]) -> int:
-        """Blocks held at the peak. Blocks that running requests share are counted once, as they are now."""
+        """Blocks held at the peak. Shared blocks count once and pinned ones as well, both as they are now."""
         size = self._kv.block_size
         tables = [len(table_of(other)) for other in running]
         held = [blocks * size for blocks in tables] + [self._kv.num_blocks_for(request.num_tokens) * size]
@@ -97,8 +97,7 @@ class Admission:
                 Growth(now, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - now))
                 for other, now in zip(everyone, held, strict=True)
             )
-        shared = sum(tables) + self._kv.num_pinned - self._kv.pool.num_used
-        return self._kv.num_blocks_for(int(tokens)) - max(0, shared)
+        return self._kv.num_blocks_for(int(tokens)) + self._kv.pool.num_used - sum(tables)
 
     def reserve(self, request: Request, running: Sequence[Request], shortage: int) -> Reservation:
         """When a request that lacks `shortage` blocks will fit: after enough of those that run have ended."""

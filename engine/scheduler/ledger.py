@@ -27,26 +27,37 @@ class Entry:
 
 
 class Ledger:
-    """Entries of the latest requests, by request id. Costs nothing for a step in which nothing is decided."""
+    """Entries of all requests that live and of the latest that have ended, by request id.
+
+    Costs nothing for a step in which nothing is decided.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._entries: OrderedDict[str, list[Entry]] = OrderedDict()
+        self._living: dict[str, list[Entry]] = {}
+        self._ended: OrderedDict[str, list[Entry]] = OrderedDict()
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
-        """Write down a decision. One that repeats the last is merged with it and keeps the newest numbers."""
+        """Write down a decision. One that repeats the last is merged with it and keeps the newest numbers.
+
+        A request that has too many entries keeps its first ones and the last.
+        """
         now = self._clock()
-        entries = self._entries.get(request_id)
-        if entries is None:
-            entries = self._entries[request_id] = []
-            if len(self._entries) > MAX_REQUESTS:
-                self._entries.popitem(last=False)
+        entries = self._living.setdefault(request_id, [])
         last = entries[-1] if entries else None
         if last is not None and last.what == what and last.details.get("reason") == details.get("reason"):
             last.details, last.until, last.count = details, now, last.count + 1
-        elif len(entries) < MAX_ENTRIES:
-            entries.append(Entry(now, what, details, now))
+            return
+        if len(entries) == MAX_ENTRIES:
+            entries.pop()
+        entries.append(Entry(now, what, details, now))
+
+    def end(self, request_id: str) -> None:
+        """Nothing more will be noted of this request: it may be forgotten when MAX_REQUESTS others have ended."""
+        self._ended[request_id] = self._living.pop(request_id, [])
+        if len(self._ended) > MAX_REQUESTS:
+            self._ended.popitem(last=False)
 
     def entries(self, request_id: str) -> list[Entry]:
         """What was noted for a request, oldest first; empty if it is unknown or long gone."""
-        return self._entries.get(request_id, [])
+        return self._living.get(request_id) or self._ended.get(request_id, [])

@@ -13,14 +13,15 @@ from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.misses import Miss, MissKind
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, Request, RequestStatus
-from llmsched.engine.scheduler.admission import Admission, Reservation
+from llmsched.engine.scheduler.admission import Admission
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import Detail, Ledger
 from llmsched.engine.scheduler.pacing import Pacer
+from llmsched.engine.scheduler.passing import Passing
 from llmsched.engine.scheduler.prediction import OutputPredictor
-from llmsched.engine.scheduler.preemption import SAFE_AFTER, choose_victim
+from llmsched.engine.scheduler.preemption import SAFE_AFTER, Preemption
 from llmsched.engine.scheduler.step import Step
-from llmsched.engine.scheduler.waiting import RANK_STEP, WaitingQueue, initial_rank, is_short
+from llmsched.engine.scheduler.waiting import WaitingQueue, initial_rank, is_short
 
 #: Requests that are offered a place in one step beyond those that get one.
 OFFERS_BEYOND_SLOTS = 8
@@ -36,6 +37,8 @@ class SchedulerCounters:
     prefix_hit_tokens: int = 0
     recomputed_tokens: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
     num_headroom_changes: int = 0
 
 
@@ -68,15 +71,17 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.ledger = Ledger(clock)
         self.waiting = WaitingQueue()
+        self._passing = Passing(self.waiting, self.ledger, config.max_passes)
         self.running: list[Request] = []
         self.predictor = OutputPredictor(config.output_prediction)
         self.pacer = Pacer(config)
+        self.preemption = Preemption(kv, config)
         self._clock = clock
         self._finished: list[str] = []
-        self._reservation: Reservation | None = None
         self._epoch = 0
         self._stuck_epoch = -1
-        self._waiting_for_prefix = False
+        self._try_again = False
+        self._preempted: set[Request] = set()
         self.configure()
 
     def configure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
@@ -131,17 +136,18 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide one step: first memory for those who run, then decodes, partial prefills, admissions."""
         self.expire_pins()
+        self._preempted.clear()
         preempted = self._secure_memory() or self._make_room_for_class()
         behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         decodes = len(self.running) - len(behind)
         step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes))
         step.decode(r for r in self.running if r.num_tokens - r.num_computed_tokens == 1)
         behind.sort(key=lambda r: (r.rank, r.request_id))
-        self._waiting_for_prefix = False
+        self._try_again = False
         worth_trying = bool(self.waiting) and self._epoch != self._stuck_epoch
         self._prefill(step, behind, admit=worth_trying and (not preempted or not self.running))
         finished, self._finished = self._finished, []
-        return StepPlan(step.rows(), finished, self.kv.take_copies())
+        return StepPlan(step.rows(), finished, self.kv.take_copies(), *self.kv.take_swaps())
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens, preempting until they suffice."""
@@ -149,7 +155,7 @@ class Scheduler:
         missing = sum(self.kv.num_growing(request) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
-            victim = choose_victim(self.running)
+            victim = self.preemption.choose_victim(self.running)
             missing -= max(0, self.kv.num_growing(victim))
             self._preempt(victim, "memory")
             preempted = True
@@ -158,23 +164,30 @@ class Scheduler:
                 self.kv.grow(request)
         return preempted
 
-    def _preempt(self, request: Request, reason: str) -> None:
+    def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
+        loss = self.preemption.loss(request, demand)
         self.ledger.note(
             request.request_id,
             "preempted",
             reason=reason,
-            lost_tokens=request.num_computed_tokens,
+            **loss.details(),
             free_blocks=self.kv.pool.num_available,
             running=len(self.running),
         )
         self.running.remove(request)
-        self.kv.release(request)
-        request.status = RequestStatus.WAITING
+        request.num_lost_tokens = request.num_computed_tokens
+        if loss.swap:
+            self.kv.swap_out(request)
+            self.counters.num_swapped_out += 1
+        else:
+            self.kv.release(request)
+        request.status = RequestStatus.SWAPPED if loss.swap else RequestStatus.WAITING
         request.num_preemptions += 1
+        self._preempted.add(request)
         self.counters.num_preemptions += 1
-        self.counters.num_headroom_changes += self.control.preempted(len(self.running))
         self._epoch += 1
         if reason == "memory":
+            self.counters.num_headroom_changes += self.control.preempted(len(self.running))
             self.waiting.move_to_head_of_class(request)
         self.waiting.add(request, short=self._is_short(request))
 
@@ -214,20 +227,26 @@ class Scheduler:
         if slots <= 0:
             return
         offers = self.waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self.config.cache_bonus)
-        for request in list(offers):
+        for request in offers:
             if step.left <= 0 or len(self.running) >= self.control.max_running:
                 return
-            if request.status is RequestStatus.WAITING and self._admit(request):
-                self.waiting.count_admission()
+            if request.status is not RequestStatus.RUNNING and self._admit(request):
+                self.waiting.count_admission(request)
                 self._chunk(step, request, step.left)
-        if epoch == self._epoch and step.left > 0 and not self._waiting_for_prefix:
+        if epoch == self._epoch and step.left > 0 and not self._try_again:
             self._stuck_epoch = epoch
 
     def _admit(self, request: Request) -> bool:
-        """Let a waiting request in, if there is a slot, its memory, and nobody is passed who may not be."""
+        """Let a waiting request in, if there is a slot, its memory, and nobody is passed who may not be.
+
+        One that was preempted in this step is not scheduled in it.
+        """
         if len(self.running) >= self.control.max_running:
             return False
-        if not self._may_go_first(request):
+        if request in self._preempted:
+            self._try_again = True
+            return False
+        if not self._passing.may_go(request, self.admission):
             return False
         hit = self.kv.find_prefix(request)
         if self._waits_for_prefix(request, hit):
@@ -236,42 +255,31 @@ class Scheduler:
         if shortage > 0:
             self._note_shortage(request, shortage)
             return False
-        self._count_passes(request)
+        self._passing.goes(request)
         self._start(request, hit)
         self.counters.num_headroom_changes += self.control.admitted()
         self._epoch += 1
-        if self._reservation is not None and self._reservation.request is request:
-            self._reservation = None
         return True
 
     def _start(self, request: Request, hit: PrefixHit) -> None:
         """Move a request from waiting to running."""
         self.waiting.remove(request)
         miss = self.kv.classify(request, hit) if request.num_preemptions == 0 else None
-        self.kv.admit(request, hit)
-        self._count_admission(request, miss)
+        num_restored = self.kv.admit(request, hit)
+        self._count_admission(request, miss, num_restored)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
 
     def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Whether running requests are about to write what this one would have to compute as well."""
+        if request.swapped is not None:
+            return False
         coming = self.kv.find_in_flight(request, hit)
         if coming < self.kv.block_size:
             return False
         self.ledger.note(request.request_id, "waits for a prefix", tokens=coming)
-        self._waiting_for_prefix = True
+        self._try_again = True
         return True
-
-    def _may_go_first(self, request: Request) -> bool:
-        """Whether nobody is passed by this request who was passed too often, or whose place it would take."""
-        first, reserved = self.waiting.first, self._reservation
-        if first is not request and first.num_passed >= self.config.max_passes:
-            self.ledger.note(request.request_id, "held back", reason=f"{first.request_id} was passed often enough")
-            return False
-        if reserved is None or request.rank <= reserved.request.rank or self.admission.may_pass(request, reserved):
-            return True
-        self.ledger.note(request.request_id, "held back", reason=f"place kept for {reserved.request.request_id}")
-        return False
 
     def _note_shortage(self, request: Request, shortage: int) -> None:
         self.ledger.note(
@@ -281,38 +289,33 @@ class Scheduler:
             free_blocks=self.kv.pool.num_available,
             running=len(self.running),
         )
-        if self._reservation is None or request.rank <= self._reservation.request.rank:
-            self._reservation = self.admission.reserve(request, self.running, shortage)
-
-    def _count_passes(self, request: Request) -> None:
-        """Book that `request` goes before the first in the queue, if it does."""
-        first = self.waiting.first
-        if first is not request:
-            first.num_passed += 1
-            self.ledger.note(first.request_id, "passed", by=request.request_id, times=first.num_passed)
+        self._passing.blocked(request, shortage, self.running, self.admission)
 
     def _make_room_for_class(self) -> bool:
-        """With all slots taken, preempt one of a lower class than the first that waits; it comes right after that."""
-        if len(self.running) < self.control.max_running or not self.waiting:
+        """With all slots taken, preempt one of a lower class that comes after the first that waits."""
+        full = len(self.running) >= self.control.max_running
+        if not (full and self.waiting and self.config.scheduling_policy == "fair"):
             return False
         first = self.waiting.first
         lowest = max(self.running, key=lambda r: (r.priority, r.rank, r.request_id))
-        if lowest.priority <= first.priority or lowest.num_preemptions >= SAFE_AFTER:
+        if lowest.priority <= first.priority or lowest.rank <= first.rank or lowest.num_preemptions >= SAFE_AFTER:
             return False
-        lowest.rank = max(lowest.rank, first.rank + RANK_STEP)
-        self._preempt(lowest, "class")
+        self._preempt(lowest, "class", self.kv.num_blocks_for(first.num_tokens + self.predictor.remaining(first)))
         return True
 
     def _is_short(self, request: Request) -> bool:
         if self.config.fast_lane_share == 0:
             return False
-        return is_short(request, request.num_computed_tokens, self.config)
+        known = request.num_computed_tokens if request.swapped is None else request.swapped.num_tokens
+        if request.status is not RequestStatus.RUNNING:
+            known = max(known, self.kv.find_prefix(request).num_tokens)
+        return is_short(request, known, self.config)
 
     def _bonus(self, request: Request) -> float:
         hit = self.kv.find_prefix(request)
         return self.config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
 
-    def _count_admission(self, request: Request, miss: Miss | None) -> None:
+    def _count_admission(self, request: Request, miss: Miss | None, num_restored: int) -> None:
         """Prefix hits are counted once, on first admission; work that preemption makes us do again is kept apart."""
         cached: dict[str, Detail] = {"cached_tokens": request.num_computed_tokens, "tokens": request.num_tokens}
         if miss is not None:
@@ -321,9 +324,12 @@ class Scheduler:
             cached |= {"prefix": kind.value, "known_tokens": miss.position}
             if miss.age is not None:
                 cached["evicted_s_ago"] = round(miss.age, 3)
+        if num_restored:
+            cached["restored_blocks"] = num_restored
+            self.counters.num_swapped_in += 1
         self.ledger.note(request.request_id, "admitted", running=len(self.running), **cached)
         if request.num_preemptions:
-            self.counters.recomputed_tokens += request.num_tokens - request.num_computed_tokens
+            self.counters.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
             return
         request.first_scheduled_time = self._clock()
         request.num_cached_tokens = request.num_computed_tokens
@@ -334,7 +340,8 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
         """Book what a step computed. Requests that ended with it have their `finish_reason`, and no blocks."""
-        self.pacer.learn(plan, result.elapsed)
+        self.preemption.rates.learn(plan, result)
+        self.pacer.learn(plan, result.elapsed - result.swap_elapsed)
         updates = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = row.sequence
@@ -372,17 +379,23 @@ class Scheduler:
             self.kv.release(request)
         else:
             self.waiting.remove(request)
+            self.kv.swap.discard(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.predictor.learn(request)
         self.ledger.note(request.request_id, "finished", reason=reason.value, output_tokens=request.num_output_tokens)
-        if self._reservation is not None and self._reservation.request is request:
-            self._reservation = None
+        self.ledger.end(request.request_id)
+        self._passing.forget(request)
         self._epoch += 1
         self._finished.append(request.request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block belongs to a running request or the prefix tree."""
-        self.kv.check_integrity(self.running)
-        assert all(request.status is RequestStatus.RUNNING for request in self.running)
-        assert all(request.status is RequestStatus.WAITING and request.block_table is None for request in self.waiting)
+        """Raise AssertionError unless every block belongs to a running request or the prefix tree, and every slot to a
+        swapped one.
+        """
+        self.kv.check_integrity(self.running, self.waiting)
+        assert all(r.status is RequestStatus.RUNNING and r.swapped is None for r in self.running)
+        for request in self.waiting:
+            assert request.block_table is None
+            expected = RequestStatus.WAITING if request.swapped is None else RequestStatus.SWAPPED
+            assert request.status is expected

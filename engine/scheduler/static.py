@@ -27,7 +27,7 @@ class StaticScheduler(Scheduler):
     def _form_batch(self) -> list[Request]:
         assert self.config.max_model_len is not None
         reserved = self.kv.num_blocks_for(self.config.max_model_len)
-        size = min(self.control.max_running, max(1, self.kv.pool.num_blocks // reserved))
+        size = min(self.control.max_running, max(1, self.kv.max_request_blocks // reserved))
         for request in list(self.waiting)[:size]:
             self._start(request, self.kv.find_prefix(request))
         for request in self.running:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
-from itertools import islice
 from operator import attrgetter
 
 from llmsched.engine.config import EngineConfig
@@ -48,6 +47,7 @@ class WaitingQueue:
         self._by_arrival: list[Request] = []
         self._short: list[Request] = []
         self._quota = 0.0
+        self._by_turn: Request | None = None
 
     def __len__(self) -> int:
         return len(self._by_rank)
@@ -89,30 +89,35 @@ class WaitingQueue:
         return self._short[:count]
 
     def in_order(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Request]:
-        """The first `count` requests to offer a place to, without taking them out.
+        """The first `count` requests to offer a place to; take out and count those that are admitted as they come.
 
         Mostly by rank, where `bonus` (at most `max_bonus`) moves requests of the front window forward; ARRIVAL_QUOTA of
-        the places goes to the one that has waited longest. The quota counts places taken: see `count_admission`.
+        the places that are taken goes to the one that has waited longest (see `count_admission`).
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
         near = [r for r in window if r.rank - max_bonus <= window[0].rank] if max_bonus else []
         if len(near) > 1:
             ranked[: len(near)] = sorted(near, key=lambda r: (r.rank - bonus(r), r.request_id))
-        oldest = iter(islice(self._by_arrival, count))
-        offered: set[str] = set()
+        oldest = iter(self._by_arrival[:count])
+        offered: set[Request] = set()
         for request in ranked:
-            if self._quota >= 1.0 and (first := next(oldest, None)) is not None and first.request_id not in offered:
-                self._quota -= 1.0
-                offered.add(first.request_id)
-                yield first
-            if request.request_id not in offered:
-                offered.add(request.request_id)
+            if self._quota >= 1.0:
+                self._by_turn = next((r for r in oldest if r not in offered), None)
+                if self._by_turn is not None:
+                    offered.add(self._by_turn)
+                    yield self._by_turn
+                self._by_turn = None
+            if request not in offered:
+                offered.add(request)
                 yield request
 
-    def count_admission(self) -> None:
-        """A place was given by rank: the next by waiting time alone comes nearer."""
-        self._quota = min(1.0, self._quota + ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA))
+    def count_admission(self, request: Request) -> None:
+        """A request of `in_order` took its place: the turn of waiting time alone comes nearer, or this was it."""
+        if request is self._by_turn:
+            self._quota -= 1.0
+        else:
+            self._quota += ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
 def _remove(requests: list[Request], request: Request, key: Callable[[Request], tuple[float, str]]) -> None:

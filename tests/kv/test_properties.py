@@ -36,9 +36,9 @@ class KVLife(RuleBasedStateMachine):
         self.preempted: list[Request] = []
         self.now = 0.0
 
-    @initialize(blocks=st.integers(8, 40))
-    def start(self, blocks: int) -> None:
-        self.driver = KVDriver(blocks, BLOCK, max_pinned_blocks=blocks // 4)
+    @initialize(blocks=st.integers(8, 40), slots=st.sampled_from([0, 4, 40]))
+    def start(self, blocks: int, slots: int) -> None:
+        self.driver = KVDriver(blocks, BLOCK, max_pinned_blocks=blocks // 4, num_swap_slots=slots)
         self.kv = self.driver.kv
 
     def fits(self, request: Request) -> bool:
@@ -74,10 +74,11 @@ class KVLife(RuleBasedStateMachine):
                 self.come_alone(
                     text[:cut] + random.choices([1, 2], k=random.randint(0, 6)), random.choice(["", "tenant"])
                 )
-            if self.driver.running and random.random() < 0.4:
-                self.go(random.randrange(99), random.random() < 0.3)
-            if self.preempted:
-                self.come_back()
+            for _ in range(random.randint(0, 3)):
+                if self.driver.running and random.random() < 0.4:
+                    self.go(random.randrange(99), random.random() < 0.7, random.random() < 0.7)
+                if self.preempted:
+                    self.come_back()
             self.step(random.randrange(2**32), random.choice([1, 8, 30, 60]))
 
     @rule(seed=st.integers(0, 2**32), most=st.sampled_from([1, 8, 30, 60]))
@@ -93,10 +94,13 @@ class KVLife(RuleBasedStateMachine):
         self.driver.step(chunks)
 
     @precondition(lambda self: hasattr(self, "driver") and self.driver.running)
-    @rule(which=st.integers(0, 99), back=st.booleans())
-    def go(self, which: int, back: bool) -> None:
+    @rule(which=st.integers(0, 99), back=st.booleans(), swap=st.booleans())
+    def go(self, which: int, back: bool, swap: bool) -> None:
         request = self.driver.running[which % len(self.driver.running)]
-        self.driver.leave(request)
+        if back and swap and self.driver.may_swap(request):
+            self.driver.swap_out(request)
+        else:
+            self.driver.leave(request)
         if back:
             request.num_preemptions += 1
             self.preempted.append(request)
@@ -106,6 +110,13 @@ class KVLife(RuleBasedStateMachine):
     def come_back(self) -> None:
         if self.fits(self.preempted[0]):
             self.driver.admit(self.preempted.pop(0))
+
+    @precondition(lambda self: hasattr(self, "driver") and self.driver.swapped)
+    @rule()
+    def give_up(self) -> None:
+        request = self.driver.swapped.pop()
+        self.preempted.remove(request)
+        self.kv.swap.discard(request)
 
     @rule(prompt=PROMPTS, salt=SALTS, ttl=st.sampled_from([None, TTL]))
     def pin(self, prompt: list[int], salt: str, ttl: float | None) -> None:
@@ -149,6 +160,10 @@ class KVLife(RuleBasedStateMachine):
             return
         for request in list(self.driver.running):
             self.driver.leave(request)
+        for request in self.driver.swapped:
+            self.kv.swap.discard(request)
+        self.kv.take_swaps()
+        assert self.kv.swap.num_free == self.kv.swap.num_slots
         for request in self.requests:
             output = request.token_ids[request.num_prompt_tokens :]
             assert output == reference(request.token_ids[: request.num_prompt_tokens], len(output))

@@ -37,11 +37,36 @@ def test_a_part_of_the_places_goes_by_waiting_time_alone() -> None:
     waiting = queue(cold, *(make_request(f"hot{i:02}", [1], arrival=1 + i / 10) for i in range(20)))
     taken = []
     while cold.request_id not in taken:
-        first = next(iter(waiting.in_order(1, lambda _: 0.0, 0.0)))
+        first = next(waiting.in_order(1, lambda _: 0.0, 0.0))
         waiting.remove(first)
-        waiting.count_admission()
+        waiting.count_admission(first)
         taken.append(first.request_id)
     assert len(taken) <= 4
+
+
+def test_a_round_that_admits_many_gives_its_share_to_the_longest_waiting() -> None:
+    cold = [make_request(f"cold{i:02}", [1], arrival=i / 10, priority=5) for i in range(10)]
+    hot = [make_request(f"hot{i:02}", [1], arrival=1 + i / 10) for i in range(30)]
+    waiting = queue(*cold, *hot)
+    taken = []
+    for request in waiting.in_order(20, lambda _: 0.0, 0.0):
+        waiting.remove(request)
+        waiting.count_admission(request)
+        taken.append(request.request_id)
+        if len(taken) == 20:
+            break
+    assert sum(name.startswith("cold") for name in taken) == 6
+
+
+def test_a_turn_that_is_not_taken_is_not_spent() -> None:
+    hot = [make_request(f"hot{i}", [1], arrival=1.0) for i in range(5)]
+    waiting = queue(make_request("cold", [1], priority=5), *hot)
+    for _ in range(3):
+        first = next(waiting.in_order(1, lambda _: 0.0, 0.0))
+        waiting.remove(first)
+        waiting.count_admission(first)
+    assert names(waiting)[0] == "cold"
+    assert names(waiting)[0] == "cold"
 
 
 def test_cache_bonus_moves_only_those_that_are_near() -> None:
@@ -129,7 +154,7 @@ def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
     low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
     for _ in range(5):
         harness.step()
-    high = harness.add(make_request("high", tokens(20, seed=1), 4, arrival=100.0))
+    high = harness.add(make_request("high", tokens(20, seed=1), 4, arrival=5.0))
     done = first_steps(harness, high, low)
     assert done["high"] <= 2
     assert low.num_preemptions == 1
@@ -169,3 +194,90 @@ def test_a_lone_short_request_gets_the_whole_step() -> None:
     short = harness.add(make_request("short", tokens(90), 2, arrival=0.0))
     harness.step()
     assert short.num_computed_tokens == 90
+
+
+def test_a_class_is_worth_only_its_waiting_also_against_those_that_run() -> None:
+    harness = Harness(64, max_num_seqs=1)
+    low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
+    harness.step()
+    harness.add(make_request("high", tokens(20, seed=1), 4, arrival=1000.0))
+    harness.run()
+    assert low.num_preemptions == 0
+
+
+def test_preemption_by_class_is_no_thrash_and_baselines_know_no_classes() -> None:
+    for policy, preemptions in (("fair", 1), ("serial", 0), ("fcfs", 0), ("sptf", 0)):
+        harness = Harness(64, max_num_seqs=1, scheduling_policy=policy)
+        low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
+        harness.step()
+        harness.add(make_request("high", tokens(20, seed=1), 4, arrival=1.0))
+        harness.run()
+        assert low.num_preemptions == preemptions, policy
+        assert harness.scheduler.counters.num_headroom_changes == 0
+
+
+def test_a_long_prompt_that_is_cached_is_a_short_one() -> None:
+    harness = Harness(300, budget=100)
+    shared = tokens(1600)
+    harness.add(make_request("warm", shared, 1))
+    harness.run()
+    long = [harness.add(make_request(f"long{i}", tokens(1500, seed=i + 1), 1, arrival=harness.time)) for i in range(2)]
+    cached = harness.add(make_request("cached", [*shared, 5], 1, arrival=harness.time + 1))
+    assert first_steps(harness, cached)["cached"] == 0
+    assert_right(*long, cached)
+
+
+def test_admission_leaves_the_headroom() -> None:
+    harness = Harness(20, budget=400, headroom=0.5, output_prediction="none")
+    harness.add(make_request("running", tokens(60), 40, arrival=0.0))
+    harness.step()
+    large = harness.add(make_request("large", tokens(120, seed=1), 8, arrival=1.0))
+    small = harness.add(make_request("small", tokens(90, seed=2), 2, arrival=2.0))
+    harness.step()
+    assert large.status is RequestStatus.WAITING, "8 of 16 blocks would leave less than 10"
+    assert small.status is RequestStatus.RUNNING, "6 of 16 blocks leave 10"
+
+
+def test_no_more_run_than_there_are_slots_whatever_lane_they_come_by() -> None:
+    harness = Harness(200, budget=400, max_num_seqs=2)
+    for i in range(6):
+        harness.add(make_request(f"r{i}", tokens(10, seed=i), 5, arrival=float(i)))
+    while harness.scheduler.has_work():
+        harness.step()
+        assert len(harness.scheduler.running) <= 2
+
+
+def test_thrash_is_noticed_and_answered() -> None:
+    harness = Harness(24, budget=256, max_num_seqs=16, headroom=0.0, output_prediction="none", fast_lane_share=0.0)
+    requests = [harness.add(make_request(f"r{i:02}", tokens(20, seed=i), 90, arrival=float(i))) for i in range(60)]
+    harness.run()
+    assert_right(*requests)
+    assert harness.scheduler.counters.num_headroom_changes > 0
+    late = sum(request.num_preemptions for request in requests[40:])
+    early = sum(request.num_preemptions for request in requests[:20])
+    assert late < early
+
+
+def test_a_request_that_was_preempted_twice_is_left_alone() -> None:
+    harness = Harness(64, budget=256)
+    requests = [harness.add(make_request(f"r{i}", tokens(20 + i, seed=i), 9, arrival=float(i))) for i in range(4)]
+    harness.step()
+    requests[3].num_preemptions = requests[2].num_preemptions = 2
+    choose = harness.scheduler.preemption.choose_victim
+    assert choose(harness.scheduler.running) is requests[1]
+    requests[1].num_preemptions = 2
+    assert choose(harness.scheduler.running) is requests[3], "all are safe: the last in the queue"
+    for request in requests:
+        request.num_preemptions = 0
+    requests[2].priority = 1
+    assert choose(harness.scheduler.running) is requests[2], "the lowest class first"
+
+
+def test_the_first_in_the_queue_is_never_preempted() -> None:
+    harness = Harness(64, budget=256)
+    first = harness.add(make_request("first", tokens(20), 9, arrival=0.0, priority=0))
+    other = harness.add(make_request("other", tokens(400, seed=1), 9, arrival=1.0))
+    for _ in range(3):
+        harness.step()
+    other.num_preemptions = 9
+    assert harness.scheduler.preemption.choose_victim([other, first]) is other

@@ -145,9 +145,16 @@ def test_ledger_merges_what_repeats_and_forgets_the_oldest() -> None:
     for i in range(2 * MAX_ENTRIES):
         ledger.note("a", str(i % 2))
     assert len(ledger.entries("a")) == MAX_ENTRIES
-    for i in range(MAX_REQUESTS):
+    ledger.note("a", "finished")
+    assert (len(ledger.entries("a")), ledger.entries("a")[-1].what) == (MAX_ENTRIES, "finished")
+    for i in range(2 * MAX_REQUESTS):
         ledger.note(f"r{i}", "queued")
+    assert ledger.entries("a"), "nobody has ended"
+    ledger.end("a")
+    for i in range(MAX_REQUESTS):
+        ledger.end(f"r{i}")
     assert ledger.entries("a") == []
+    assert ledger.entries("r1")
 
 
 def test_ledger_tells_the_way_of_a_request() -> None:

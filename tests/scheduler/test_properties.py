@@ -1,34 +1,55 @@
-"""Random lives of a scheduler: whatever comes, nothing leaks, nobody starves, every token is right."""
+"""Random lives of a scheduler: whatever comes, nothing leaks, nothing stops, every token is right."""
 
 from __future__ import annotations
+
+from contextlib import suppress
+from random import Random
 
 from fakes import BLOCK, Harness, make_request, reference
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from llmsched.engine.errors import RequestError
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 
+#: Preemption mode, slots of host memory, seconds that a block takes (a step takes one).
+SWAPS = [("recompute", 0, 0.0), ("swap", 3, 0.0), ("swap", 100, 0.0), ("auto", 100, 1e-4), ("auto", 100, 0.1)]
 PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]
 
 
 class SchedulerLife(RuleBasedStateMachine):
-    """Arrivals, steps and aborts in any order, over a pool that is too small for what is asked of it."""
+    """Arrivals, steps, aborts and pins in any order, over a pool that is too small for what is asked of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[Request] = []
 
     @initialize(
-        blocks=st.integers(6, 40),
+        blocks=st.integers(6, 24),
         budget=st.integers(1, 100),
         seqs=st.integers(1, 12),
         caching=st.booleans(),
         policy=st.sampled_from(["fair", "fair", "fair", "fcfs", "sptf", "serial", "static"]),
-        prediction=st.sampled_from(["none", "max_tokens", "learned"]),
+        prediction=st.sampled_from(["none", "none", "max_tokens", "learned"]),
+        swap=st.sampled_from(SWAPS),
+        pinned=st.sampled_from([0, 0, 2]),
+        headroom=st.sampled_from([0.0, 0.1]),
     )
-    def start(self, blocks: int, budget: int, seqs: int, caching: bool, policy: str, prediction: str) -> None:
-        self.capacity = blocks * BLOCK
+    def start(
+        self,
+        blocks: int,
+        budget: int,
+        seqs: int,
+        caching: bool,
+        policy: str,
+        prediction: str,
+        swap: tuple[str, int, float],
+        pinned: int,
+        headroom: float,
+    ) -> None:
+        pinned = pinned if caching else 0
+        self.capacity = (blocks - pinned) * BLOCK
         self.harness = Harness(
             blocks,
             budget,
@@ -37,7 +58,12 @@ class SchedulerLife(RuleBasedStateMachine):
             scheduling_policy=policy,
             output_prediction=prediction,
             max_model_len=self.capacity + 1,
+            preemption_mode=swap[0],
+            swap_slots=swap[1],
+            max_pinned_blocks=pinned,
+            headroom=headroom,
         )
+        self.harness.executor.per_swapped_block = swap[2]
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -47,6 +73,9 @@ class SchedulerLife(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
     )
+    def one(self, prefix: list[int], shared: int, own: list[int], max_tokens: int, priority: int, salt: str) -> None:
+        self.arrive(prefix, shared, own, max_tokens, priority, salt)
+
     def arrive(self, prefix: list[int], shared: int, own: list[int], max_tokens: int, priority: int, salt: str) -> None:
         prompt = (prefix[:shared] + own)[: self.capacity]
         max_tokens = min(max_tokens, self.capacity + 1 - len(prompt))
@@ -60,6 +89,16 @@ class SchedulerLife(RuleBasedStateMachine):
         )
         self.requests.append(self.harness.add(request))
 
+    @rule(seed=st.integers(0, 2**32), count=st.integers(3, 12))
+    def crowd(self, seed: int, count: int) -> None:
+        """Many at once that begin small and grow."""
+        random = Random(seed)
+        for _ in range(count):
+            own = random.choices(range(1000), k=random.randint(1, 20))
+            shared = random.choice([0, 0, 20, 40])
+            priority, salt = random.choice([0, 0, 1]), random.choice(["", "tenant"])
+            self.arrive(random.choice(PREFIXES), shared, own, random.randint(20, 100), priority, salt)
+
     @rule(count=st.integers(1, 20))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -71,6 +110,21 @@ class SchedulerLife(RuleBasedStateMachine):
         if self.requests:
             request = self.requests[which % len(self.requests)]
             self.harness.scheduler.finish(request, FinishReason.ABORT)
+
+    @rule()
+    def abort_one_that_was_preempted(self) -> None:
+        for request in [r for r in self.harness.scheduler.waiting if r.num_preemptions][:1]:
+            self.harness.scheduler.finish(request, FinishReason.ABORT)
+
+    @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(16, 40), ttl=st.sampled_from([None, 5.0]))
+    def pin(self, prefix: list[int], length: int, ttl: float | None) -> None:
+        with suppress(RequestError):
+            self.harness.scheduler.kv.pins.pin(prefix[:length], "", ttl, self.harness.time)
+
+    @rule()
+    def unpin(self) -> None:
+        for state in self.harness.scheduler.kv.pins.states()[:1]:
+            self.harness.scheduler.unpin(state.pin_id)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -93,7 +147,9 @@ class SchedulerLife(RuleBasedStateMachine):
             assert output == reference(prompt, len(output))
             if request.finish_reason is not FinishReason.ABORT:
                 assert len(output) == request.sampling.max_tokens
-        assert self.harness.scheduler.kv.pool.num_used == 0
+        kv = self.harness.scheduler.kv
+        assert kv.pool.num_used == kv.num_pinned
+        assert kv.swap.num_free == kv.swap.num_slots
 
 
 SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)

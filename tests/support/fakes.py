@@ -11,11 +11,14 @@ import numpy as np
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import FinishReason, Request, SamplingParams
 from llmsched.engine.scheduler.policies import make_scheduler
 
 VOCAB = 1000
 BLOCK = 16
+#: What a block is said to take; the copies of the fake take what it is told.
+BLOCK_BYTES = 1000
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -32,20 +35,35 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeExecutor:
-    """Writes the ids it is given into its slots, reads the sequence back through its block table, and checks it."""
+    """Writes the ids it is given into its slots, reads the sequence back through its block table, and checks it.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    A step takes `elapsed` seconds, and `per_swapped_block` more for each block that is copied from or to `host`.
+    """
+
+    elapsed = 1.0
+    per_swapped_block = 0.0
+
+    def __init__(self, num_blocks: int, block_size: int, num_swap_slots: int = 0) -> None:
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.host = np.full((num_swap_slots, block_size), -2, dtype=np.int64)
         self.block_size = block_size
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        self._move(self.kv, self.host, plan.swap_out)
         self._copy(plan.copies)
+        self._move(self.host, self.kv, plan.swap_in)
         for row in plan.rows:
             self._write(row)
-        return StepResult([self._read(row) for row in plan.rows], elapsed=1.0)
+        swapping = self.per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
+        return StepResult([self._read(row) for row in plan.rows], self.elapsed + swapping, swapping)
+
+    def _move(self, source: np.ndarray, destination: np.ndarray, pairs: ListLike[tuple[int, int]]) -> None:
+        assert len({to for _, to in pairs}) == len(pairs), "two copies into one place"
+        for origin, to in pairs:
+            destination[to] = source[origin]
 
     def _copy(self, copies: ListLike[tuple[int, int]]) -> None:
         before = self.kv.copy()
@@ -85,13 +103,23 @@ class Harness:
     """A scheduler with a fake executor, stepped by hand."""
 
     def __init__(
-        self, num_blocks: int, budget: int = 64, max_num_seqs: int = 16, caching: bool = True, **knobs: Any
+        self,
+        num_blocks: int,
+        budget: int = 64,
+        max_num_seqs: int = 16,
+        caching: bool = True,
+        *,
+        swap_slots: int = 0,
+        max_pinned_blocks: int = 0,
+        **knobs: Any,
     ) -> None:
         self.time = 0.0
-        config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **knobs)
-        kv = KVManager(num_blocks, BLOCK, caching)
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, swap_space=swap_slots * BLOCK_BYTES, **knobs
+        )
+        kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_slots, BLOCK_BYTES))
         self.scheduler = make_scheduler(kv, config, lambda: self.time)
-        self.executor = FakeExecutor(num_blocks, BLOCK)
+        self.executor = FakeExecutor(num_blocks, BLOCK, swap_slots)
 
     def add(self, request: Request) -> Request:
         assert self.scheduler.fits_alone(request.num_prompt_tokens, request.sampling.max_tokens)
@@ -99,8 +127,12 @@ class Harness:
         return request
 
     def step(self) -> None:
+        ran, preemptions = set(self.scheduler.running), self.scheduler.counters.num_preemptions
         plan = self.scheduler.schedule()
         assert plan.rows, "no progress"
+        assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
+        if self.scheduler.counters.num_preemptions > preemptions and ran & set(self.scheduler.running):
+            assert ran >= set(self.scheduler.running), "a step that preempted admits nobody"
         assert plan.num_tokens <= self.scheduler.token_budget
         self.scheduler.update(plan, self.executor.execute(plan))
         self.scheduler.check_integrity()

@@ -8,6 +8,7 @@ from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.prefix import PrefixNode
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 
@@ -15,10 +16,14 @@ from llmsched.engine.request import Request
 class KVDriver:
     """Admits, steps and releases what it is told to; all that it does to requests is what a scheduler does."""
 
-    def __init__(self, num_blocks: int, block_size: int = 16, max_pinned_blocks: int = 0) -> None:
-        self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks)
-        self.executor = FakeExecutor(num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, max_pinned_blocks: int = 0, num_swap_slots: int = 0
+    ) -> None:
+        swap = SwapSpace(num_swap_slots)
+        self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks, swap=swap)
+        self.executor = FakeExecutor(num_blocks, block_size, num_swap_slots)
         self.running: list[Request] = []
+        self.swapped: list[Request] = []
 
     def come(self, prompt: list[int], max_tokens: int = 100, salt: str = "", name: str | None = None) -> Request:
         """Admit a new request with this prompt."""
@@ -30,7 +35,11 @@ class KVDriver:
         hit = self.kv.find_prefix(request)
         assert self.kv.num_missing(request, hit) <= self.kv.pool.num_available
         before = self.kv.pool.num_available
-        self.kv.admit(request, hit)
+        num_saved = request.swapped.num_tokens if request.swapped is not None else 0
+        num_restored = self.kv.admit(request, hit)
+        assert request.num_computed_tokens == (num_saved if num_restored else hit.num_tokens)
+        if request in self.swapped:
+            self.swapped.remove(request)
         assert before - self.kv.pool.num_available == self.kv.num_missing(request, hit)
         self.running.append(request)
         return hit
@@ -44,7 +53,7 @@ class KVDriver:
             count = min(chunk, request.num_tokens - start)
             sample = start + count == request.num_tokens
             rows.append(ScheduledRow(request, start, count, table_of(request).ids, sample))
-        results = self.executor.execute(StepPlan(rows, (), self.kv.take_copies())).rows
+        results = self.executor.execute(StepPlan(rows, (), self.kv.take_copies(), *self.kv.take_swaps())).rows
         for row, result in zip(rows, results, strict=True):
             request = row.sequence
             assert isinstance(request, Request)
@@ -62,6 +71,16 @@ class KVDriver:
         self.running.remove(request)
         self.kv.release(request)
 
+    def swap_out(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.swap_out(request)
+        self.swapped.append(request)
+
+    def may_swap(self, request: Request) -> bool:
+        """Whether the request has been in a step since it was admitted, and host memory has room for it."""
+        written = request.num_computed_tokens > table_of(request).num_initial
+        return written and self.kv.num_swapped(request) <= self.kv.swap.num_free
+
     def serve(self, prompt: list[int], salt: str = "") -> Request:
         """Admit, compute the prompt in one step, let go."""
         request = self.come(prompt, salt=salt)
@@ -71,7 +90,7 @@ class KVDriver:
 
     def check(self) -> None:
         """Every block is accounted for, and every findable block holds the KV of its node's tokens."""
-        self.kv.check_integrity(self.running)
+        self.kv.check_integrity(self.running, self.swapped)
         for root in self.kv.prefixes._roots.values():
             self._check_below(root)
 

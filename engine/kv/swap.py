@@ -1,0 +1,104 @@
+"""Host memory for the KV of preempted requests: slots of one block each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.request import Request
+from llmsched.engine.units import human_bytes
+
+
+def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
+    """The slots that `swap_space` bytes hold; `free_bytes` of host memory are free for them.
+
+    Raises ConfigError when that is not one block, or more than is free.
+    """
+    if 0 < swap_space < block_bytes:
+        raise ConfigError(
+            "swap_space", f"{human_bytes(swap_space)} is less than a KV block ({human_bytes(block_bytes)}); set more"
+        )
+    if swap_space > max(0, free_bytes):
+        raise ConfigError(
+            "swap_space",
+            f"{human_bytes(swap_space)} is more host memory than is free beside everything else, "
+            f"{human_bytes(max(0, free_bytes))}; set less",
+        )
+    return SwapSpace(swap_space // block_bytes, block_bytes)
+
+
+class Swapped(NamedTuple):
+    """What host memory holds of a preempted request: the KV of its tokens up to `num_tokens`, from block `first` on.
+
+    slots[i] has block first + i. The blocks in front were held by others too, and are left to the prefix cache.
+    """
+
+    first: int
+    num_tokens: int
+    slots: list[int]
+
+
+class SwapSpace:
+    """Slots 0 .. num_slots-1 of `block_bytes` bytes each, and the copies from and to them that the next step makes.
+
+    A slot is free, held by one preempted request (`Request.swapped`), or about to be copied back, and free once the
+    next step has been handed out (`take`): until then nothing else may be copied to it.
+    """
+
+    def __init__(self, num_slots: int = 0, block_bytes: int = 0) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._returning: list[int] = []
+        self._outs: dict[int, int] = {}
+        self._ins: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def save(self, request: Request, first: int, blocks: Sequence[int]) -> None:
+        """Copy the request's blocks from `first` on to slots in the next step; the caller has checked `num_free`.
+
+        The blocks may change hands at once: slots are filled before anything else happens in a step.
+        """
+        slots = [self._free.pop() for _ in blocks]
+        self._outs.update(zip(slots, blocks, strict=True))
+        request.swapped = Swapped(first, request.num_computed_tokens, slots)
+
+    def restore(self, request: Request, start: int, blocks: Sequence[int]) -> None:
+        """Copy what was saved of the request's blocks from `start` on back to `blocks`; all its slots come free."""
+        swapped = request.swapped
+        assert swapped is not None
+        assert start >= swapped.first
+        self._ins.update(zip(blocks, swapped.slots[start - swapped.first :], strict=True))
+        self._returning += swapped.slots
+        request.swapped = None
+
+    def overwrite(self, block: int) -> None:
+        """Something else is copied to the block in the next step than what `restore` may have meant for it before."""
+        self._ins.pop(block, None)
+
+    def discard(self, request: Request) -> None:
+        """Give up what was saved of the request, if anything was."""
+        if request.swapped is None:
+            return
+        for slot in request.swapped.slots:
+            self._outs.pop(slot, None)
+        self._free += reversed(request.swapped.slots)
+        request.swapped = None
+
+    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The next step's copies, noted since the last call: (block, slot) pairs out, (slot, block) pairs in."""
+        outs = [(block, slot) for slot, block in self._outs.items()]
+        ins = [(slot, block) for block, slot in self._ins.items()]
+        self._free += reversed(self._returning)
+        self._outs, self._ins, self._returning = {}, {}, []
+        return outs, ins
+
+    def check_integrity(self, holders: Iterable[Request]) -> None:
+        """Raise AssertionError unless every slot is free, about to be, or held by one of the given requests."""
+        held = [slot for request in holders if request.swapped is not None for slot in request.swapped.slots]
+        everywhere = sorted(held + self._free + self._returning)
+        assert everywhere == list(range(self.num_slots)), "a slot is lost or in two places"

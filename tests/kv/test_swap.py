@@ -1,0 +1,181 @@
+"""KV of preempted requests in host memory: it comes back as it was, and every slot is somebody's or free."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import reference, tokens
+from kv_driver import KVDriver
+
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.swap import SwapSpace, plan_swap
+from llmsched.engine.request import Request
+
+
+def generated(driver: KVDriver, request: Request, steps: int) -> None:
+    """Decode some tokens; the fake executor checks the KV of all that came before."""
+    for _ in range(steps):
+        driver.step({request: 1})
+    output = request.token_ids[request.num_prompt_tokens :]
+    assert output == reference(request.token_ids[: request.num_prompt_tokens], len(output))
+
+
+def started(driver: KVDriver, prompt: list[int], steps: int = 5) -> Request:
+    request = driver.come(prompt)
+    driver.step({request: len(prompt)})
+    generated(driver, request, steps)
+    return request
+
+
+def use_up(driver: KVDriver) -> None:
+    """Write something else into every block that can be had, and forget it."""
+    driver.serve(tokens(driver.kv.pool.num_available * 16, seed=50))
+    driver.kv.reset_prefix_cache()
+
+
+def test_all_of_it_comes_back_after_its_blocks_were_overwritten() -> None:
+    driver = KVDriver(8, num_swap_slots=8)
+    request = started(driver, tokens(40))
+    computed = request.num_computed_tokens
+    assert driver.kv.num_swapped(request) == 3
+    driver.swap_out(request)
+    assert (request.block_table, request.num_computed_tokens) == (None, 0)
+    assert driver.kv.pool.num_used == 0
+    use_up(driver)
+    assert driver.admit(request).num_tokens == 0
+    assert request.num_computed_tokens == computed
+    generated(driver, request, 20)
+    assert driver.kv.swap.num_free == 8
+
+
+def test_blocks_in_the_cache_are_taken_from_there() -> None:
+    driver = KVDriver(8, num_swap_slots=8)
+    request = started(driver, tokens(40))
+    driver.swap_out(request)
+    driver.step({})
+    hit = driver.admit(request)
+    assert hit.num_tokens == 32
+    assert driver.kv.swap.take()[1] == [(2, int(request.block_table.ids[2]))]  # type: ignore[union-attr]
+
+
+def test_blocks_that_others_hold_are_not_copied() -> None:
+    driver = KVDriver(12, num_swap_slots=8)
+    other = started(driver, tokens(40))
+    request = started(driver, [*tokens(32), *tokens(20, seed=1)])
+    assert driver.kv.num_swapped(request) == 2
+    driver.swap_out(request)
+    use_up(driver)
+    assert driver.admit(request).num_tokens == 32
+    generated(driver, request, 20)
+    generated(driver, other, 3)
+
+
+def test_if_they_have_gone_since_all_is_computed_again() -> None:
+    driver = KVDriver(12, num_swap_slots=8)
+    other = started(driver, tokens(40))
+    request = started(driver, [*tokens(32), *tokens(20, seed=1)])
+    driver.swap_out(request)
+    driver.leave(other)
+    use_up(driver)
+    driver.admit(request)
+    assert request.num_computed_tokens == 0
+    assert request.swapped is None
+    assert driver.kv.swap.num_free == 8
+    driver.step({request: 100})
+    generated(driver, request, 5)
+
+
+def test_a_cache_that_has_it_all_makes_the_slots_needless() -> None:
+    driver = KVDriver(12, num_swap_slots=8)
+    request = driver.come(tokens(64))
+    driver.step({request: 32})
+    driver.swap_out(request)
+    driver.serve(tokens(64))
+    assert driver.admit(request).num_tokens == 63
+    assert driver.kv.swap.num_free == 8
+    driver.step({request: 1})
+    generated(driver, request, 5)
+
+
+def test_slots_of_those_that_never_come_back_are_free_at_once() -> None:
+    driver = KVDriver(8, num_swap_slots=4)
+    request = started(driver, tokens(40))
+    driver.swap_out(request)
+    assert driver.kv.swap.num_free == 1
+    driver.kv.swap.discard(request)
+    driver.swapped.clear()
+    assert driver.kv.swap.num_free == 4
+    assert driver.kv.swap.take() == ([], []), "what was given up is not copied either"
+    driver.check()
+
+
+def test_a_slot_that_is_read_in_a_step_is_not_written_in_it() -> None:
+    driver = KVDriver(12, num_swap_slots=3)
+    first = started(driver, tokens(40))
+    second = started(driver, tokens(40, seed=1))
+    driver.swap_out(first)
+    driver.step({second: 1})
+    use_up(driver)
+    driver.admit(first)
+    assert driver.kv.swap.num_free == 0
+    assert not driver.may_swap(second)
+    driver.step({first: 1})
+    assert driver.may_swap(second)
+    generated(driver, first, 3)
+
+
+def test_a_block_that_changes_hands_before_it_was_restored() -> None:
+    """What goes to a block last is what it holds: a copy that was noted after a restoration goes before it."""
+    driver = KVDriver(6, num_swap_slots=6)
+    source = started(driver, tokens(24), 1)
+    request = started(driver, tokens(24, seed=1), 1)
+    driver.swap_out(request)
+    driver.serve(tokens(64, seed=2))
+    driver.kv.reset_prefix_cache()
+    driver.admit(request)
+    restored = set(request.block_table.ids.tolist())  # type: ignore[union-attr]
+    driver.leave(request)
+    heir = driver.come(tokens(30), name="heir")
+    assert {destination for _, destination in driver.next_copies()} & restored
+    driver.step({heir: 30, source: 1})
+    generated(driver, heir, 3)
+
+
+def test_what_was_not_written_is_not_saved() -> None:
+    driver = KVDriver(8, num_swap_slots=8)
+    request = driver.come(tokens(40))
+    assert not driver.may_swap(request)
+    with pytest.raises(AssertionError, match="cannot be saved"):
+        driver.swap_out(request)
+
+
+def test_a_lost_slot_is_found() -> None:
+    driver = KVDriver(8, num_swap_slots=4)
+    request = started(driver, tokens(40))
+    driver.swap_out(request)
+    driver.swapped.clear()
+    with pytest.raises(AssertionError, match="a slot is lost"):
+        driver.check()
+
+
+def test_what_the_cache_will_still_hold() -> None:
+    driver = KVDriver(10, num_swap_slots=8)
+    request = started(driver, tokens(80))
+    assert driver.kv.num_kept(request, None) == 0, "nobody else holds anything of it"
+    assert driver.kv.pool.num_available == 4
+    assert [driver.kv.num_kept(request, demand) for demand in (0, 4, 5, 8, 9, 20)] == [5, 5, 4, 1, 0, 0]
+    other = started(driver, [*tokens(48), 5])
+    assert driver.kv.num_kept(request, None) == 3
+    assert driver.kv.num_kept(request, 20) == 3
+    assert driver.kv.num_kept(other, None) == 3
+
+
+def test_swap_space_is_whole_blocks_of_memory_that_is_there() -> None:
+    assert plan_swap(10_000, 3_000, 1 << 30).num_slots == 3
+    assert plan_swap(0, 3_000, -5).num_slots == 0
+    with pytest.raises(ConfigError, match=r"1000 B is less than a KV block \(2.93 KiB\)"):
+        plan_swap(1000, 3_000, 1 << 30)
+    with pytest.raises(
+        ConfigError, match=r"2.00 GiB is more host memory than is free beside everything else, 1.00 GiB"
+    ):
+        plan_swap(2 << 30, 3_000, 1 << 30)
+    assert SwapSpace().num_free == 0
