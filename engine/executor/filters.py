@@ -2,6 +2,16 @@
 
 Order of tokens for all filters: higher logit first, and of equal logits (common in bfloat16) the lower id first. With
 that, what a row keeps depends on its own logits alone, not on how a sort happened to treat the batch.
+
+The draw is an exponential race: of tokens with weights w and independent exponential times E, the one with the largest
+w / E wins, with probability w / sum(w): the Gumbel-max trick, as log w - log E is log w plus Gumbel noise. The times do
+not depend on the logits, so when a repeated computation rounds these differently, another token comes out only if the
+best two were within that rounding of each other: about one draw in 1e6 where logits move by 1e-6. The inverse of the
+cumulative distribution would be far worse: there a token's share of [0, 1) moves with the sum before it, and over a
+large vocabulary a flat distribution has shares no wider than such moves.
+
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014: the trick, and that a set of tokens races with
+the sum of its weights.
 """
 
 from __future__ import annotations
@@ -13,24 +23,28 @@ import numpy.typing as npt
 import torch
 
 from llmsched.engine.executor.batch import to_device
+from llmsched.engine.executor.rng import UInt64, hashed
 
 #: How many of the best tokens are sorted first for top_p. Rows whose nucleus is larger try again with so many times
 #: more: sorting a whole vocabulary takes a CPU longer than a forward pass of a small model.
 CANDIDATES, CANDIDATES_GROWTH = 256, 16
-#: The draw sums the weights in chunks of this many tokens first, then walks one chunk.
+#: The draw races chunks of this many tokens by their sums first, then the tokens of the chunk that won.
 CHUNK = 256
 
 Float64 = npt.NDArray[np.float64]
 
 
 class Filters(NamedTuple):
-    """Parameters of S rows, each [S]: temperature above 0; top_k 0, top_p 1 and min_p 0 are off; uniform in [0, 1)."""
+    """Parameters of S rows, each [S]: temperature above 0; top_k 0, top_p 1 and min_p 0 are off.
+
+    keys [2, S]: the draw's random key, two words of 32 bits.
+    """
 
     temperature: Float64
     top_k: Float64
     top_p: Float64
     min_p: Float64
-    uniform: Float64
+    keys: UInt64
 
 
 def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
@@ -40,7 +54,8 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     the k best; of those, renormalised, top_p keeps the fewest best ones that together reach top_p. At least one stays.
     A row whose best logit is not finite gets an id that means nothing.
     """
-    temperature, top_k, top_p, min_p, uniform = to_device(np.stack(filters), logits.device)
+    numbers = to_device(np.vstack(filters), logits.device)
+    temperature, top_k, top_p, min_p = numbers[:4]
     scores = scaled(logits, temperature.float())
     if filters.min_p.any():
         scores.masked_fill_(scores < min_p.log().float()[:, None], float("-inf"))
@@ -55,7 +70,7 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
             some = scores[rows]
             cut(some, top_k[rows], top_p[rows], look)
             scores[rows] = some
-    return invert(scores.exp_(), uniform).clamp(max=logits.shape[1] - 1)
+    return race(scores.exp_(), numbers[4:].T.long()).clamp(max=logits.shape[1] - 1)
 
 
 def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -103,22 +118,23 @@ def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) ->
     scores.masked_fill_(~keep, float("-inf"))
 
 
-def invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse of the cumulative distribution, tokens in order of id: weights [S, V], V a multiple of CHUNK, -> ids [S].
+def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Ids [S], each drawn in proportion to its row's weights [S, V], V a multiple of CHUNK, with keys [S, 2] (int64).
 
-    The first token at which the running sum exceeds uniform * total. Sums are float64; a token of weight 0 is never
-    drawn, unless all weights are 0: then the id is any.
+    Chunks race by their sums, then the tokens of the winner: the same distribution as one race of all tokens, with far
+    fewer times. Of equals the lower id wins. A token of weight 0 is never drawn, unless all are 0: then the id is any.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
-    sums = chunks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-    target = below(uniform * sums[:, -1], sums[:, -1])
-    chunk = (sums <= target[:, None]).sum(dim=1).clamp(max=chunks.shape[1] - 1)
-    before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk].cumsum(dim=1, dtype=torch.float64)
-    rest = below(target - before, inside[:, -1])
-    return chunk * CHUNK + (inside <= rest[:, None]).sum(dim=1)
+    # float64: the order of additions, which may differ between batches, then does not tell.
+    sums = chunks.sum(dim=2, dtype=torch.float64)
+    times = exponential(CHUNK + sums.shape[1], keys)
+    chunk = (sums / times[:, CHUNK:]).argmax(dim=1)
+    inside = chunks[torch.arange(len(chunks), device=weights.device), chunk]
+    return chunk * CHUNK + (inside / times[:, :CHUNK]).argmax(dim=1)
 
 
-def below(value: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """The value, or the largest number below the limit if rounding has brought it there."""
-    return torch.minimum(value, torch.nextafter(limit, torch.zeros_like(limit)))
+def exponential(count: int, keys: torch.Tensor) -> torch.Tensor:
+    """Independent numbers above 0 of the exponential distribution of mean 1: [S, count] float64 for keys [S, 2]."""
+    names = torch.arange(count, device=keys.device)
+    uniform = (hashed(names, keys[:, :1], keys[:, 1:]).double() + 0.5) * 2.0**-32
+    return uniform.neg_().log1p_().neg_()

@@ -1,9 +1,12 @@
-"""Random numbers that depend on nothing but (seed, position): Philox4x32-10, a counter-based generator.
+"""Random numbers that depend on nothing but (seed, position) and a name: a counter-based generator and a keyed hash.
 
-A counter-based generator has no state to keep, copy or lose: number `position` of stream `seed` is a pure function, so
-a preempted, moved or re-batched sequence draws what it would have drawn anyway.
+A counter-based generator (Philox4x32-10) has no state to keep, copy or lose: key `position` of stream `seed` is a pure
+function, so a preempted, moved or re-batched sequence draws what it would have drawn anyway. From a key, a cheap hash
+makes as many numbers as a draw needs, on the device of the logits.
 
-Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
+C. Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers (of least measured bias among
+those whose multipliers are below 2**31).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Sequence as ListLike
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 UInt64 = npt.NDArray[np.uint64]
 
@@ -20,18 +24,30 @@ _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
+_MASK = 0xFFFFFFFF
+_MIX_0, _MIX_1 = 0x604BAA5D, 0x43D6CE97
 
-def uniform(seeds: ListLike[int], positions: ListLike[int]) -> npt.NDArray[np.float64]:
-    """One number of [0, 1) with 53 random bits for each pair (seed, position).
+
+def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
+    """A key of two words of 32 bits for each of N pairs (seed, position): [2, N].
 
     A seed is taken modulo 2**64 (so negative ones are fine); positions are 0 or more.
     """
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     low = np.array(positions, dtype=np.uint64)
     zero = np.zeros_like(low)
-    first, second, _, _ = philox4x32(low & _LOW, low >> _HALF, zero, zero, key & _LOW, key >> _HALF)
-    bits = (first >> np.uint64(5)) * np.uint64(1 << 26) + (second >> np.uint64(6))
-    return bits.astype(np.float64) * 2.0**-53
+    return np.stack(philox4x32(low & _LOW, low >> _HALF, zero, zero, key & _LOW, key >> _HALF)[:2])
+
+
+def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each name under a key of two words, all int64 in [0, 2**32) and of shapes that fit.
+
+    Under one key, different names have different hashes. No product reaches 2**63, so every device agrees.
+    """
+    mixed = names ^ first
+    mixed = ((mixed ^ mixed >> 16) * _MIX_0) & _MASK
+    mixed = ((mixed ^ mixed >> 15 ^ second) * _MIX_1) & _MASK
+    return mixed ^ mixed >> 15
 
 
 def philox4x32(

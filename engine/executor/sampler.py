@@ -2,8 +2,8 @@
 
 Order: log-probabilities are taken from the raw logits; then logit_bias, min_tokens and penalties (`penalties`); of the
 result, a greedy row takes the best token (the lowest id among equals), the others go through temperature, min_p, top_k,
-top_p and the draw (`filters`). The draw's uniform number belongs to (sequence.seed, number of output tokens so far), so
-it is the same alone, in any batch, for any chunking, and after preemption.
+top_p and the draw (`filters`). The draw's random key belongs to (sequence.seed, number of output tokens so far), so it
+is the same alone, in any batch, for any chunking, and after preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmsched.engine.executor import logprobs as lp
 from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.filters import Filters, draw
 from llmsched.engine.executor.penalties import LogitEditor
-from llmsched.engine.executor.rng import uniform
+from llmsched.engine.executor.rng import keys
 from llmsched.engine.request import SamplingParams, Sequence
 
 #: A temperature below this is greedy: dividing by it would leave fp32 nothing but the best token anyway.
@@ -83,9 +83,9 @@ def judge(token: int, raw_best: float, best: float) -> RowResult:
 
 
 def filters_of(sequences: ListLike[Sequence]) -> Filters:
-    """The filters' parameters and the uniform numbers of the given rows."""
+    """The filters' parameters and the draw's keys of the given rows."""
     samplings = [sequence.sampling for sequence in sequences]
     settings = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
     temperature, top_k, top_p, min_p = np.array(settings, dtype=np.float64).T
-    numbers = uniform([s.seed for s in sequences], [s.num_output_tokens for s in sequences])
-    return Filters(temperature, top_k, top_p, min_p, numbers)
+    words = keys([s.seed for s in sequences], [s.num_output_tokens for s in sequences])
+    return Filters(temperature, top_k, top_p, min_p, words)

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from llmsched.engine.executor.filters import race
 from llmsched.engine.executor.penalties import LogitEditor
-from llmsched.engine.executor.rng import uniform
+from llmsched.engine.executor.rng import keys
 from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.request import SamplingParams, Sequence
 
@@ -135,7 +136,7 @@ def test_best_token_alone_survives(sampling: dict[str, float]) -> None:  # A18
     assert [result.token_id for result in Sampler().sample(logits.clone(), sequences)] == [best] * 64
 
 
-def test_draw_is_the_inverse_of_the_distribution() -> None:
+def test_draw_is_the_race_under_the_key_of_seed_and_position() -> None:
     generator = torch.Generator().manual_seed(9)
     sequences = [
         make_sequence([1, 2], [3] * (row % 5), name=str(row), seed=row * 77 - 9, temperature=0.5 + row / 20)
@@ -144,10 +145,10 @@ def test_draw_is_the_inverse_of_the_distribution() -> None:
     logits = torch.randn(30, VOCAB, generator=generator)
     results = Sampler().sample(logits.clone(), sequences)
     for row, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
-        running = torch.softmax(logits[row].double() / sequence.sampling.temperature, 0).cumsum(0)
-        number = uniform([sequence.seed], [sequence.num_output_tokens])[0]
-        below = float(running[result.token_id - 1]) if result.token_id else 0.0
-        assert below - 1e-6 <= number <= float(running[result.token_id]) + 1e-6
+        weights = torch.zeros(1, 512)
+        weights[0, :VOCAB] = torch.softmax(logits[row].double() / sequence.sampling.temperature, 0)
+        key = torch.tensor(keys([sequence.seed], [row % 5]).astype("int64")).T
+        assert [result.token_id] == race(weights, key).tolist()
 
 
 SAMPLINGS = [
@@ -220,7 +221,7 @@ def test_seeds_give_different_choices_and_repeat() -> None:  # A16
     logits = random_logits(1).expand(8, -1)
 
     def choices(first_seed: int) -> list[int | None]:
-        rows = [make_sequence([1], name=str(i), seed=first_seed + i, temperature=1.2) for i in range(8)]
+        rows = [make_sequence([1], name=str(i), seed=first_seed + i, temperature=2.0) for i in range(8)]
         return [result.token_id for result in Sampler().sample(logits.clone(), rows)]
 
     assert len(set(choices(0))) > 3
