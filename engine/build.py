@@ -9,16 +9,17 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.device import device_memory
 from llmsched.engine.kv.budget import MemoryPlan, model_shape, plan_memory
+from llmsched.engine.kv.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
+from llmsched.engine.measure import measured_memory, tensor_bytes
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.load import ModelSource, load_config, load_info, load_model, load_tokenizer, locate
 from llmsched.engine.model.placement import resolve_device, resolve_dtype
 from llmsched.engine.progress import Progress, silent
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig
 
-    from llmsched.engine.config import Device, DType
+    from llmsched.engine.config import Device, DType, KVDType
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
@@ -26,20 +27,26 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
 
     The engine's config has every value filled in. Raises ModelError, ConfigError.
     """
+    check_servable(config)
     source = locate(config.model, progress)
     model_config = load_config(source)
     tokenizer = load_tokenizer(source)
     info = load_info(source, model_config, tokenizer)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    plan = _plan(source, model_config, config, device, dtype)
+    dtype_name = str(dtype).removeprefix("torch.")
+    kv_dtype = planned_kv_dtype(config, dtype_name)
+    plan = _plan(source, model_config, config, device, dtype_name, kv_dtype)
     config = replace(
         config,
         device=cast("Device", device),
-        dtype=cast("DType", str(dtype).removeprefix("torch.")),
+        dtype=cast("DType", dtype_name),
+        kv_cache_dtype=cast("KVDType", kv_dtype),
         max_model_len=plan.max_model_len,
         max_num_batched_tokens=plan.max_num_batched_tokens,
     )
+
+    import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
@@ -49,19 +56,21 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
         device=device,
-        kv_dtype=dtype,
+        kv_dtype=getattr(torch, kv_dtype),
         max_model_len=plan.max_model_len,
     )
     progress("warming up", 0, 1)
-    executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
+    peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
+    plan = replace(plan, measured=measured_memory(tensor_bytes(model), executor, plan, peak))
     progress("warming up", 1, 1)
     metrics = EngineMetrics(info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     return Engine(config, info, tokenizer, executor, plan.num_blocks, plan=plan, metrics=metrics)
 
 
 def _plan(
-    source: ModelSource, model_config: PretrainedConfig, config: EngineConfig, device: str, dtype: torch.dtype
+    source: ModelSource, model_config: PretrainedConfig, config: EngineConfig, device: str, dtype: str, kv_dtype: str
 ) -> MemoryPlan:
     path = source.path if source.kind == "directory" else None
-    shape = model_shape(model_config, dtype_bytes=dtype.itemsize, path=path)
-    return plan_memory(shape, config, device_memory(device), dtype_bytes=dtype.itemsize)
+    dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
+    shape = model_shape(model_config, dtype_bytes=dtype_bytes, path=path)
+    return plan_memory(shape, config, device_memory(device), dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)

@@ -8,6 +8,7 @@ trials = [ { max_num_batched_tokens = 128, ... }, ... ]     the whole curve
 max_num_batched_tokens = 256
 
 [slo]  [workload]  [model]  [device]  [versions]            what the choice is good for
+[memory]                   actual / predicted bytes, written by `serve --profile` when it starts
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import tomli_w
 Scalar = str | int | float | bool
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_TABLES = ("engine", "slo", "workload", "model", "device", "versions")
+_TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory")
 _KEYS = {"created", "reason", "trials", *_TABLES}
 
 
@@ -40,8 +41,9 @@ class ProfileError(ValueError):
 class TunedProfile:
     """Settings and what they were found for. Only `engine` is binding, the rest is for people and for warnings.
 
-    `engine` maps field names of EngineConfig to values. `slo` is in milliseconds (ttft_ms, itl_ms, ...), `trials` holds
-    one mapping per measured setting. `created` is in UTC. Values are never None: what is unknown is left out.
+    `engine` maps field names of EngineConfig to values. `slo` is in milliseconds (ttft_ms, itl_ms, ...), `memory` holds
+    actual / predicted bytes (weights_ratio, ...), `trials` one mapping per measured setting. `created` is in UTC.
+    Values are never None: what is unknown is left out.
     """
 
     engine: Mapping[str, Scalar]
@@ -50,6 +52,7 @@ class TunedProfile:
     model: Mapping[str, Scalar] = field(default_factory=dict)
     device: Mapping[str, Scalar] = field(default_factory=dict)
     versions: Mapping[str, Scalar] = field(default_factory=dict)
+    memory: Mapping[str, Scalar] = field(default_factory=dict)
     trials: tuple[Mapping[str, Scalar], ...] = ()
     reason: str = ""
     created: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))

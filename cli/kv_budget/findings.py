@@ -149,8 +149,8 @@ class Findings:
         admitted = plan.num_admitted_at(length)
         if self.asked and self.fits and admitted < self.demand.users:
             notes.append(
-                f"admission keeps {plan.headroom_blocks:,} blocks free for running requests to grow into, so of requests "
-                f"whose prompts alone are {length:,} tokens {admitted:,} start at first"
+                f"admission keeps {plan.headroom_blocks:,} blocks free for running requests to grow into; of requests "
+                f"whose prompts alone are {length:,} tokens, {admitted:,} start at first"
             )
         for holder in plan.device.holders:
             notes.append(f"process {holder.pid} ({holder.name}) holds {human_bytes(holder.used)} on {plan.device.name}")

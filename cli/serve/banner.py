@@ -6,6 +6,7 @@ import socket
 
 from llmsched.cli import render
 from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.reconcile import Reconciled, reconcile
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.units import human_bytes
 
@@ -47,16 +48,31 @@ def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """Where the memory goes: as planned, and as it turned out once that was measured."""
     return [
         ("memory", f"{plan.device.name}: {human_bytes(plan.budget_bytes)} for weights, activations and KV"),
-        ("weights", human_bytes(plan.weights_bytes)),
-        ("activations", f"{human_bytes(plan.activation_bytes)} (largest step)"),
+        *_planned_parts(plan),
         (
             "KV cache",
             f"{human_bytes(plan.num_blocks * plan.block_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
             f"{plan.num_tokens} tokens; {plan.max_num_seqs} requests of {plan.max_model_len} tokens",
         ),
     ]
+
+
+def _planned_parts(plan: MemoryPlan) -> list[tuple[str, str]]:
+    if plan.measured is None:
+        return [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
+    return [(each.part, told(each)) for each in reconcile(plan, plan.measured)]
+
+
+def told(part: Reconciled) -> str:
+    """A part of the memory: predicted against actual."""
+    predicted = f"{human_bytes(part.predicted)} predicted"
+    if part.actual is None:
+        return f"{predicted}, not counted on a CPU"
+    ratio = "" if part.ratio is None else f" ({part.ratio:.3f} of it)"
+    return f"{predicted}, {human_bytes(part.actual)} actual{ratio}{', more than planned' if part.exceeds else ''}"
 
 
 def _sampling(engine: AsyncEngine) -> str:

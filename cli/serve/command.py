@@ -88,7 +88,7 @@ def serve(
     """
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.pinning import pin_prefixes, read_prefixes
-    from llmsched.cli.serve.profile import profile_settings
+    from llmsched.cli.serve.profile import profile_settings, store_ratios
     from llmsched.engine.metrics import check_prefix
 
     if api_key == "":
@@ -103,6 +103,8 @@ def serve(
     with render.progress_bar() as progress:
         engine = build_engine(config, progress, metrics_prefix)
     render.show_log()
+    if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan)):
+        render.warn(f"predicted against actual memory is not kept: {problem}")
     pin_prefixes(engine, prefixes)
     name = served_model_name or engine.model.name
     # What was loaded stays: the garbage collector need not look at it again and again between two tokens.

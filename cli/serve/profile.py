@@ -1,15 +1,17 @@
-"""Settings of a tuned profile as defaults for the engine's."""
+"""Settings of a tuned profile as defaults for the engine's, and what its memory turned out to be."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
-from llmsched.profiles.tuned import ProfileError, load_profile
+from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.reconcile import ratios
+from llmsched.profiles.tuned import ProfileError, load_profile, save_profile
 
 
 def profile_settings(name_or_path: str) -> dict[str, Any]:
@@ -28,3 +30,14 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
             reason = error.errors()[0]["msg"].lower()
             raise ConfigError("profile", f"{name_or_path} sets {name} to {value!r}: {reason}") from error
     return dict(profile.engine)
+
+
+def store_ratios(name_or_path: str, plan: MemoryPlan) -> str | None:
+    """Write actual / predicted memory into the profile; why that cannot be done, None if it was or nothing changed."""
+    try:
+        profile = load_profile(name_or_path)
+        if profile.memory != (found := ratios(plan)):
+            save_profile(replace(profile, memory=found), name_or_path)
+    except ProfileError as error:
+        return str(error)
+    return None

@@ -31,13 +31,11 @@ def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool =
     return "fp8" if checkpoint_fp8 else dtype
 
 
-def servable_kv_dtype(config: EngineConfig, dtype: str) -> str:
-    """As planned_kv_dtype, for this engine. Raises ConfigError for fp8, which its kernels do not read."""
-    kv_dtype = planned_kv_dtype(config, dtype)
-    if kv_dtype.startswith("fp8"):
+def check_servable(config: EngineConfig) -> None:
+    """Raise ConfigError for KV in fp8, which this engine's kernels do not read."""
+    if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             "kv_cache_dtype",
-            f"{kv_dtype} cannot be served: the kernels read float32, bfloat16 and float16 KV; use auto or bfloat16 "
-            "(`llmsched kv-budget` plans fp8 for other engines)",
+            f"{config.kv_cache_dtype} cannot be served: the kernels read KV in float32, bfloat16 and float16; use auto "
+            "or bfloat16 (`llmsched kv-budget` plans fp8 for other engines)",
         )
-    return kv_dtype

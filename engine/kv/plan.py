@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.geometry import Confidence
+from llmsched.engine.kv.reconcile import MeasuredMemory
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What goes where, in bytes. `problem` is the reason why it cannot be served, None if it can.
+    """What goes where, in bytes. `problem` is the reason why it cannot be served, None if it can. `measured`
+    is what was really taken, once an engine has started by this plan.
 
     kv_bytes_per_token counts layers whose KV grows for ever, kv_bytes_per_token_window those that read only the last
     `window` tokens; a block holds block_size tokens of both, since one block table serves all layers. `state_bytes` is
@@ -45,6 +47,7 @@ class MemoryPlan:
     confidence: Confidence
     notes: tuple[str, ...] = ()
     problem: ConfigError | None = None
+    measured: MeasuredMemory | None = None
 
     @property
     def fits(self) -> bool:
