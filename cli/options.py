@@ -186,10 +186,14 @@ def _flag(knob: Field[Any], annotation: Any) -> Any:
         parser, metavar = size, "SIZE"
     elif rule["unit"] == "seconds":
         parser, metavar = duration, "DURATION"
-    elif annotation is float and rule["high"] == 1.0:
+    elif annotation is float and _is_share(rule["low"], rule["high"]):
         parser, metavar = fraction, "SHARE"
     option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
     return Annotated[annotation | None, option]
+
+
+def _is_share(low: float | None, high: float | None) -> bool:
+    return low is not None and high is not None and low >= 0 and high <= 1
 
 
 def _help(knob: Field[Any]) -> str:

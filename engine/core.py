@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import secrets
@@ -24,11 +25,14 @@ from llmsched.engine.output import OutputStream
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.stats import Accounts, EngineStats
 
 if TYPE_CHECKING:
     from llmsched.engine.kv.budget import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _SEED_MASK = (1 << 64) - 1
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -133,6 +137,7 @@ class Engine:
     ) -> None:
         """Queue a request; its n choices are served as n sequences.
 
+        `arrival_time` is when it came, by the engine's clock (`now`); None: at this moment.
         Raises RequestError for what can never be served, QueueFullError when too many wait.
         """
         if request_id in self._groups:
@@ -187,6 +192,10 @@ class Engine:
         self._accounts.update()
         return outputs
 
+    def now(self) -> float:
+        """The engine's clock, in seconds; any thread may ask."""
+        return self._clock()
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
@@ -207,7 +216,7 @@ class Engine:
         """One forward pass over whatever is due; returns what the requests gained by it.
 
         Does nothing while the scheduler waits for more requests (`idle_until`). An exception means that the engine
-        cannot go on.
+        cannot go on; one that concerns the text of a single output ends that one alone.
         """
         if self.idle_until() is not None:
             return []
@@ -220,7 +229,7 @@ class Engine:
         outputs = []
         for update in updates:
             stream = self._streams[update.request.request_id]
-            if (output := stream.take(update)) is not None:
+            if (output := _take(stream, update)) is not None:
                 outputs.append(output)
                 self._account(stream, output, now)
         self._changes.update()
@@ -320,6 +329,15 @@ class Engine:
         if sampling.seed is not None:
             return sampling.seed
         return self._seeds.getrandbits(63) if self._seeds is not None else secrets.randbits(63)
+
+
+def _take(stream: OutputStream, update: Update) -> RequestOutput | None:
+    """What the stream makes of a step's result. Whatever goes wrong there must not end the others."""
+    try:
+        return stream.take(update)
+    except Exception as error:
+        logger.exception("request %s, choice %d: its output failed", stream.group_id, stream.index)
+        return stream.end(FinishReason.ERROR, f"its output failed with {type(error).__name__}; the log has more")
 
 
 def _sequence_name(request_id: str, index: int) -> str:

@@ -66,13 +66,17 @@ class EngineMetrics:
         prefill_s: float | None,
         decode_s: float | None,
         tpot_s: float | None,
-        prompt_tokens: int,
+        prompt_tokens: int | None,
         output_tokens: int,
     ) -> None:
-        """A request ended. Times it never came to (no first token, a single token) are None and not counted."""
+        """A sequence ended. Times it never came to (no first token, a single token) are None and not counted.
+
+        `prompt_tokens` is None for all choices of a request but one, so that its prompt counts once.
+        """
         self._finished[reason].inc()
-        self._prompt_tokens.inc(prompt_tokens)
-        self._request_prompt_tokens.observe(prompt_tokens)
+        if prompt_tokens is not None:
+            self._prompt_tokens.inc(prompt_tokens)
+            self._request_prompt_tokens.observe(prompt_tokens)
         self._request_generation_tokens.observe(output_tokens)
         self._e2e.observe(e2e_s)
         for histogram, seconds in (

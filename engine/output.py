@@ -59,8 +59,7 @@ class OutputStream:
         if self._last_token_time is None:
             request.first_token_time = now
             metrics.first_token(now - request.arrival_time)
-            if request.first_scheduled_time is not None:
-                metrics.scheduled(request.first_scheduled_time - request.arrival_time)
+            self._record_queue_time(metrics)
         else:
             metrics.token_gap(now - self._last_token_time)
         self._last_token_time = now
@@ -68,6 +67,8 @@ class OutputStream:
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
         """Book the latencies of the whole request."""
         request, last = self.request, self._last_token_time
+        if last is None:
+            self._record_queue_time(metrics)
         prefill = decode = time_per_token = None
         if request.first_token_time is not None and request.first_scheduled_time is not None and last is not None:
             prefill = request.first_token_time - request.first_scheduled_time
@@ -80,9 +81,15 @@ class OutputStream:
             prefill_s=prefill,
             decode_s=decode,
             tpot_s=time_per_token,
-            prompt_tokens=request.num_prompt_tokens if self.index == 0 else 0,
+            prompt_tokens=request.num_prompt_tokens if self.index == 0 else None,
             output_tokens=request.num_output_tokens,
         )
+
+    def _record_queue_time(self, metrics: EngineMetrics) -> None:
+        """Once per sequence; one that ended before it was ever scheduled has none."""
+        request = self.request
+        if request.first_scheduled_time is not None:
+            metrics.scheduled(request.first_scheduled_time - request.arrival_time)
 
     def _new_output(self) -> RequestOutput:
         request = self.request

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -193,12 +192,18 @@ class AsyncEngine:
         self._streams[request_id] = stream
         self._idle.clear()
         self._num_submitted += sampling.n
+        arrival_time = self._engine.now()
 
         def add() -> None:
             self._num_taken += sampling.n
             try:
                 self._engine.add_request(
-                    request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
+                    request_id,
+                    prompt_token_ids,
+                    sampling,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_time=arrival_time,
                 )
             except LlmschedError as error:
                 self._on_loop(self._fail, request_id, error)
@@ -232,9 +237,9 @@ class AsyncEngine:
         """See Engine.prompt_change."""
         return await self._call(self._engine.prompt_change)
 
-    async def explain(self, request_id: str) -> list[Timeline]:
-        """See Engine.explain."""
-        return await self._call(lambda: self._engine.explain(request_id))
+    async def explain(self, request_ids: Sequence[str]) -> list[list[Timeline]]:
+        """Engine.explain of each."""
+        return await self._call(lambda: [self._engine.explain(request_id) for request_id in request_ids])
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for those that are there; True if all ended in time."""
@@ -338,9 +343,9 @@ class AsyncEngine:
 
     def _wait_for_more(self) -> None:
         """While the scheduler coalesces arrivals, take the next one instead of stepping."""
-        while (until := self._engine.idle_until()) is not None:
+        while not self._stopping and (until := self._engine.idle_until()) is not None:
             try:
-                self._inbox.get(timeout=max(0.0, until - time.monotonic()))()
+                self._inbox.get(timeout=max(0.0, until - self._engine.now()))()
             except queue.Empty:
                 return
 

@@ -24,7 +24,7 @@ from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from llmsched.cli.serve.sse import EventStream
-from llmsched.cli.serve.timeline import timeline_body
+from llmsched.cli.serve.timeline import timeline_body, timelines_of
 from llmsched.cli.serve.tokens import TokenWriter
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
@@ -87,7 +87,7 @@ def _model_routes(engine: AsyncEngine, desk: _Desk) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        timelines = await engine.explain(request_id)
+        timelines = await timelines_of(engine, request_id)
         if not timelines:
             raise ApiError(
                 404,

@@ -43,6 +43,11 @@ class Usage:
         }
 
 
+def prompt_ids(request_id: str, num_prompts: int) -> list[str]:
+    """What the engine calls each prompt of the request that its client knows as `request_id`."""
+    return [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
+
+
 class Generation:
     """Submits all prompts when made. `abort` ends what still runs; both ways of answering do so themselves at the end.
 
@@ -59,9 +64,10 @@ class Generation:
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
         try:
-            for index, prompt in enumerate(style.prompts):
+            names = prompt_ids(self.id, len(style.prompts))
+            for name, prompt in zip(names, style.prompts, strict=True):
                 stream = engine.submit(
-                    self.id if len(style.prompts) == 1 else f"{self.id}-{index}",
+                    name,
                     prompt.token_ids,
                     prompt.sampling,
                     priority=priority,

@@ -135,7 +135,8 @@ async def _until_ready(server: _Server, serving: asyncio.Task[None], listener: s
     try:
         await serving
     except OSError as error:
-        raise _in_use(*listener.getsockname()[:2], error) from error
+        host, port, *_ = listener.getsockname()
+        raise _in_use(host, port, error) from error
 
 
 async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:

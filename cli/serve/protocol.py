@@ -177,6 +177,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    #: Taken when it equals n, where it changes nothing: as many are made as are given out.
     best_of: Int | None = None
 
 

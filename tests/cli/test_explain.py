@@ -69,6 +69,16 @@ def test_json_is_what_the_server_says(command: CommandLine, http: httpx.Client, 
     assert f"{name}, choice 1: " in table
 
 
+def test_all_prompts_of_a_request_are_under_the_id_of_its_answer(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": ["a", "b c d", "e f"], "n": 2, "max_tokens": 4}).json()
+    body = http.get(f"/v1/requests/{answer['id']}/explain").json()
+    assert body["id"] == answer["id"]
+    assert [choice["index"] for choice in body["choices"]] == [choice["index"] for choice in answer["choices"]]
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    lengths = [next(e for e in c["entries"] if e["what"] == "admitted")["details"]["tokens"] for c in body["choices"]]
+    assert lengths[0] == lengths[1] < lengths[4] == lengths[5] < lengths[2] == lengths[3]
+
+
 @pytest.mark.parametrize("name", ["cmpl-unknown", "a/b?c=d", "%2e%2e"])
 def test_an_unknown_request_ends_with_one_line(command: CommandLine, server: ScriptedServer, name: str) -> None:
     outcome = command("explain", name, "--url", server.url)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from exposition import samples
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.metrics import EngineMetrics
@@ -27,16 +27,6 @@ COUNTERS = (
     "prompt_tokens_total",
     "generation_tokens_total",
 )
-
-
-def samples(metrics: EngineMetrics) -> dict[str, float]:
-    """Name and labels of each sample, as written, without the model's name."""
-    found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
-        for sample in family.samples:
-            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
 
 
 @pytest.fixture
@@ -99,6 +89,17 @@ def test_times_a_request_never_came_to_are_not_counted(metrics: EngineMetrics) -
     assert found["llmsched:request_time_per_output_token_seconds_count"] == 0
     assert found["llmsched:request_prefill_time_seconds_count"] == 0
     assert found["llmsched:e2e_request_latency_seconds_count"] == 1
+
+
+def test_a_prompt_of_several_choices_counts_once(metrics: EngineMetrics) -> None:
+    finish(metrics, FinishReason.STOP)
+    metrics.finished(
+        FinishReason.STOP, e2e_s=1, prefill_s=None, decode_s=None, tpot_s=None, prompt_tokens=None, output_tokens=3
+    )
+    found = samples(metrics)
+    assert (found["llmsched:request_prompt_tokens_count"], found["llmsched:request_prompt_tokens_sum"]) == (1, 7)
+    assert found["llmsched:prompt_tokens_total"] == 7
+    assert found["llmsched:request_generation_tokens_count"] == 2
 
 
 def test_work_done_again_is_no_prefix_hit(metrics: EngineMetrics) -> None:  # D15

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
 from engines import tokenizer
+from exposition import samples
 from scripted import Script, ScriptedExecutor
 from tiny_models import VOCAB_SIZE
 
@@ -17,6 +19,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.executor.simulated import VirtualClock
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
 from llmsched.engine.service import MAX_PENDING_OUTPUTS, AsyncEngine, RequestStream
@@ -55,11 +58,11 @@ class Stepwise(ScriptedExecutor):
 class Service:
     """An AsyncEngine on a Stepwise executor."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, **config: Any) -> None:
         settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 2} | config
         self.executor = Stepwise()
         info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({2}))
-        self.engine = Engine(EngineConfig(**settings), info, tokenizer(), self.executor, 64)
+        self.engine = Engine(EngineConfig(**settings), info, tokenizer(), self.executor, 64, clock=clock)
         self.service = AsyncEngine(self.engine)
 
     def submit(self, name: str, length: int = 4, max_tokens: int = 4, **sampling: Any) -> RequestStream:
@@ -76,8 +79,8 @@ async def patient(awaitable: Awaitable[T]) -> T:
 
 
 @asynccontextmanager
-async def running(**config: Any) -> AsyncIterator[Service]:
-    made = Service(**config)
+async def running(**settings: Any) -> AsyncIterator[Service]:
+    made = Service(**settings)
     made.service.start()
     try:
         yield made
@@ -253,6 +256,55 @@ async def test_many_short_lived_requests_leave_nothing() -> None:
         assert await patient(it.service.drain(PATIENCE_S))
 
 
+# -- time -----------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_time_counts_from_submission_not_from_the_end_of_the_step_that_runs_then() -> None:
+    clock = VirtualClock()
+    async with running(clock=clock) as it:
+        first = it.submit("first", max_tokens=1)
+        await it.begun()
+        clock.now = 5.0
+        second = it.submit("second", max_tokens=1)
+        clock.now = 9.0
+        it.executor.allow()
+        await read(first)
+        await it.begun()
+        clock.now = 12.0
+        it.executor.allow()
+        await read(second)
+        await settled(it.service)
+        found = samples(it.engine.metrics)
+        assert found["llmsched:time_to_first_token_seconds_sum"] == 9 + 7
+        assert found["llmsched:e2e_request_latency_seconds_sum"] == 9 + 7
+        assert found["llmsched:request_queue_time_seconds_sum"] == 0 + 4
+
+
+@scenario
+async def test_the_window_of_the_scheduler_is_measured_with_the_engines_clock() -> None:
+    async with running(clock=lambda: 1e6 + time.monotonic(), schedule_window=0.01, min_schedule_batch=2) as it:
+        it.executor.run_freely()
+        assert (await read(it.submit("a")))[-1].finish_reason is FinishReason.LENGTH
+
+
+@scenario
+async def test_stop_does_not_wait_for_the_window_of_the_scheduler() -> None:
+    async with running(clock=VirtualClock(), schedule_window=10, min_schedule_batch=2) as it:
+        waiting = threading.Event()
+
+        def until() -> float:
+            waiting.set()
+            return 10 * PATIENCE_S
+
+        it.engine.idle_until = until  # type: ignore[method-assign]
+        stream = it.submit("a")
+        await patient(asyncio.to_thread(waiting.wait))
+        await patient(it.service.stop())
+        with pytest.raises(EngineDeadError, match="has shut down"):
+            await read(stream)
+
+
 # -- the door -------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +367,22 @@ async def test_drain_waits_for_those_who_are_there_and_refuses_others() -> None:
         assert await patient(draining)
         assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
         assert it.service.draining
+
+
+@scenario
+async def test_drain_waits_for_the_last() -> None:
+    async with running() as it:
+        short, long = it.submit("short", max_tokens=1), it.submit("long", max_tokens=400)
+        draining = asyncio.create_task(it.service.drain(PATIENCE_S))
+        it.executor.allow()
+        assert (await read(short))[-1].finish_reason is FinishReason.LENGTH
+        it.executor.allow(3)
+        for _ in range(3):
+            await patient(anext(long))
+        assert not draining.done()
+        it.executor.run_freely()
+        await read(long)
+        assert await patient(draining)
 
 
 @scenario

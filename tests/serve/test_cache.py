@@ -114,6 +114,18 @@ def test_prefixes_of_a_salt_are_for_that_salt(http: httpx.Client) -> None:
     assert cached(http, [*ids, 9], cache_salt="b") == 0
 
 
+def test_prompts_are_found_only_by_those_who_have_their_salt(http: httpx.Client) -> None:
+    salted, plain = [*range(40, 88), 9], [*range(140, 188), 9]
+    assert cached(http, salted, cache_salt="a") == 0
+    assert cached(http, salted, cache_salt="a") == 48
+    assert cached(http, salted, cache_salt="b") == 0
+    assert cached(http, salted) == 0
+    assert cached(http, plain) == 0
+    assert cached(http, plain, cache_salt="a") == 0
+    assert cached(http, plain) == 48
+    assert cached(http, plain, cache_salt="") == 48  # the empty salt is none
+
+
 def test_the_cap_is_told(http: httpx.Client) -> None:
     pin(http, prompt=list(range(40, 40 + 96)))
     error = refused(http, prompt=[5] * 48)

@@ -1,0 +1,17 @@
+"""What /metrics says, as a mapping."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmsched.engine.metrics import EngineMetrics
+
+
+def samples(metrics: EngineMetrics) -> dict[str, float]:
+    """Name and labels of each sample, as written, without the model's name."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
