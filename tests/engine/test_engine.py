@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +50,22 @@ HARD_SAMPLINGS = {
 }
 
 
+SWAP = {"preemption_mode": "swap", "swap_slots": 12}
+
+
+@pytest.mark.parametrize("mode", [{}, SWAP], ids=["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("params", HARD_SAMPLINGS.values(), ids=HARD_SAMPLINGS.keys())
-def test_preemption_changes_nothing(params: SamplingParams, caching: bool) -> None:
+def test_preemption_changes_nothing(
+    params: SamplingParams, caching: bool, mode: dict[str, Any]
+) -> None:  # A10, A11, A12
     prompts = [prompt(48, seed) for seed in (1, 2)]
-    engine = make_engine(**CROWDED, enable_prefix_caching=caching)
+    engine = make_engine(**CROWDED, enable_prefix_caching=caching, **mode)
     found = generate(engine, *((token_ids, params) for token_ids in prompts))
-    assert engine.stats().num_preemptions > 0
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_swapped_out == stats.num_swapped_in == (stats.num_preemptions if mode else 0)
+    assert (stats.recomputed_tokens == 0) is bool(mode)
     for token_ids, choice in zip(prompts, found, strict=True):
         solo = alone(token_ids, params)
         assert (choice.tokens, choice.text) == (solo.tokens, solo.text)
@@ -337,8 +347,8 @@ def random_params(chance: random.Random) -> SamplingParams:
 class Crowd:
     """Random requests with common prefixes in a small pool, arriving and aborted at random; books checked always."""
 
-    def __init__(self, num_requests: int, seed: int, budget: int, *, faults: bool = False) -> None:
-        self.engine = make_engine(num_blocks=16, max_num_batched_tokens=budget, max_num_seqs=12)
+    def __init__(self, num_requests: int, seed: int, budget: int, *, faults: bool = False, **config: Any) -> None:
+        self.engine = make_engine(num_blocks=16, max_num_batched_tokens=budget, max_num_seqs=12, **config)
         chance = random.Random(seed)
         if faults:
             self.engine.executor = Faulty(self.engine.executor, random.Random(seed))
@@ -395,9 +405,13 @@ def test_200_mixed_requests_with_aborts_end_with_all_blocks_free_or_cached() -> 
     assert crowd.engine.stats().blocks_free == 16
 
 
-def test_nobody_in_the_crowd_got_another_answer_than_alone() -> None:
-    crowd = Crowd(40, seed=3, budget=17)
+@pytest.mark.parametrize("mode", [{}, SWAP, {"swap_slots": 5}], ids=["recompute", "swap", "auto"])
+def test_nobody_in_the_crowd_got_another_answer_than_alone(mode: dict[str, Any]) -> None:
+    crowd = Crowd(40, seed=3, budget=17, **mode)
     crowd.check()
+    assert crowd.engine.stats().swap_slots_used == 0
+    if mode is SWAP:
+        assert crowd.engine.stats().num_swapped_in > 0
     compared = 0
     for name, (token_ids, params) in crowd.requests.items():
         choice = crowd.collector.choices[name, 0]

@@ -14,6 +14,7 @@ from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -33,16 +34,28 @@ def tokenizer() -> Tokenizer:
 
 
 def make_engine(
-    arch: str = "llama", *, num_blocks: int = 256, clock: Callable[[], float] = time.monotonic, **config: Any
+    arch: str = "llama",
+    *,
+    num_blocks: int = 256,
+    swap_slots: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
 ) -> Engine:
     """An engine of its own around the shared model of `arch`. It admits by present memory, so small pools preempt."""
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
     executor = TorchExecutor(
-        model(arch), num_blocks=num_blocks, block_size=settings["block_size"], device="cpu", kv_dtype=torch.float32
+        model(arch),
+        num_blocks=num_blocks,
+        block_size=settings["block_size"],
+        device="cpu",
+        kv_dtype=torch.float32,
+        num_swap_slots=swap_slots,
     )
+    swap = SwapSpace(swap_slots, executor.kv_cache_bytes // num_blocks)
+    settings["swap_space"] = swap_slots * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    return Engine(EngineConfig(**settings), info, tokenizer(), executor, num_blocks, clock=clock)
+    return Engine(EngineConfig(**settings), info, tokenizer(), executor, num_blocks, swap=swap, clock=clock)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,89 @@
+"""Blocks in host memory: copied bit by bit, in the order that a plan states."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import build_model
+
+from llmsched.engine.executor.base import StepPlan
+from llmsched.engine.executor.swap import MAX_GATHERED, HostBlocks, _runs
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.model.paged import KVCache, LayerShape
+
+CPU = torch.device("cpu")
+
+
+def cache_of(dtype: torch.dtype, num_blocks: int = 8) -> KVCache:
+    """Two layers whose keys and values differ in width, filled with random numbers."""
+    cache = KVCache.allocate([LayerShape(2, 6, 4), LayerShape(1, 8, 8)], num_blocks, 4, dtype, CPU)
+    for seed, tensor in enumerate((*cache.keys, *cache.values)):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    return cache
+
+
+def layers(cache: KVCache) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_comes_back_is_what_went(dtype: torch.dtype) -> None:
+    cache = cache_of(dtype)
+    before, host = layers(cache), HostBlocks(cache, 5, CPU)
+    host.swap_out([(6, 0), (1, 4), (3, 2)])
+    for tensor in (*cache.keys, *cache.values):
+        tensor.zero_()
+    host.swap_in([(4, 5), (0, 1), (2, 7)])
+    for was, now in zip(before, (*cache.keys, *cache.values), strict=True):
+        assert torch.equal(now[[5, 1, 7]], was[[1, 6, 3]])
+        assert not now[[0, 2, 3, 4, 6]].any()
+
+
+def test_seconds_are_counted_once() -> None:
+    host = HostBlocks(cache_of(torch.float32), 2, CPU)
+    assert host.seconds() == 0
+    host.swap_out([(0, 0)])
+    host.swap_in([(0, 1)])
+    assert host.seconds() > 0
+    assert host.seconds() == 0
+
+
+def test_a_step_saves_then_copies_then_restores() -> None:
+    """Block 0 is saved, becomes the destination of a copy from 1, and 1 gets what lay in host memory."""
+    executor = TorchExecutor(
+        build_model("llama", seed=3), num_blocks=4, block_size=4, device="cpu", kv_dtype=torch.float32, num_swap_slots=2
+    )
+    keys = executor._cache.keys[0]
+    for block in range(4):
+        keys[block] = block + 1.0
+    executor.execute(StepPlan((), swap_out=[(3, 1)]))
+    result = executor.execute(StepPlan((), swap_out=[(0, 0)], copies=[(1, 0)], swap_in=[(1, 1)]))
+    assert [float(keys[block].mean()) for block in range(4)] == [2.0, 4.0, 3.0, 4.0]
+    assert 0 < result.swap_elapsed <= result.elapsed
+    executor.execute(StepPlan((), swap_in=[(0, 2)]))
+    assert float(keys[2].mean()) == 1.0
+    assert executor.execute(StepPlan(())).swap_elapsed == 0
+
+
+def test_slots_side_by_side_go_together() -> None:
+    def runs(slots: list[int]) -> list[list[int]]:
+        array = np.array(slots)
+        return [array[part].tolist() for part in _runs(array)]
+
+    assert runs([3]) == [[3]]
+    assert runs([3, 4, 5, 9, 8, 10, 11]) == [[3, 4, 5], [9], [8], [10, 11]]
+    assert [len(run) for run in runs(list(range(2 * MAX_GATHERED + 1)))] == [MAX_GATHERED, MAX_GATHERED, 1]
+
+
+def test_gathered_copies_are_the_same_as_plain_ones() -> None:
+    """The way of the GPU, computed here: blocks lie anywhere, slots go in runs."""
+    cache = cache_of(torch.float32)
+    before, host = layers(cache), HostBlocks(cache, 8, CPU)
+    blocks, slots = np.array([6, 1, 3, 0]), np.array([2, 3, 4, 7])
+    host._gather_out(blocks, slots)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.zero_()
+    host._scatter_in(np.array([0, 2, 4, 5]), slots)
+    for was, now in zip(before, (*cache.keys, *cache.values), strict=True):
+        assert torch.equal(now[[0, 2, 4, 5]], was[[6, 1, 3, 0]])
