@@ -26,7 +26,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["kernels", "parity", "memory", "speed"])
+@pytest.mark.parametrize("name", ["kernels", "parity", "swap", "memory", "speed"])
 def test_a_part_on_the_cpu(name: str) -> None:
     from gpu_suite.part import PARTS
 
@@ -98,7 +98,7 @@ def test_the_packages_are_found_under_their_names_and_nothing_shadows_others() -
     )
     assert found[0] == "None"
     assert "/llmsched/engine/errors.py" in found[1]
-    assert found[2] == ["kernels", "memory", "parity", "speed"]
+    assert found[2] == ["kernels", "memory", "parity", "speed", "swap"]
 
 
 def test_a_part_that_hangs_or_dies_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

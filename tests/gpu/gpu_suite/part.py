@@ -30,6 +30,7 @@ class Part:
 PARTS = {
     "kernels": Part("kernels against the reference", "gpu_suite.attention", "check_kernels", 130),
     "parity": Part("engine against transformers", "gpu_suite.parity", "check_models", 130),
+    "swap": Part("KV blocks to host memory and back", "gpu_suite.swap", "check_swap", 15),
     "memory": Part("planned and actual memory", "gpu_suite.memory", "check_memory", 60),
     "speed": Part("Llama-3.1-8B's shape in bf16", "gpu_suite.speed", "measure_speed", 140),
 }
