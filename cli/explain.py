@@ -104,12 +104,23 @@ def times(count: int) -> str:
 def _admitted(details: dict[str, Any]) -> str:
     """What the cache had of it, and why not more."""
     words = f"{details['cached_tokens']} of {details['tokens']} tokens were there, {details['running']} running"
+    if restored := details.get("restored_blocks"):
+        words += f"; {restored} blocks come back from host memory"
     prefix, known = details.get("prefix"), details.get("known_tokens")
     if prefix == "diverged":
         return f"{words}; known up to token {known}, where it differs from what is cached"
     if prefix == "evicted":
         return f"{words}; what follows was evicted {render.human_seconds(details['evicted_s_ago'])} ago"
     return words if prefix in (None, "hit") else f"{words}; not more: {prefix}"
+
+
+def _preempted(details: dict[str, Any]) -> str:
+    """For whom, and what that costs."""
+    cost = render.human_seconds(details["cost_ms"] / 1e3)
+    reason = {"memory": "memory ran out", "class": "a more urgent request needs the place"}[details["reason"]]
+    if details["how"] == "swap":
+        return f"{reason}; {details['swapped_blocks']} blocks go to host memory, about {cost} for both ways"
+    return f"{reason}; {details['lost_tokens']} tokens to compute again, about {cost}"
 
 
 #: What the scheduler's ledger notes -> how it is told.
@@ -122,6 +133,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"{d['missing_blocks']} blocks short; {d['free_blocks']} available, {d['running']} running"
     ),
     "admitted": _admitted,
+    "preempted": _preempted,
     "computed": lambda d: f"up to token {d['up_to']} of {d['of']}",
     "finished": lambda d: f"{d['reason']}, {d['output_tokens']} tokens",
 }

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
-from llmsched.engine.device import device_memory
+from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.kv.budget import MemoryPlan, model_shape, plan_memory
 from llmsched.engine.kv.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
+from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.measure import measured_memory, tensor_bytes
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.load import ModelSource, load_config, load_info, load_model, load_tokenizer, locate
@@ -37,6 +38,7 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     dtype_name = str(dtype).removeprefix("torch.")
     kv_dtype = planned_kv_dtype(config, dtype_name)
     plan = _plan(source, model_config, config, device, dtype_name, kv_dtype)
+    swap = _swap(config, plan)
     config = replace(
         config,
         device=cast("Device", device),
@@ -58,13 +60,14 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
         device=device,
         kv_dtype=getattr(torch, kv_dtype),
         max_model_len=plan.max_model_len,
+        num_swap_slots=swap.num_slots,
     )
     progress("warming up", 0, 1)
     peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
     plan = replace(plan, measured=measured_memory(tensor_bytes(model), executor, plan, peak))
     progress("warming up", 1, 1)
     metrics = EngineMetrics(info.name, plan.block_size, plan.num_blocks, metrics_prefix)
-    return Engine(config, info, tokenizer, executor, plan.num_blocks, plan=plan, metrics=metrics)
+    return Engine(config, info, tokenizer, executor, plan.num_blocks, plan=plan, swap=swap, metrics=metrics)
 
 
 def _plan(
@@ -74,3 +77,11 @@ def _plan(
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     shape = model_shape(model_config, dtype_bytes=dtype_bytes, path=path)
     return plan_memory(shape, config, device_memory(device), dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
+
+
+def _swap(config: EngineConfig, plan: MemoryPlan) -> SwapSpace:
+    """Swap space lies in host memory; on a CPU that is what the plan is about as well."""
+    free = cpu_memory().free
+    if plan.device.kind == "cpu":
+        free -= plan.fixed_bytes + plan.num_blocks * plan.block_bytes
+    return plan_swap(config.swap_space, plan.block_bytes, free)

@@ -42,9 +42,17 @@ def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
         ("running", f"at most {config.max_num_seqs} requests (max_num_seqs), {config.max_queue_size} waiting"),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),
+        ("preemption", _preemption(engine)),
         ("sampling", _sampling(engine)),
     ]
     return rows
+
+
+def _preemption(engine: AsyncEngine) -> str:
+    slots, config = engine.stats().swap_slots_total, engine.config
+    if not slots:
+        return "recompute (swap_space 0)"
+    return f"{config.preemption_mode}, {human_bytes(config.swap_space)} of host memory for {slots} blocks (swap_space)"
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:

@@ -138,6 +138,10 @@ ENTRIES = {
         {"running": 1, "cached_tokens": 32, "tokens": 50, "prefix": "diverged", "known_tokens": 35},
         "32 of 50 tokens were there, 1 running; known up to token 35, where it differs from what is cached",
     ),
+    "preempted": (
+        {"reason": "memory", "how": "recompute", "lost_tokens": 96, "cost_ms": 12.0, "free_blocks": 0, "running": 7},
+        "memory ran out; 96 tokens to compute again, about 12.0 ms",
+    ),
     "computed": ({"up_to": 50, "of": 50}, "up to token 50 of 50"),
     "finished": ({"reason": "stop", "output_tokens": 9}, "stop, 9 tokens"),
     "something new": ({"odd_number": 3}, "odd number 3"),
@@ -150,6 +154,17 @@ def test_each_decision_has_its_words(what: str) -> None:
     entry = {"what": what, "details": details, "count": 1}
     assert told(entry) == words
     assert told({**entry, "count": 4}) == f"{words} (4 times)"
+
+
+def test_swaps_are_told() -> None:
+    details = {"reason": "class", "how": "swap", "swapped_blocks": 6, "cost_ms": 1.25, "free_blocks": 0, "running": 1}
+    assert told({"what": "preempted", "count": 1, "details": details}) == (
+        "a more urgent request needs the place; 6 blocks go to host memory, about 1.25 ms for both ways"
+    )
+    details = {"running": 0, "cached_tokens": 95, "tokens": 96, "restored_blocks": 6}
+    assert told({"what": "admitted", "count": 1, "details": details}) == (
+        "95 of 96 tokens were there, 0 running; 6 blocks come back from host memory"
+    )
 
 
 def test_an_evicted_prefix_has_its_age() -> None:

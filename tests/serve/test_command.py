@@ -62,11 +62,12 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text(name * 20)
         options += ("--pin-prefix", str(tmp_path / name))
-    options += ("--max-model-len", "512")
+    options += ("--max-model-len", "512", "--swap-space", "1MiB", "--preemption-mode", "swap")
     with serving(folder, *options, LLMSCHED_API_KEY="k", LLMSCHED_PROFILES=str(tmp_path)) as (child, url, printed):
         told = "".join(printed)
         for part in ("float32 on cpu", "40 blocks of 16 tokens, 640 tokens", "served as tiny", "512 tokens, prompt"):
             assert part in told
+        assert "swap, 1.00 MiB of host memory for 85 blocks" in told
         assert "at most 48 tokens (max_num_batched_tokens)" in told  # the profile's
         assert "at most 5 requests (max_num_seqs)" in told  # the flag goes before the profile
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
@@ -100,6 +101,7 @@ def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--grace-period", "30"), "'30' needs a unit"),
         (("--port", "70000"), "65535"),
+        (("--preemption-mode", "swap"), "swap needs host memory; set --swap-space"),
         (("--pin-prefix", "/no/such/file"), "pin_prefix: /no/such/file: no such file"),
         (("--max-num-seqs", "0"), "max-num-seqs"),
         (("/no/such/model", "--port", "0"), "/no/such/model"),
