@@ -61,7 +61,7 @@ class Accounts:
     def update(self) -> None:
         """Bring the metrics up to date."""
         scheduler, metrics = self._scheduler, self._metrics
-        pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.control
+        pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.door.control
         metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
         metrics.pinned(scheduler.kv.num_pinned)
         metrics.admission(control.headroom, control.max_running)
@@ -94,8 +94,8 @@ class Accounts:
             num_swapped_in=counters.num_swapped_in,
             swap_slots_used=swap.num_slots - swap.num_free,
             swap_slots_total=swap.num_slots,
-            headroom=scheduler.control.headroom,
-            max_running=scheduler.control.max_running,
+            headroom=scheduler.door.control.headroom,
+            max_running=scheduler.door.control.max_running,
             headroom_changes=counters.num_headroom_changes,
             finished=dict(self.finished),
             steps=self.steps,

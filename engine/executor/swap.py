@@ -29,7 +29,7 @@ class HostBlocks:
     def __init__(self, cache: KVCache, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
         self._layers = [

@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.misses import Miss, MissKind
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, Request, RequestStatus
-from llmsched.engine.scheduler.admission import Admission
-from llmsched.engine.scheduler.headroom import HeadroomControl
-from llmsched.engine.scheduler.ledger import Detail, Ledger
+from llmsched.engine.scheduler.counters import SchedulerCounters
+from llmsched.engine.scheduler.door import Door
+from llmsched.engine.scheduler.ledger import Ledger
 from llmsched.engine.scheduler.pacing import Pacer
-from llmsched.engine.scheduler.passing import Passing
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import SAFE_AFTER, Preemption
 from llmsched.engine.scheduler.step import Step
-from llmsched.engine.scheduler.waiting import WaitingQueue, initial_rank, is_short
-
-#: Requests that are offered a place in one step beyond those that get one.
-OFFERS_BEYOND_SLOTS = 8
-#: A prefix hit shorter than this moves nobody forward (tokens).
-MIN_BONUS_HIT = 512
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start, in tokens or events."""
-
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    recomputed_tokens: int = 0
-    num_preemptions: int = 0
-    num_swapped_out: int = 0
-    num_swapped_in: int = 0
-    num_headroom_changes: int = 0
+from llmsched.engine.scheduler.waiting import WaitingQueue, initial_rank
 
 
 class Update(NamedTuple):
@@ -71,17 +50,12 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.ledger = Ledger(clock)
         self.waiting = WaitingQueue()
-        self._passing = Passing(self.waiting, self.ledger, config.max_passes)
         self.running: list[Request] = []
         self.predictor = OutputPredictor(config.output_prediction)
         self.pacer = Pacer(config)
         self.preemption = Preemption(kv, config)
         self._clock = clock
         self._finished: list[str] = []
-        self._epoch = 0
-        self._stuck_epoch = -1
-        self._try_again = False
-        self._preempted: set[Request] = set()
         self.configure()
 
     def configure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
@@ -95,15 +69,23 @@ class Scheduler:
         )
         assert self.config.max_num_batched_tokens is not None
         self.token_budget = self.config.max_num_batched_tokens
-        self.control = HeadroomControl(self.config, min(self.config.max_num_seqs, self.token_budget))
-        self.admission = Admission(self.kv, self.config, self.predictor)
+        self.door = Door(
+            self.kv,
+            self.config,
+            self._clock,
+            waiting=self.waiting,
+            running=self.running,
+            ledger=self.ledger,
+            counters=self.counters,
+            predictor=self.predictor,
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool alone (see `fits_alone`)."""
         request.rank = initial_rank(request, self.config)
         self.ledger.note(request.request_id, "queued", ahead=len(self.waiting), running=len(self.running))
-        self.waiting.add(request, short=self._is_short(request))
-        self._epoch += 1
+        self.waiting.add(request, short=self.door.is_short(request))
+        self.door.changed()
 
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a request can ever be served. The last sampled token needs no KV: nothing is computed after it."""
@@ -113,12 +95,12 @@ class Scheduler:
     def expire_pins(self) -> None:
         """Let go of the pinned prefixes whose time is over."""
         if self.kv.expire(self._clock()):
-            self._epoch += 1
+            self.door.changed()
 
     def unpin(self, pin_id: str) -> None:
         """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
         self.kv.pins.delete(pin_id)
-        self._epoch += 1
+        self.door.changed()
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -136,16 +118,14 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide one step: first memory for those who run, then decodes, partial prefills, admissions."""
         self.expire_pins()
-        self._preempted.clear()
+        self.door.new_step()
         preempted = self._secure_memory() or self._make_room_for_class()
         behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         decodes = len(self.running) - len(behind)
-        step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes))
+        step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes), self.ledger)
         step.decode(r for r in self.running if r.num_tokens - r.num_computed_tokens == 1)
         behind.sort(key=lambda r: (r.rank, r.request_id))
-        self._try_again = False
-        worth_trying = bool(self.waiting) and self._epoch != self._stuck_epoch
-        self._prefill(step, behind, admit=worth_trying and (not preempted or not self.running))
+        self._prefill(step, behind, admit=self.door.worth_trying and (not preempted or not self.running))
         finished, self._finished = self._finished, []
         return StepPlan(step.rows(), finished, self.kv.take_copies(), *self.kv.take_swaps())
 
@@ -183,118 +163,30 @@ class Scheduler:
             self.kv.release(request)
         request.status = RequestStatus.SWAPPED if loss.swap else RequestStatus.WAITING
         request.num_preemptions += 1
-        self._preempted.add(request)
         self.counters.num_preemptions += 1
-        self._epoch += 1
+        self.door.shut_out(request)
         if reason == "memory":
-            self.counters.num_headroom_changes += self.control.preempted(len(self.running))
+            self.counters.num_headroom_changes += self.door.control.preempted(len(self.running))
             self.waiting.move_to_head_of_class(request)
-        self.waiting.add(request, short=self._is_short(request))
+        self.waiting.add(request, short=self.door.is_short(request))
 
     def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
         """Share all that decodes left of the budget: a part goes to short requests first, the rest by rank."""
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
-            if lane > 0 and self._is_short(request):
-                lane -= self._chunk(step, request, lane)
-        admitted = []
-        if admit and self.waiting.has_short:
-            for request in self.waiting.short_ones(OFFERS_BEYOND_SLOTS):
-                if lane <= 0 or not self._admit(request):
-                    break
-                lane -= self._chunk(step, request, lane)
-                admitted.append(request)
+            if lane > 0 and self.door.is_short(request):
+                lane -= step.give(request, lane)
+        admitted = self.door.admit_short_ones(step, lane) if admit else []
         for request in behind:
-            self._chunk(step, request, step.left)
+            step.give(request, step.left)
         if admit and self.waiting and step.left > 0:
-            self._admit_in_order(step)
+            self.door.admit_in_order(step)
         for request in admitted:
-            self._chunk(step, request, step.left)
-
-    def _chunk(self, step: Step, request: Request, limit: int) -> int:
-        count = step.give(request, limit)
-        if count:
-            done = request.num_computed_tokens + step.given(request)
-            self.ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
-        return count
-
-    def _admit_in_order(self, step: Step) -> None:
-        """Offer places by rank and quota while budget and slots last; past one that does not fit, to those who may.
-
-        If nobody could take one, nothing changes until somebody arrives, ends or is preempted (the epoch moves on).
-        """
-        epoch, slots = self._epoch, self.control.max_running - len(self.running)
-        if slots <= 0:
-            return
-        offers = self.waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self.config.cache_bonus)
-        for request in offers:
-            if step.left <= 0 or len(self.running) >= self.control.max_running:
-                return
-            if request.status is not RequestStatus.RUNNING and self._admit(request):
-                self.waiting.count_admission(request)
-                self._chunk(step, request, step.left)
-        if epoch == self._epoch and step.left > 0 and not self._try_again:
-            self._stuck_epoch = epoch
-
-    def _admit(self, request: Request) -> bool:
-        """Let a waiting request in, if there is a slot, its memory, and nobody is passed who may not be.
-
-        One that was preempted in this step is not scheduled in it.
-        """
-        if len(self.running) >= self.control.max_running:
-            return False
-        if request in self._preempted:
-            self._try_again = True
-            return False
-        if not self._passing.may_go(request, self.admission):
-            return False
-        hit = self.kv.find_prefix(request)
-        if self._waits_for_prefix(request, hit):
-            return False
-        shortage = self.admission.shortage(request, hit, self.running, self.control.headroom)
-        if shortage > 0:
-            self._note_shortage(request, shortage)
-            return False
-        self._passing.goes(request)
-        self._start(request, hit)
-        self.counters.num_headroom_changes += self.control.admitted()
-        self._epoch += 1
-        return True
-
-    def _start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running."""
-        self.waiting.remove(request)
-        miss = self.kv.classify(request, hit) if request.num_preemptions == 0 else None
-        num_restored = self.kv.admit(request, hit)
-        self._count_admission(request, miss, num_restored)
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
-
-    def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether running requests are about to write what this one would have to compute as well."""
-        if request.swapped is not None:
-            return False
-        coming = self.kv.find_in_flight(request, hit)
-        if coming < self.kv.block_size:
-            return False
-        self.ledger.note(request.request_id, "waits for a prefix", tokens=coming)
-        self._try_again = True
-        return True
-
-    def _note_shortage(self, request: Request, shortage: int) -> None:
-        self.ledger.note(
-            request.request_id,
-            "does not fit",
-            missing_blocks=shortage,
-            free_blocks=self.kv.pool.num_available,
-            running=len(self.running),
-        )
-        self._passing.blocked(request, shortage, self.running, self.admission)
+            step.give(request, step.left)
 
     def _make_room_for_class(self) -> bool:
         """With all slots taken, preempt one of a lower class that comes after the first that waits."""
-        full = len(self.running) >= self.control.max_running
-        if not (full and self.waiting and self.config.scheduling_policy == "fair"):
+        if not (self.door.is_full and self.waiting and self.config.scheduling_policy == "fair"):
             return False
         first = self.waiting.first
         lowest = max(self.running, key=lambda r: (r.priority, r.rank, r.request_id))
@@ -302,39 +194,6 @@ class Scheduler:
             return False
         self._preempt(lowest, "class", self.kv.num_blocks_for(first.num_tokens + self.predictor.remaining(first)))
         return True
-
-    def _is_short(self, request: Request) -> bool:
-        if self.config.fast_lane_share == 0:
-            return False
-        known = request.num_computed_tokens if request.swapped is None else request.swapped.num_tokens
-        if request.status is not RequestStatus.RUNNING:
-            known = max(known, self.kv.find_prefix(request).num_tokens)
-        return is_short(request, known, self.config)
-
-    def _bonus(self, request: Request) -> float:
-        hit = self.kv.find_prefix(request)
-        return self.config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
-
-    def _count_admission(self, request: Request, miss: Miss | None, num_restored: int) -> None:
-        """Prefix hits are counted once, on first admission; work that preemption makes us do again is kept apart."""
-        cached: dict[str, Detail] = {"cached_tokens": request.num_computed_tokens, "tokens": request.num_tokens}
-        if miss is not None:
-            # What other tenants have sent is not for the eyes of this one.
-            kind = MissKind.COLD if miss.kind is MissKind.OTHER_SALT else miss.kind
-            cached |= {"prefix": kind.value, "known_tokens": miss.position}
-            if miss.age is not None:
-                cached["evicted_s_ago"] = round(miss.age, 3)
-        if num_restored:
-            cached["restored_blocks"] = num_restored
-            self.counters.num_swapped_in += 1
-        self.ledger.note(request.request_id, "admitted", running=len(self.running), **cached)
-        if request.num_preemptions:
-            self.counters.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
-            return
-        request.first_scheduled_time = self._clock()
-        request.num_cached_tokens = request.num_computed_tokens
-        self.counters.prefix_queried_tokens += request.num_prompt_tokens
-        self.counters.prefix_hit_tokens += request.num_computed_tokens
 
     # -- after the step ---------------------------------------------------------------------------------------
 
@@ -385,8 +244,8 @@ class Scheduler:
         self.predictor.learn(request)
         self.ledger.note(request.request_id, "finished", reason=reason.value, output_tokens=request.num_output_tokens)
         self.ledger.end(request.request_id)
-        self._passing.forget(request)
-        self._epoch += 1
+        self.door.passing.forget(request)
+        self.door.changed()
         self._finished.append(request.request_id)
 
     def check_integrity(self) -> None:

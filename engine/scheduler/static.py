@@ -22,14 +22,14 @@ class StaticScheduler(Scheduler):
         if not self.running:
             behind = self._form_batch()
         for request in behind:
-            self._chunk(step, request, step.left)
+            step.give(request, step.left)
 
     def _form_batch(self) -> list[Request]:
         assert self.config.max_model_len is not None
         reserved = self.kv.num_blocks_for(self.config.max_model_len)
-        size = min(self.control.max_running, max(1, self.kv.max_request_blocks // reserved))
+        size = min(self.door.control.max_running, max(1, self.kv.max_request_blocks // reserved))
         for request in list(self.waiting)[:size]:
-            self._start(request, self.kv.find_prefix(request))
+            self.door.start(request, self.kv.find_prefix(request))
         for request in self.running:
             table = table_of(request)
             table.extend(self.kv.pool.allocate(min(reserved - len(table), self.kv.pool.num_available)))

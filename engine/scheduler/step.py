@@ -7,27 +7,28 @@ from collections.abc import Iterable
 from llmsched.engine.executor.base import ScheduledRow
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
+from llmsched.engine.scheduler.ledger import Ledger
 
 
 class Step:
     """Tokens given out so far, `left` of the token budget."""
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, token_budget: int, ledger: Ledger) -> None:
         self.left = token_budget
+        self._ledger = ledger
         self._counts: dict[Request, int] = {}
 
     def give(self, request: Request, limit: int) -> int:
         """Let the request compute as much of what it is behind as `limit` and the budget allow; returns how much."""
         given = self._counts.get(request, 0)
         count = min(limit, self.left, request.num_tokens - request.num_computed_tokens - given)
-        if count > 0:
-            self._counts[request] = given + count
-            self.left -= count
-        return max(0, count)
-
-    def given(self, request: Request) -> int:
-        """How many tokens the request has been given in this step."""
-        return self._counts.get(request, 0)
+        if count <= 0:
+            return 0
+        self._counts[request] = given + count
+        self.left -= count
+        done = request.num_computed_tokens + given + count
+        self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
+        return count
 
     def decode(self, requests: Iterable[Request]) -> None:
         """Give one token to each of these, which are one behind; nothing has been given yet."""
