@@ -39,9 +39,13 @@ class Scheduler:
     the first of the running by rank is never preempted and any single request fits the pool, so each step makes
     progress and everyone ends. No more run than there are tokens in a step, so each decode gets its token in every one.
 
-    Nobody starves. While a request waits, it is passed only by requests whose rank is smaller, which arrived at most
-    (levels between their priorities) x priority_step + cache_bonus after it, and by at most max_passes others (the fast
-    lane and those that fit where it does not); ARRIVAL_QUOTA of all places go by waiting time alone.
+    Nobody starves. Let S be the number of requests of a smaller rank that wait at some time while a request R does:
+    they were there when it came, or came less than (levels between their priorities) x priority_step after it, or were
+    preempted and came back to the head of their class. These may all be admitted before R. Of all others at most
+    max_passes x (1 + S) are, whatever lets them pass (fast lane, quota, cache hit, or that they fit where R does not):
+    each counts against the first in the queue, whom no more than max_passes ever pass, and while R waits that is R or
+    one of S. When R is the first and that is used up, nobody else is admitted, and R is as soon as it fits: when those
+    that run have ended, if not before. (Under sptf ranks are lengths, so S has no bound: it is a baseline.)
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> None:
