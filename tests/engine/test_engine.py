@@ -83,7 +83,7 @@ def values(logprobs: list | None) -> list[float]:
     return [entry.logprob for entry in logprobs or [] if entry is not None]
 
 
-def test_recomputation_after_preemption_is_no_prefix_hit() -> None:
+def test_recomputation_after_preemption_is_no_prefix_hit() -> None:  # D15
     engine = make_engine(**CROWDED)
     generate(engine, *((prompt(48, seed), sampling(max_tokens=64)) for seed in (1, 2)))
     stats = engine.stats()
@@ -96,14 +96,14 @@ def test_recomputation_after_preemption_is_no_prefix_hit() -> None:
 # -- batch mates ----------------------------------------------------------------------------------------------
 
 
-def test_rows_without_a_token_in_a_step_sample_nothing() -> None:
+def test_rows_without_a_token_in_a_step_sample_nothing() -> None:  # A13
     prompts = [prompt(8, seed) for seed in range(14)] + [prompt(400, seed) for seed in (20, 21)]
     engine = make_engine(max_num_batched_tokens=32)
     for token_ids, choice in zip(prompts, generate(engine, *((p, sampling()) for p in prompts)), strict=True):
         assert choice.tokens == alone(token_ids, sampling()).tokens
 
 
-def test_a_seeded_request_does_not_see_its_neighbours() -> None:
+def test_a_seeded_request_does_not_see_its_neighbours() -> None:  # A14
     seeded = sampling(temperature=0.9, seed=11, max_tokens=20)
     unseeded = sampling(temperature=0.9, max_tokens=20)
     expected = alone(prompt(9), seeded).tokens
@@ -121,7 +121,7 @@ def test_the_servers_seed_makes_unseeded_requests_repeatable() -> None:
     assert runs[0][0].tokens != runs[0][1].tokens
 
 
-def test_the_choices_of_a_request_differ() -> None:
+def test_the_choices_of_a_request_differ() -> None:  # A16
     params = sampling(n=6, temperature=1.3, max_tokens=24)
     choices = generate_all(make_engine(), (prompt(9), params))[0]
     assert len({tuple(choice.tokens) for choice in choices}) > 1
@@ -145,7 +145,7 @@ def test_greedy_choices_are_equal() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:
+def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:  # A27
     engine = make_engine()
     choice = generate(engine, (prompt(length), sampling(max_tokens=count)))[0]
     assert len(choice.tokens) == count
@@ -153,7 +153,7 @@ def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:
     assert engine.stats().generation_tokens == count
 
 
-def test_no_blocks_are_needed_for_the_last_token() -> None:
+def test_no_blocks_are_needed_for_the_last_token() -> None:  # D01
     """A prompt that fills the whole pool may still have one token, and not two."""
     engine = make_engine(num_blocks=2)
     assert len(generate(engine, (prompt(32), sampling(max_tokens=1)))[0].tokens) == 1
@@ -162,7 +162,7 @@ def test_no_blocks_are_needed_for_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 32, 48, 15, 17])
-def test_a_lone_request_grows_past_a_full_block(length: int) -> None:
+def test_a_lone_request_grows_past_a_full_block(length: int) -> None:  # A02
     engine = make_engine()
     choice = generate(engine, (prompt(length), sampling(max_tokens=20)))[0]
     assert choice.tokens == greedy_by_transformers(prompt(length), 20)
@@ -180,7 +180,7 @@ def greedy_by_transformers(token_ids: list[int], count: int) -> list[int]:
     return tokens[len(token_ids) :]
 
 
-def test_min_tokens_counts_the_output() -> None:
+def test_min_tokens_counts_the_output() -> None:  # A22
     params = sampling(min_tokens=16, max_tokens=16, ignore_eos=False, logit_bias={EOS: 100.0})
     choice = generate(make_engine(), (prompt(32), params))[0]
     assert len(choice.tokens) == 16
@@ -194,7 +194,7 @@ def test_min_tokens_counts_the_output() -> None:
 
 
 @pytest.mark.parametrize("token", [EOS, VOCAB_SIZE - 1])
-def test_ignore_eos_bars_no_token(token: int) -> None:
+def test_ignore_eos_bars_no_token(token: int) -> None:  # A22
     choice = generate(make_engine(), (prompt(32), sampling(logit_bias={token: 100.0})))[0]
     assert choice.tokens == [token] * 16
     assert choice.finish_reason is FinishReason.LENGTH
@@ -224,7 +224,7 @@ def reference_logprobs(token_ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 33])
-def test_prompt_logprobs_beside_a_cached_prefix(length: int) -> None:
+def test_prompt_logprobs_beside_a_cached_prefix(length: int) -> None:  # A23
     engine = make_engine()
     params = sampling(max_tokens=1, prompt_logprobs=1, logprobs=1)
     generate(engine, (prompt(length), sampling()))
@@ -241,7 +241,7 @@ def test_prompt_logprobs_beside_a_cached_prefix(length: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("budget", [7, 256])
-def test_logprobs_of_prompt_and_output(count: int, budget: int) -> None:
+def test_logprobs_of_prompt_and_output(count: int, budget: int) -> None:  # A25
     engine = make_engine(max_num_batched_tokens=budget)
     choice = generate(engine, (prompt(20), sampling(max_tokens=count, prompt_logprobs=0, logprobs=0)))[0]
     expected = reference_logprobs(prompt(20) + choice.tokens)
@@ -392,7 +392,7 @@ class Crowd:
         return counts
 
 
-def test_500_random_requests_leave_nothing_behind() -> None:
+def test_500_random_requests_leave_nothing_behind() -> None:  # D11
     crowd = Crowd(500, seed=1, budget=100, faults=True)
     assert all(crowd.check().values())
 
@@ -422,7 +422,7 @@ def test_nobody_in_the_crowd_got_another_answer_than_alone(mode: dict[str, Any])
     assert compared > 20
 
 
-def test_a_long_output_in_small_chunks_leaves_nothing_behind() -> None:
+def test_a_long_output_in_small_chunks_leaves_nothing_behind() -> None:  # D11
     engine = make_engine(max_num_batched_tokens=4)
     choice = generate(engine, (prompt(3), sampling(max_tokens=200)))[0]
     assert len(choice.tokens) == 200

@@ -9,7 +9,7 @@ from llmsched.engine.request import FinishReason
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 32, 48])
-def test_lone_prompt_of_whole_blocks_generates_to_its_limit(length: int) -> None:
+def test_lone_prompt_of_whole_blocks_generates_to_its_limit(length: int) -> None:  # A02
     harness = Harness(num_blocks=8)
     request = harness.add(make_request("a", tokens(length), 20))
     harness.run()
@@ -17,7 +17,7 @@ def test_lone_prompt_of_whole_blocks_generates_to_its_limit(length: int) -> None
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
-def test_repeated_prompt_computes_at_least_one_token(length: int) -> None:
+def test_repeated_prompt_computes_at_least_one_token(length: int) -> None:  # A01
     harness = Harness(num_blocks=32)
     hits = []
     for round_ in range(3):
@@ -28,7 +28,7 @@ def test_repeated_prompt_computes_at_least_one_token(length: int) -> None:
     assert hits == [0, length - 1, length - 1]
 
 
-def test_recomputed_last_block_stays_findable() -> None:
+def test_recomputed_last_block_stays_findable() -> None:  # A01
     harness = Harness(num_blocks=32)
     for round_ in range(2):
         harness.add(make_request(f"r{round_}", tokens(32), 1))
@@ -39,7 +39,7 @@ def test_recomputed_last_block_stays_findable() -> None:
     assert_right(longer)
 
 
-def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
+def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:  # A03
     harness = Harness(num_blocks=32, budget=256)
     pair = [harness.add(make_request(f"p{i}", tokens(40), 20)) for i in range(2)]
     harness.step()
@@ -52,7 +52,7 @@ def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
     assert sum(plan.num_tokens for plan in harness.executor.plans) == 40 + 1 + 2 * 19
 
 
-def test_blocks_are_found_only_after_they_are_written() -> None:
+def test_blocks_are_found_only_after_they_are_written() -> None:  # A05
     harness = Harness(num_blocks=64, budget=64)
     first = harness.add(make_request("first", tokens(512)))
     harness.step()
@@ -72,7 +72,7 @@ def test_blocks_are_found_only_after_they_are_written() -> None:
         (tokens(33), tokens(34)[1:]),
     ],
 )
-def test_different_ids_never_share(one: list[int], two: list[int]) -> None:
+def test_different_ids_never_share(one: list[int], two: list[int]) -> None:  # A06
     harness = Harness(num_blocks=16)
     harness.add(make_request("one", one))
     harness.run()
@@ -91,7 +91,7 @@ def test_cache_salt_separates() -> None:
     assert other.num_cached_tokens == 0
 
 
-def test_eviction_takes_the_end_of_a_prefix_first() -> None:
+def test_eviction_takes_the_end_of_a_prefix_first() -> None:  # A08
     harness = Harness(num_blocks=8)
     harness.add(make_request("kept", tokens(48), 2))
     harness.run()
@@ -103,7 +103,7 @@ def test_eviction_takes_the_end_of_a_prefix_first() -> None:
     assert_right(again)
 
 
-def test_preempted_request_goes_on_where_it_was() -> None:
+def test_preempted_request_goes_on_where_it_was() -> None:  # A10
     harness = Harness(num_blocks=10, output_prediction="none")
     pair = [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=i)) for i in range(2)]
     harness.run()
@@ -125,7 +125,7 @@ def test_recomputation_is_no_prefix_hit() -> None:
     assert counters.prefix_queried_tokens == 12 * 40
 
 
-def test_mixed_short_and_long_prompts_in_small_steps() -> None:
+def test_mixed_short_and_long_prompts_in_small_steps() -> None:  # A13
     harness = Harness(num_blocks=200, budget=32)
     requests = [harness.add(make_request(f"s{i}", tokens(8, seed=i), 16, arrival=i)) for i in range(14)]
     requests += [harness.add(make_request(f"l{i}", tokens(400, seed=50 + i), 16, arrival=20 + i)) for i in range(2)]
@@ -199,5 +199,5 @@ def test_aborted_requests_give_everything_back() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "fits"), [(767, 1, True), (768, 1, True), (768, 2, False), (769, 1, False)]
 )
-def test_what_can_never_fit(prompt: int, max_tokens: int, fits: bool) -> None:
+def test_what_can_never_fit(prompt: int, max_tokens: int, fits: bool) -> None:  # D01
     assert Harness(num_blocks=48).scheduler.fits_alone(prompt, max_tokens) is fits
