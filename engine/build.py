@@ -13,14 +13,16 @@ from llmsched.engine.kv.dtypes import DTYPE_BYTES, check_servable, planned_kv_dt
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.measure import measured_memory, tensor_bytes
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.model.load import ModelSource, load_config, load_info, load_model, load_tokenizer, locate
-from llmsched.engine.model.placement import resolve_device, resolve_dtype
+from llmsched.engine.model.open import OpenModel, open_model
+from llmsched.engine.out_of_memory import within_memory
 from llmsched.engine.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from llmsched.engine.config import Device, DType, KVDType
+    from llmsched.engine.executor.torch_executor import TorchExecutor
+
+#: The knob that bounds the memory of KV blocks, by the kind of device.
+_FOR_BLOCKS = {"cuda": "gpu_memory_utilization", "cpu": "kv_cache_memory_bytes"}
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
@@ -29,54 +31,60 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     The engine's config has every value filled in. Raises ModelError, ConfigError.
     """
     check_servable(config)
-    source = locate(config.model, progress)
-    model_config = load_config(source)
-    tokenizer = load_tokenizer(source)
-    info = load_info(source, model_config, tokenizer)
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    dtype_name = str(dtype).removeprefix("torch.")
-    kv_dtype = planned_kv_dtype(config, dtype_name)
-    plan = _plan(source, model_config, config, device, dtype_name, kv_dtype)
+    opened = open_model(config, progress)
+    dtype = str(opened.dtype).removeprefix("torch.")
+    kv_dtype = planned_kv_dtype(config, dtype)
+    plan = _plan(opened, config, dtype, kv_dtype)
     swap = _swap(config, plan)
     config = replace(
         config,
-        device=cast("Device", device),
-        dtype=cast("DType", dtype_name),
+        device=cast("Device", opened.device),
+        dtype=cast("DType", dtype),
         kv_cache_dtype=cast("KVDType", kv_dtype),
         max_model_len=plan.max_model_len,
         max_num_batched_tokens=plan.max_num_batched_tokens,
     )
+    executor, plan = _load(opened, config, plan, swap, progress)
+    metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
+    return Engine(
+        config, opened.info, opened.tokenizer, executor, plan.num_blocks, plan=plan, swap=swap, metrics=metrics
+    )
 
+
+def _load(
+    opened: OpenModel, config: EngineConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
+) -> tuple[TorchExecutor, MemoryPlan]:
+    """The executor, warmed up, and the plan with what it has really taken."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
-    model = load_model(source, model_config, device=device, dtype=dtype, attn_implementation="eager", progress=progress)
-    executor = TorchExecutor(
-        model,
-        num_blocks=plan.num_blocks,
-        block_size=plan.block_size,
-        device=device,
-        kv_dtype=getattr(torch, kv_dtype),
-        max_model_len=plan.max_model_len,
-        num_swap_slots=swap.num_slots,
-    )
+    with within_memory(plan, "loading the weights", "free memory that others use, or choose a smaller model or dtype"):
+        model = opened.load(progress)
+    with within_memory(plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or swap_space)"):
+        executor = TorchExecutor(
+            model,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            device=opened.device,
+            kv_dtype=getattr(torch, config.kv_cache_dtype),
+            max_model_len=plan.max_model_len,
+            num_swap_slots=swap.num_slots,
+        )
+    remedy = f"lower max_num_batched_tokens, max_num_seqs or {_FOR_BLOCKS[plan.device.kind]}"
     progress("warming up", 0, 1)
-    peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
-    plan = replace(plan, measured=measured_memory(tensor_bytes(model), executor, plan, peak))
+    with within_memory(plan, "computing the largest steps", remedy):
+        peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
     progress("warming up", 1, 1)
-    metrics = EngineMetrics(info.name, plan.block_size, plan.num_blocks, metrics_prefix)
-    return Engine(config, info, tokenizer, executor, plan.num_blocks, plan=plan, swap=swap, metrics=metrics)
+    return executor, replace(plan, measured=measured_memory(tensor_bytes(model), executor, plan, peak))
 
 
-def _plan(
-    source: ModelSource, model_config: PretrainedConfig, config: EngineConfig, device: str, dtype: str, kv_dtype: str
-) -> MemoryPlan:
-    path = source.path if source.kind == "directory" else None
+def _plan(opened: OpenModel, config: EngineConfig, dtype: str, kv_dtype: str) -> MemoryPlan:
+    path = opened.source.path if opened.source.kind == "directory" else None
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
-    shape = model_shape(model_config, dtype_bytes=dtype_bytes, path=path)
-    return plan_memory(shape, config, device_memory(device), dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
+    shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path)
+    memory = device_memory(opened.device)
+    return plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
 
 
 def _swap(config: EngineConfig, plan: MemoryPlan) -> SwapSpace:

@@ -71,7 +71,7 @@ class TorchExecutor:
         return self._model.vocab_size
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step (see `Executor.execute`). `elapsed` is wall time, until the tokens are on the host."""
+        """Compute one step (see `Executor.execute`). `elapsed` is wall time, until all of it has been computed."""
         started = time.perf_counter()
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
@@ -84,6 +84,9 @@ class TorchExecutor:
                     found.prompt_logprobs = earlier.prompt_logprobs + found.prompt_logprobs
                     found.error = earlier.error or found.error
                     results[index] = found
+        if self.device.type == "cuda":
+            # Rows that sample nothing have not been waited for: the next step would seem to take their time.
+            torch.cuda.synchronize(self.device)
         swap_elapsed = self._host.seconds() if self._host is not None else 0.0
         return StepResult(results, time.perf_counter() - started, swap_elapsed)
 

@@ -14,8 +14,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.model.load import load_config, load_info, load_model, load_tokenizer, locate
-from llmsched.engine.model.placement import resolve_device, resolve_dtype
+from llmsched.engine.model.open import open_model
 from llmsched.engine.parity.checks import Check, make_checks
 from llmsched.engine.parity.prompts import Prompt, PromptSet, make_prompts
 from llmsched.engine.parity.reference import Continuation, Reference
@@ -48,14 +47,9 @@ class Subject:
 
 def load_subject(config: EngineConfig, progress: Progress = silent) -> Subject:
     """Load `config.model` as serving would, in its device and dtype. Raises ModelError, ConfigError."""
-    source = locate(config.model, progress)
-    model_config = load_config(source)
-    tokenizer = load_tokenizer(source)
-    info = load_info(source, model_config, tokenizer)
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    model = load_model(source, model_config, device=device, dtype=dtype, attn_implementation="eager", progress=progress)
-    return Subject(model, info, tokenizer, device, dtype, config.block_size)
+    opened = open_model(config, progress)
+    model = opened.load(progress)
+    return Subject(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
 
 
 def check_parity(

@@ -146,6 +146,26 @@ def test_rows_that_sample_nothing_do_not_reach_the_sampler(monkeypatch: pytest.M
     assert [results[0].token_id for results in stepper.results] == [None, None]
 
 
+@pytest.mark.parametrize("sample", [True, False])
+def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyPatch, sample: bool) -> None:
+    """A step whose rows sample nothing copies nothing to the host, so that it would not wait for the GPU."""
+    executor = make_executor()
+    told: list[str] = []
+    forward = executor._forward
+
+    def compute(*args: Any, **settings: Any) -> torch.Tensor:
+        told.append("compute")
+        return forward(*args, **settings)
+
+    monkeypatch.setattr(executor, "_forward", compute)
+    monkeypatch.setattr(torch_executor, "to_device", lambda array, _: torch.from_numpy(array))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(f"wait for {device}"))
+    executor.device = torch.device("cuda", 0)
+    row = ScheduledRow(make_sequence("a", PROMPT), 0, 16, np.arange(8, dtype=np.int32), sample=sample)
+    assert executor.execute(StepPlan([row])).elapsed > 0
+    assert told == ["compute", "wait for cuda:0"]
+
+
 def test_empty_plan() -> None:
     result = make_executor().execute(StepPlan([], finished=["nobody"]))
     assert result.rows == []
