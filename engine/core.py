@@ -273,6 +273,7 @@ class Engine:
             if value is not None:
                 check_knob(name, value, {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)})
         self.scheduler.configure(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        self._accounts.update()
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts that are not running."""

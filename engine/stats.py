@@ -57,6 +57,7 @@ class Accounts:
         self._metrics = metrics
         self._booked = replace(scheduler.counters)
         self._booked_misses: Counter[MissKind] = Counter()
+        self.update()
 
     def update(self) -> None:
         """Bring the metrics up to date."""

@@ -1,0 +1,64 @@
+"""Stats and metrics say the same: what was preempted, swapped, pinned, and how careful admission has become."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from engines import Collector, make_engine, prompt, sampling
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmsched.engine.core import Engine
+
+
+def metric(engine: Engine, name: str) -> float:
+    """The only sample of that name."""
+    families = text_string_to_metric_families(engine.metrics.render().decode())
+    (value,) = (s.value for f in families for s in f.samples if s.name == f"llmsched:{name}")
+    return float(value)
+
+
+def thrash(engine: Engine) -> Collector:
+    """Many that begin small and grow, in a pool for a few of them."""
+    collector = Collector(engine)
+    for number in range(24):
+        engine.add_request(str(number), prompt(8, number), sampling(max_tokens=70))
+    collector.run()
+    return collector
+
+
+@pytest.mark.parametrize("swap_slots", [0, 12])
+def test_thrash_can_be_seen_before_it_is_felt(swap_slots: int, caplog: pytest.LogCaptureFixture) -> None:
+    mode = {"preemption_mode": "swap"} if swap_slots else {}
+    engine = make_engine(
+        num_blocks=20, max_num_seqs=16, headroom=0.0, fast_lane_share=0.0, swap_slots=swap_slots, **mode
+    )
+    assert metric(engine, "max_running_requests") == 16
+    with caplog.at_level(logging.INFO, logger="llmsched"):
+        thrash(engine)
+    stats = engine.stats()
+    assert stats.headroom_changes == len(caplog.records) > 0
+    assert "concurrency cap 16 -> " in caplog.records[0].getMessage()
+    assert stats.headroom > 0
+    assert stats.max_running < 16
+    assert metric(engine, "headroom_changes_total") == stats.headroom_changes
+    assert metric(engine, "kv_headroom_perc") == stats.headroom
+    assert metric(engine, "max_running_requests") == stats.max_running
+    assert metric(engine, "num_preemptions_total") == stats.num_preemptions > 0
+    assert metric(engine, "recomputed_tokens_total") == stats.recomputed_tokens
+    assert metric(engine, "num_swapped_out_total") == stats.num_swapped_out
+    assert metric(engine, "num_swapped_in_total") == stats.num_swapped_in
+    assert (stats.num_swapped_in > 0) is bool(swap_slots)
+
+
+def test_swap_space_in_use_is_shown() -> None:
+    engine = make_engine(num_blocks=10, preemption_mode="swap", swap_slots=20)
+    collector = Collector(engine)
+    for seed in (1, 2):
+        engine.add_request(str(seed), prompt(48, seed), sampling(max_tokens=64))
+    while not engine.stats().num_preemptions:
+        collector.step()
+    assert (engine.stats().swap_slots_used, engine.stats().swap_slots_total) == (5, 20)
+    assert metric(engine, "swap_space_usage_perc") == 0.25
+    collector.run()
+    assert engine.stats().swap_slots_used == metric(engine, "swap_space_usage_perc") == 0
