@@ -228,7 +228,7 @@ def test_a_long_prompt_that_is_cached_is_a_short_one() -> None:
 
 
 def test_admission_leaves_the_headroom() -> None:
-    harness = Harness(20, budget=400, headroom=0.5, output_prediction="none")
+    harness = Harness(20, budget=400, headroom=0.5, max_headroom=0.5, output_prediction="none")
     harness.add(make_request("running", tokens(60), 40, arrival=0.0))
     harness.step()
     large = harness.add(make_request("large", tokens(120, seed=1), 8, arrival=1.0))

@@ -7,6 +7,7 @@ import pytest
 from fakes import Harness, assert_right, make_request, tokens
 
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak
@@ -205,3 +206,15 @@ def test_static_batch_lives_until_its_longest_member_ends_and_reserves_for_the_m
     harness.run()
     assert_right(short, long, late, other, after)
     assert harness.scheduler.kv.pool.num_used == 0
+
+
+def test_headroom_above_its_maximum_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_headroom"):
+        EngineConfig(headroom=0.3, max_headroom=0.25)
+
+
+def test_prompts_computed_for_their_own_sake_teach_nothing_of_lengths() -> None:
+    predictor = OutputPredictor("learned")
+    for _ in range(MIN_SAMPLES):
+        predictor.learn(ended(0))  # type: ignore[arg-type]
+    assert predictor.remaining(ended(0)) == 1000  # type: ignore[arg-type]
