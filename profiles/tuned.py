@@ -30,6 +30,8 @@ Scalar = str | int | float | bool
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory")
+#: The table [memory] up to the next one.
+_MEMORY = re.compile(r"^\[memory\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
 _KEYS = {"created", "reason", "trials", *_TABLES}
 
 
@@ -101,15 +103,32 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
     content = {"created": profile.created, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
     content["trials"] = [dict(trial) for trial in profile.trials]
+    _write(path, tomli_w.dumps(content))
+    return path
+
+
+def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
+    """Set the table [memory] of a profile that is there; all else of the file stays as it is, comments as well.
+
+    Raises ProfileError.
+    """
+    path, present = profile_path(name_or_path), load_profile(name_or_path).memory
+    if present == memory:
+        return
+    text = _MEMORY.sub("", path.read_text(encoding="utf-8")).rstrip("\n")
+    _write(path, f"{text}\n\n{tomli_w.dumps({'memory': dict(memory)})}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
-            part.write(tomli_w.dumps(content))
+            part.write(text)
         os.chmod(part.name, 0o644)
         os.replace(part.name, path)
     except OSError as problem:
         raise ProfileError(f"profile {path} cannot be written: {_one_line(problem)}") from problem
-    return path
 
 
 def _validated(path: Path, content: Mapping[str, Any]) -> TunedProfile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,7 +11,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.reconcile import ratios
-from llmsched.profiles.tuned import ProfileError, load_profile, save_profile
+from llmsched.profiles.tuned import ProfileError, load_profile, store_memory
 
 
 def profile_settings(name_or_path: str) -> dict[str, Any]:
@@ -33,11 +33,9 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 
 
 def store_ratios(name_or_path: str, plan: MemoryPlan) -> str | None:
-    """Write actual / predicted memory into the profile; why that cannot be done, None if it was or nothing changed."""
+    """Write actual / predicted memory into the profile. Returns why that cannot be done, None if it was."""
     try:
-        profile = load_profile(name_or_path)
-        if profile.memory != (found := ratios(plan)):
-            save_profile(replace(profile, memory=found), name_or_path)
+        store_memory(ratios(plan), name_or_path)
     except ProfileError as error:
         return str(error)
     return None

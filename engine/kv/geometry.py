@@ -172,7 +172,10 @@ class ConfigReader:
         layers = fields.get("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         if listed := fields.get("layer_types", "layers_block_type"):
             if isinstance(layers, int) and layers != len(listed):
-                self.assumed.append(f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}: those count")
+                contradiction = f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}"
+                if fields.known:
+                    raise ModelError(f"config contradicts itself: {contradiction}")
+                self.assumed.append(f"{contradiction}: those count")
             return [str(name) for name in listed]
         if not isinstance(layers, int) or layers < 1:
             raise ModelError(

@@ -60,6 +60,20 @@ def test_shares() -> None:
         options.fraction("0.9GiB")
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("0.5k", 512), ("1M", 1 << 20)]
+)
+def test_tokens(text: str, count: int) -> None:
+    assert options.tokens(text) == count
+    assert options.context_length(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "-8k", "1.5", "8q", "k", "nan", "auto"])
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="tokens"):
+        options.tokens(text)
+
+
 def test_model_comes_from_argument_then_environment_then_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +124,22 @@ def test_every_knob_becomes_a_flag_with_its_reason(run) -> None:  # type: ignore
         assert (f"{flag} " in shown) == (knob.name not in {"model", "seed"}), flag
     assert "requests that run at the same time [1 to 65536; default: 128]" in shown
     assert "--enable-prefix-caching / --no-enable-prefix-caching" in shown
+
+
+def test_automatic_beats_a_profile() -> None:
+    profile = {"max_model_len": 4096, "max_num_seqs": 7}
+    assert EngineOptions().config("m", profile).max_model_len == 4096
+    automatic = EngineOptions(automatic=frozenset({"max_model_len"})).config("m", profile)
+    assert (automatic.max_model_len, automatic.max_num_seqs) == (None, 7)
+
+
+def test_a_length_may_be_automatic_or_in_k(run) -> None:  # type: ignore[no-untyped-def]
+    for given, wanted in (("auto", None), ("8k", 8192)):
+        code, out, _ = run("sample", "m", "--max-model-len", given)
+        assert code == 0
+        answer = json.loads(out)
+        assert answer["config"]["max_model_len"] == wanted
+        assert answer["given"] == ([] if wanted is None else ["max_model_len"])
 
 
 def test_flag_beats_profile_beats_default(run) -> None:  # type: ignore[no-untyped-def]

@@ -24,6 +24,7 @@ from llmsched.engine.kv.budget import (
     plan_memory,
     token_budget,
 )
+from llmsched.engine.kv.dtypes import check_servable
 from llmsched.engine.kv.geometry import Geometry, LayerGroup
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.weights import Weights
@@ -252,6 +253,54 @@ def test_one_byte_kv_doubles_every_capacity() -> None:
     assert narrow.max_num_seqs == 2 * wide.max_num_seqs
 
 
+def test_kv_in_a_type_of_its_own_halves_kv_and_nothing_else() -> None:
+    device, config = gpu(24), EngineConfig(max_model_len=8192)
+    same = draft_memory(shape(), config, device, dtype_bytes=2)
+    half = draft_memory(shape(), config, device, dtype_bytes=2, kv_dtype_bytes=1)
+    assert (half.weights_bytes, half.activation_bytes) == (same.weights_bytes, same.activation_bytes)
+    assert (2 * half.block_bytes, 2 * half.kv_bytes_per_token) == (same.block_bytes, same.kv_bytes_per_token)
+    assert half.num_blocks // 2 == same.num_blocks
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: fp8 cannot be served: .*use auto or bfloat16"):
+        check_servable(EngineConfig(kv_cache_dtype="fp8"))
+
+
+def test_e04_every_layer_costs_a_short_sequence_kv() -> None:
+    kinds = ("full", "window")
+    groups = tuple(LayerGroup(kind, 18, 8, 64, 64, window=128 if kind == "window" else None) for kind in kinds)
+    plan = draft(gpu(80), shape(weights=GIB, groups=groups), kv_cache_memory_bytes=int(5.38 * GIB), max_model_len=1)
+    assert plan.block_bytes // plan.block_size == 73728
+    assert plan.num_tokens == pytest.approx(78_300, rel=0.002)
+    assert plan.max_num_seqs == plan.num_blocks
+
+
+def test_e11_the_message_shows_what_changed_was_memory_not_the_type() -> None:
+    config = EngineConfig(kv_cache_memory_bytes=int(5.59 * GIB), max_model_len=131072)
+    wide = draft_memory(shape(), config, gpu(80), dtype_bytes=2)
+    narrow = draft_memory(shape(), config, gpu(80), dtype_bytes=2, kv_dtype_bytes=1)
+    assert narrow.num_tokens // 2 == pytest.approx(wide.num_tokens, abs=16)
+    assert "one request of 131072 tokens needs 16.0 GiB of KV, 5.59 GiB is available" in str(wide.problem)
+    assert "one request of 131072 tokens needs 8.00 GiB of KV, 5.59 GiB is available" in str(narrow.problem)
+    assert f"use at most {wide.num_tokens}" in str(wide.problem)
+    assert f"use at most {narrow.num_tokens}" in str(narrow.problem)
+
+
+def test_headroom_is_kept_by_the_fair_policy_alone() -> None:
+    plan = draft(gpu(24), max_model_len=8192, headroom=0.2)
+    assert plan.headroom_blocks == int(0.2 * plan.num_blocks)
+    assert plan.num_admitted_at(1024) == min(128, (plan.num_blocks - plan.headroom_blocks) // 64)
+    assert plan.num_admitted_at(plan.num_tokens) == 1
+    assert draft(gpu(24), scheduling_policy="fcfs").headroom_blocks == 0
+
+
+def test_attention_on_a_cpu_takes_memory_by_context() -> None:
+    small = replace(shape(weights=GIB), heads=32, query_size=4096)
+    short, long = (draft(cpu(60), small, max_model_len=length) for length in (512, 131072))
+    assert long.activation_bytes > short.activation_bytes
+    chosen = draft(cpu(60), small)
+    assert chosen.activation_bytes <= draft(cpu(60), small, max_model_len=chosen.max_model_len).activation_bytes * 1.001
+    assert draft(gpu(80), small).activation_bytes == draft(gpu(80), small, max_model_len=512).activation_bytes
+
+
 def test_shape_from_a_config() -> None:
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 256}
@@ -322,6 +371,27 @@ def test_capacity_never_rises_with_what_costs_memory(
         draft(device, model, dtype_bytes, **{**knobs, "gpu_memory_utilization": less}),
     ]
     assert all(other.max_num_seqs <= plan.max_num_seqs for other in worse)
+
+
+@given(situations(), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_admission_never_lets_in_more_when_headroom_or_the_type_of_kv_grows(
+    situation: tuple[ModelShape, dict[str, Any], DeviceMemory, int], headroom: float, more: float
+) -> None:
+    model, knobs, device, dtype_bytes = situation
+    length, less = knobs["max_model_len"], min(headroom, more)
+
+    def plan(share: float, kv_bytes: int) -> MemoryPlan:
+        config = EngineConfig(**knobs, headroom=share)
+        return draft_memory(model, config, device, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
+
+    bold = plan(less, dtype_bytes)
+    assert 0 <= plan(max(headroom, more), dtype_bytes).num_admitted_at(length) <= bold.num_admitted_at(length)
+    wide = plan(less, 2 * dtype_bytes)
+    assert 0 <= wide.max_num_seqs <= bold.max_num_seqs
+    assert wide.num_admitted_at(length) <= bold.num_admitted_at(length)
+    assert bold.num_admitted_at(length) <= min(bold.max_num_seqs, knobs["max_num_seqs"])
+    assert wide.weights_bytes == bold.weights_bytes
+    assert wide.num_blocks * wide.block_bytes <= wide.available_kv_bytes
 
 
 @given(situations())

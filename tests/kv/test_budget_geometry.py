@@ -242,6 +242,10 @@ def test_an_unknown_model_type_is_an_estimate_that_says_why() -> None:
         ({"model_type": "new", "layer_types": ["full_attention", "holographic"]}, "holographic"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "unknown kind and is not counted"),
         ({"sliding_window": 128}, "sliding_window 128"),
+        (
+            {"model_type": "new", "layer_types": ["full_attention"] * 3},
+            "num_hidden_layers is 2, but layer_types lists 3",
+        ),
     ],
 )
 def test_settings_that_are_not_understood_are_named(extra: dict[str, Any], note: str) -> None:
@@ -258,6 +262,13 @@ def test_settings_that_are_not_understood_are_named(extra: dict[str, Any], note:
         ({"num_hidden_layers": 0, "num_attention_heads": 4}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": 2, "hidden_size": 8}, "no attention heads"),
         ({"num_hidden_layers": 2, "num_attention_heads": 2}, "neither head_dim nor hidden_size"),
+        (
+            read_config_file(CONFIGS / "openai--gpt-oss-20b_config.json") | {"num_hidden_layers": 23},
+            "num_hidden_layers is 23, but layer_types lists 24",
+        ),
+        ({"num_hidden_layers": -4, "num_attention_heads": 4}, "num_hidden_layers is -4"),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": -8}, "keys of -8"),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": -2}, "-2 KV heads"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "llama", "hidden_size": "wide"}, "llama is invalid"),
@@ -285,3 +296,16 @@ def test_read_fields_prefers_what_the_file_says() -> None:
     assert fields.get("head_dim") == 32
     assert fields.get("num_attention_heads") == 16
     assert fields.get("no_such", default=7) == 7
+
+
+def test_e05_the_figure_of_this_allocator_and_of_one_that_frees_windows() -> None:
+    geometry = kv_geometry(read_config_file(CONFIGS / "openai--gpt-oss-20b_config.json"))
+    here = 32 * 8192 * geometry.cached_bytes_per_token(BF16)
+    freed = 32 * geometry.bytes_with_windows_freed(8192, BF16)
+    assert here == 12 << 30
+    assert freed / (1 << 30) == pytest.approx(6.09, abs=0.005)
+
+
+def test_state_counts_once_where_windows_are_freed() -> None:
+    geometry = kv_geometry(read_config_file(CONFIGS / "Qwen--Qwen3.5-27B_config.json"))
+    assert geometry.bytes_with_windows_freed(100, BF16) == 100 * 65536 + 153944064

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from llmsched.profiles.tuned import ProfileError, TunedProfile, list_profiles, load_profile, profile_path, save_profile
+from llmsched.profiles.tuned import (
+    ProfileError,
+    TunedProfile,
+    list_profiles,
+    load_profile,
+    profile_path,
+    save_profile,
+    store_memory,
+)
 
 PROFILE = TunedProfile(
     engine={"max_num_batched_tokens": 256, "max_num_seqs": 16, "enable_prefix_caching": True},
@@ -16,6 +24,7 @@ PROFILE = TunedProfile(
     model={"name": 'quoted "name" \\ ünïcode'},
     device={"name": "cpu"},
     versions={"llmsched": "0.1.0"},
+    memory={"weights_ratio": 1.0},
     trials=({"max_num_batched_tokens": 128, "feasible": False, "reason": "P99 TTFT"}, {"max_num_batched_tokens": 256}),
     reason="256 has the most throughput",
     created=datetime(2026, 1, 31, 12, 0, tzinfo=UTC),
@@ -48,6 +57,21 @@ def test_saving_replaces_the_older_one_and_leaves_nothing_else(home: Path) -> No
 def test_the_default_directory_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMSCHED_PROFILES")
     assert profile_path("a").parts[-3:] == ("llmsched", "profiles", "a.toml")
+
+
+def test_memory_is_stored_without_touching_what_a_person_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    written = "# for the night shift\n[memory]\nkv_ratio = 2.0\n\n[engine] # by hand\nmax_num_seqs = 4\n"
+    path.write_text(written)
+    store_memory({"kv_ratio": 1.0, "weights_ratio": 1.01}, str(path))
+    kept = path.read_text()
+    assert kept.startswith("# for the night shift\n[engine] # by hand\nmax_num_seqs = 4\n")
+    assert load_profile(str(path)).memory == {"kv_ratio": 1.0, "weights_ratio": 1.01}
+    store_memory({"kv_ratio": 3.0}, str(path))
+    assert load_profile(str(path)).memory == {"kv_ratio": 3.0}
+    assert path.read_text().count("[memory]") == 1
+    with pytest.raises(ProfileError, match="no file"):
+        store_memory({}, str(tmp_path / "away.toml"))
 
 
 def test_a_missing_profile_names_those_that_exist() -> None:
