@@ -140,6 +140,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             check_knob(f.name, getattr(self, f.name), f.metadata)
+        if self.headroom > self.max_headroom:
+            raise ConfigError("headroom", f"{self.headroom} is above max_headroom {self.max_headroom}; raise that too")
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ConfigError("preemption_mode", "swap needs host memory; set swap_space (4GiB, say)")
         if self.preemption_mode == "recompute" and self.swap_space:

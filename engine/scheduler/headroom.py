@@ -33,7 +33,7 @@ class HeadroomControl:
         self.max_running = slots
         self._slots = slots
         self._least = config.headroom
-        self._most = max(config.headroom, config.max_headroom)
+        self._most = config.max_headroom
         self._preemptions: deque[int] = deque([0], maxlen=WINDOW)
         self._since_change = 0
 

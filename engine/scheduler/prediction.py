@@ -33,7 +33,8 @@ class OutputPredictor:
 
     def learn(self, request: Request) -> None:
         """Remember the output of a request that has ended; one that was cut short says nothing."""
-        if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or request.sampling.ignore_eos:
+        ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
+        if not ended or request.sampling.ignore_eos:
             return
         recent = self._recent.setdefault(request.priority, deque())
         ordered = self._sorted.setdefault(request.priority, [])
