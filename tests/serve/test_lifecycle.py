@@ -190,12 +190,16 @@ def test_a_port_that_another_has_begun_to_listen_on_is_one_line_and_no_waiting()
 
 
 def test_a_server_that_fails_while_serving_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = threading.Event()
+
     async def fail(self: uvicorn.Server) -> None:
+        while not ready.is_set():
+            await asyncio.sleep(0.01)
         raise RuntimeError("no more")
 
     monkeypatch.setattr(uvicorn.Server, "main_loop", fail)
     with listen("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="no more"):
-        served(listener)
+        served(listener, ready.set)
 
 
 def test_an_unknown_host_is_one_line() -> None:
