@@ -165,11 +165,11 @@ def test_quantities_are_parsed_in_engine_flags(run) -> None:  # type: ignore[no-
 @pytest.mark.parametrize(
     "knob", ["gpu_memory_utilization", "max_pinned_share", "fast_lane_share", "headroom", "max_headroom"]
 )
-@pytest.mark.parametrize("text", ["40%", "0.4"])
+@pytest.mark.parametrize("text", ["25%", "0.25"])
 def test_every_share_may_be_given_in_percent(run, knob: str, text: str) -> None:  # type: ignore[no-untyped-def]
     code, out, err = run("sample", "--" + knob.replace("_", "-"), text)
     assert (code, err) == (0, "")
-    assert json.loads(out)["config"][knob] == pytest.approx(0.4)
+    assert json.loads(out)["config"][knob] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def test_admission_never_lets_in_more_when_headroom_or_the_type_of_kv_grows(
     length, less = knobs["max_model_len"], min(headroom, more)
 
     def plan(share: float, kv_bytes: int) -> MemoryPlan:
-        config = EngineConfig(**knobs, headroom=share)
+        config = EngineConfig(**knobs, headroom=share, max_headroom=0.9)
         return draft_memory(model, config, device, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
 
     bold = plan(less, dtype_bytes)
