@@ -39,6 +39,7 @@ KNOBS = (
     "kv_cache_memory_bytes",
     "num_gpu_blocks_override",
     "headroom",
+    "max_headroom",
 )
 _ALL = "all"
 _MAX_CV = 10.0

@@ -20,7 +20,7 @@ class Layout:
     `norms` are those of one layer; each holds `norm_vectors` vectors: 1 for RMSNorm, 2 for LayerNorm with its bias.
     `qk_norm` is the width of the norms of queries and keys: a head, all heads, or none. `gated_query`: attention's
     output is gated, by as many further rows of the query projection. `experts` is the setting that tells the width of
-    routed experts, none where every MLP is dense. `positions` are learned ones.
+    routed experts, none where every MLP is dense. `positions` is the setting that tells how many are learned.
     """
 
     qkv_bias: Switch = False
@@ -35,7 +35,7 @@ class Layout:
     shared_gate: bool = False
     norms: int = 2
     norm_vectors: int = 1
-    positions: bool = False
+    positions: Literal["n_positions", "max_position_embeddings", ""] = ""
     head_bias: bool = False
 
 
@@ -75,6 +75,9 @@ _GEMMA = Layout(qkv_bias="attention_bias", out_bias="attention_bias")
 _COHERE = Layout(qkv_bias="attention_bias", out_bias="attention_bias", norms=1)
 _GPT = Layout(qkv_bias=True, out_bias=True, gated_mlp=False, mlp_bias=True, norm_vectors=2)
 
+_GPT2 = replace(_GPT, positions="n_positions")
+_GPT2_NEEDS = frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
+
 FAMILIES: Mapping[str, Family] = {
     "llama": _family(_LLAMA, _DENSE),
     "granite": _family(_LLAMA, _DENSE),
@@ -83,8 +86,23 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _family(_BARE, f"{_DENSE} sliding_window"),
     "glm4": _family(replace(_QWEN2, qkv_bias="attention_bias", norms=4), f"{_WIDE} attention_bias"),
     "olmo2": _family(replace(_GEMMA, qk_norm="all"), _DENSE),
+    "olmo": _family(replace(_GEMMA, norm_vectors=0), _DENSE),
+    "olmo3": _family(replace(_GEMMA, qk_norm="all"), f"{_DENSE} sliding_window", sliding_window_pattern=4),
+    "glm": _family(replace(_QWEN2, qkv_bias="attention_bias"), f"{_WIDE} attention_bias"),
+    "seed_oss": _family(replace(_LLAMA, out_bias="attention_out_bias"), f"{_WIDE} attention_bias attention_out_bias"),
+    "ernie4_5": _family(
+        Layout(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+        f"{_WIDE} use_bias",
+        tie_word_embeddings=True,
+    ),
+    "exaone4": _family(replace(_BARE, qk_norm="head"), f"{_GROUPED} layer_types sliding_window"),
+    "stablelm": _family(
+        Layout(qkv_bias="use_qkv_bias", norm_vectors=2), f"{_GROUPED} use_qkv_bias use_parallel_residual qk_layernorm"
+    ),
     "qwen2": _family(_QWEN2, _GROUPED),
     "qwen3": _family(_QWEN3, _WIDE),
+    "qwen2_vl": _family(_QWEN2, _GROUPED),
+    "qwen2_5_vl": _family(_QWEN2, _GROUPED),
     "qwen2_5_vl_text": _family(_QWEN2, _GROUPED),
     "qwen3_vl_text": _family(_QWEN3, _WIDE),
     "qwen3_5_text": _family(_NEXT, f"{_WIDE} {_DELTA} layer_types"),
@@ -106,8 +124,19 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_text": _family(
         Layout(qk_norm="head", norms=4), f"{_WIDE} {_GEMMA4} hidden_size_per_layer_input", tie_word_embeddings=True
     ),
+    "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, use_qk_norm=False, tie_word_embeddings=True),
     "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", sliding_window_pattern=4, tie_word_embeddings=True),
     "mixtral": _family(Layout(experts="intermediate_size"), f"{_GROUPED} num_local_experts num_experts_per_tok"),
+    "olmoe": _family(
+        replace(_GEMMA, qk_norm="all", experts="intermediate_size"), f"{_DENSE} num_experts num_experts_per_tok"
+    ),
+    "granitemoe": _family(
+        replace(_GEMMA, experts="intermediate_size"), f"{_DENSE} num_local_experts num_experts_per_tok"
+    ),
+    "minimax_m2": _family(
+        replace(_BARE, qk_norm="all", experts="intermediate_size"),
+        f"{_WIDE} num_local_experts num_experts_per_tok",
+    ),
     "qwen2_moe": _family(
         replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True),
         f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size",
@@ -147,8 +176,20 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_neox": _family(_GPT, _DENSE),
     "gpt2": Family(
-        replace(_GPT, positions=True),
-        frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),
+        _GPT2,
+        _GPT2_NEEDS,
         {"tie_word_embeddings": True},
+    ),
+    "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {"tie_word_embeddings": True}),
+    "opt": _family(
+        replace(_GPT, positions="max_position_embeddings"),
+        "ffn_dim word_embed_proj_dim do_layer_norm_before",
+        tie_word_embeddings=True,
+    ),
+    "falcon": _family(
+        Layout(qkv_bias="bias", out_bias="bias", gated_mlp=False, mlp_bias="bias", norms=1, norm_vectors=2),
+        "multi_query new_decoder_architecture parallel_attn bias alibi",
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
     ),
 }

@@ -49,7 +49,16 @@ def _is_variant(config: Fields) -> bool:
     unusual = ["hidden_size_per_layer_input", "num_kv_shared_layers", "moe_latent_size", "qk_layernorm"]
     if config.model_type == "nemotron_h":
         unusual += ["use_bias", "mlp_bias", "mamba_proj_bias"]
-    return any(config.get(name) for name in unusual)
+    if config.model_type == "stablelm":
+        unusual.append("use_parallel_residual")
+    if config.model_type == "falcon" and not config.get("parallel_attn"):
+        return True
+    if config.model_type == "falcon":
+        unusual.append("new_decoder_architecture")
+    if config.model_type == "opt" and not config.get("do_layer_norm_before"):
+        return True
+    projected = config.get("word_embed_proj_dim", default=config.get("hidden_size"))
+    return projected != config.get("hidden_size") or any(config.get(name) for name in unusual)
 
 
 class _Counter:
@@ -69,7 +78,8 @@ class _Counter:
         if self.layout.head_bias:
             yield Parameters(other=self.vocab)
         if self.layout.positions:
-            yield Parameters(embeddings=self.config.get("n_positions") * self.hidden)
+            reserved = 2 if self.config.model_type == "opt" else 0
+            yield Parameters(embeddings=(self.config.get(self.layout.positions) + reserved) * self.hidden)
         for layer, name in enumerate(self.reader.layer_names()):
             yield from self._layer(layer, name)
         yield self._norms(1)
@@ -144,7 +154,7 @@ class _Counter:
             yield self._experts(count, get(self.layout.experts))
             yield from self._shared()
         else:
-            yield self._mlp(get("intermediate_size", "n_inner", default=4 * self.hidden))
+            yield self._mlp(get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * self.hidden))
 
     def _is_sparse(self, layer: int, name: str) -> bool:
         get = self.config.get

@@ -20,7 +20,7 @@ def tower_parameters(config: Settings) -> int | None:
         return 0
     count = _TOWERS.get(str(config.get("model_type")))
     try:
-        return None if count is None else count(vision, config["text_config"])
+        return None if count is None else count(config, vision)
     except KeyError:  # a setting is left to its class default, or asks for more than is known
         return None
 
@@ -34,20 +34,60 @@ def _dense(rows: int, columns: int) -> int:
     return rows * columns + rows
 
 
-def _qwen3_vl(vision: Settings, text: Settings) -> int:
+def _qwen3_vl(config: Settings, vision: Settings) -> int:
     """Qwen3-VL, Qwen3.5: learned positions, plain blocks, one merger and one for each deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     block = 2 * _layer_norm(hidden) + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
     block += _dense(inner, hidden) + _dense(hidden, inner)
+    merger = _merger(vision, hidden, out)
     merged = hidden * vision["spatial_merge_size"] ** 2
-    merger = _dense(merged, merged) + _dense(out, merged)
     deep = len(vision["deepstack_visual_indexes"])
-    total = _dense(hidden, patch) + vision["num_position_embeddings"] * hidden + vision["depth"] * block
+    total = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden + vision["depth"] * block
     return int(total + merger + _layer_norm(hidden) + deep * (merger + _layer_norm(merged)))
 
 
-def _gemma3(vision: Settings, text: Settings) -> int:
+def _qwen2_vl(config: Settings, vision: Settings) -> int:
+    """Qwen2-VL: plain blocks without learned positions, one merger; `hidden_size` is the language model's."""
+    hidden, out = vision["embed_dim"], vision["hidden_size"]
+    inner = int(hidden * vision["mlp_ratio"])
+    block = 2 * _layer_norm(hidden) + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
+    block += _dense(inner, hidden) + _dense(hidden, inner)
+    total = _patches(vision, hidden) + vision["depth"] * block + _layer_norm(hidden)
+    return int(total + _merger(vision, hidden, out))
+
+
+def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
+    """Qwen2.5-VL: gated blocks with RMSNorm, one merger."""
+    hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    block = 2 * hidden + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
+    block += 2 * _dense(inner, hidden) + _dense(hidden, inner)
+    return int(_patches(vision, hidden) + vision["depth"] * block + hidden + _merger(vision, hidden, out))
+
+
+def _patches(vision: Settings, hidden: int) -> int:
+    """What turns patches into vectors, without a bias."""
+    channels = vision.get("in_channels", vision.get("in_chans", 3))
+    return int(channels * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * hidden)
+
+
+def _merger(vision: Settings, hidden: int, out: int) -> int:
+    """Several neighbouring vectors become one of the language model's."""
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    return int(_dense(merged, merged) + _dense(out, merged))
+
+
+def _mistral3(config: Settings, vision: Settings) -> int:
+    """Pixtral: gated blocks with RMSNorm and no biases, a merger of patches, two projections."""
+    hidden, inner, text = vision["hidden_size"], vision["intermediate_size"], config["text_config"]["hidden_size"]
+    heads = vision["num_attention_heads"] * vision["head_dim"]
+    block = 2 * hidden + 4 * hidden * heads + 3 * hidden * inner
+    patches = vision.get("num_channels", 3) * vision["patch_size"] ** 2 * hidden + hidden
+    merger = hidden * hidden * config.get("spatial_merge_size", 2) ** 2 + hidden
+    projections = text * hidden + text * text + (2 * text if config.get("multimodal_projector_bias") else 0)
+    return int(patches + vision["num_hidden_layers"] * block + merger + projections)
+
+
+def _gemma3(config: Settings, vision: Settings) -> int:
     """SigLIP without its pooling head, and one projection."""
     if vision["vision_use_head"]:
         raise KeyError("vision_use_head")
@@ -56,23 +96,26 @@ def _gemma3(vision: Settings, text: Settings) -> int:
     positions = (vision["image_size"] // vision["patch_size"]) ** 2
     block = 2 * _layer_norm(hidden) + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
     total = _dense(hidden, patch) + positions * hidden + vision["num_hidden_layers"] * block + _layer_norm(hidden)
-    return int(total + hidden * text["hidden_size"] + hidden)
+    return int(total + hidden * config["text_config"]["hidden_size"] + hidden)
 
 
-def _gemma4(vision: Settings, text: Settings) -> int:
+def _gemma4(config: Settings, vision: Settings) -> int:
     """Gated blocks with four norms and norms of queries and keys; two tables of positions, one projection."""
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim
     patches = 3 * vision["patch_size"] ** 2 * hidden + 2 * vision["position_embedding_size"] * hidden
-    return int(patches + vision["num_hidden_layers"] * block + hidden * text["hidden_size"])
+    return int(patches + vision["num_hidden_layers"] * block + hidden * config["text_config"]["hidden_size"])
 
 
 _TOWERS: Mapping[str, Callable[[Settings, Settings], int]] = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl,
     "qwen3_5": _qwen3_vl,
     "qwen3_5_moe": _qwen3_vl,
+    "mistral3": _mistral3,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
 }

@@ -61,9 +61,22 @@ SIZES: dict[str, Any] = {
     "n_layer": 6,
     "n_head": 4,
     "n_positions": 64,
+    "attention_out_bias": True,
+    "use_qkv_bias": True,
+    "use_parallel_residual": False,
+    "qk_layernorm": False,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+    "bias": True,
+    "alibi": False,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "do_layer_norm_before": True,
 }
 THIRDS = {
     "gpt_oss": "sliding_attention",
+    "exaone4": "sliding_attention",
     "gemma4_text": "sliding_attention",
     "qwen3_5_text": "linear_attention",
     "qwen3_5_moe_text": "linear_attention",
@@ -75,6 +88,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": True},
     "qwen3_moe": {"mlp_only_layers": [1], "decoder_sparse_step": 2, "attention_bias": True},
     "gemma3_text": {"num_hidden_layers": 7},
+    "cohere": {"use_qk_norm": True},
+    "olmoe": {"num_key_value_heads": 2, "attention_bias": True},
+    "falcon": {"max_position_embeddings": 64},
     "gemma4_text": {"num_experts": 4, "moe_intermediate_size": 32, "top_k_experts": 2, "num_global_key_value_heads": 1},
     "deepseek_v2": {"n_group": 1, "topk_group": 1},
     "deepseek_v3": {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
@@ -85,7 +101,13 @@ FURTHER: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 40,
     },
 }
-NESTED_ONLY = {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # built as part of a whole that sees
+NESTED_ONLY = {
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+}  # built as part of a whole that sees
 
 
 def stated(family: str, *, tied: bool) -> dict[str, Any]:
@@ -137,12 +159,16 @@ def test_what_the_table_adds_is_what_the_class_adds(family: str, monkeypatch: py
 
 
 VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {"out_hidden_size": 64},
+    "mistral3": {"model_type": "pixtral", "head_dim": 8, "num_hidden_layers": 2, "image_size": 16},
     "qwen3_vl": {"deepstack_visual_indexes": [0, 1], "out_hidden_size": 64},
     "qwen3_vl_moe": {"deepstack_visual_indexes": [1], "out_hidden_size": 64},
     "qwen3_5": {"deepstack_visual_indexes": [], "out_hidden_size": 64},
     "gemma3": {"vision_use_head": False, "image_size": 28, "patch_size": 14, "num_hidden_layers": 2},
     "gemma4": {"head_dim": 8, "num_key_value_heads": 4, "position_embedding_size": 10, "num_hidden_layers": 2},
 }
+TEXTS = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_5_vl", "mistral3": "mistral"}
 BLOCKS = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -159,9 +185,9 @@ BLOCKS = {
 
 @pytest.mark.parametrize("whole", VISION)
 def test_what_sees_is_counted_as_it_is_built(whole: str) -> None:
-    text = stated(f"{whole}_text", tied=True)
-    content = {"model_type": whole, "text_config": text, "vision_config": BLOCKS | VISION[whole]}
-    content["tie_word_embeddings"] = True
+    text = stated(TEXTS.get(whole, f"{whole}_text"), tied=True)
+    nested = text if whole.startswith("qwen2") else {"text_config": text}  # those were published without the nesting
+    content = nested | {"model_type": whole, "vision_config": BLOCKS | VISION[whole], "tie_word_embeddings": True}
     counted, built = _parameters(content, read_fields(content)), _built_parameters(content)
     assert counted is not None
     assert counted.tower > 0
