@@ -19,8 +19,10 @@ from llmsched.engine.device import DeviceMemory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.kv.draft import ModelDraft
 from llmsched.engine.kv.fields import read_config_file, transformers_config
+from llmsched.engine.kv.recall import Recall
 from llmsched.engine.kv.weights import Weights
 from llmsched.engine.kv.whatif import Demand, asked_for, longest_context
+from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
 
@@ -43,6 +45,7 @@ KNOBS = (
 )
 _ALL = "all"
 _MAX_CV = 10.0
+_ANY = "any"  # the name in messages that are told without it
 _QUESTION = "Question"
 
 
@@ -131,10 +134,12 @@ def kv_budget(
     mix = _lengths(config, mean_len, cv_len, lengths)
     devices = _devices(config, gpu, gpu_memory)
     content, directory = _read_model(spec)
-    draft = ModelDraft(content, directory, None if weights is None else Weights(weights, "--weights", exact=True))
+    recall = Recall(content, cache_directory() / "configs")
+    given = None if weights is None else Weights(weights, "--weights", exact=True)
+    draft = ModelDraft(content, directory, given, recall)
     demand, asked = Demand(users or 1, context or 0), users is not None or context is not None
     open_context = users is not None and config.max_model_len is None
-    refusal = _refusal(content, spec)
+    refusal = _refusal(content, recall)
     found = []
     for device in devices:
         longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
@@ -233,16 +238,28 @@ def _read_model(spec: str) -> tuple[Mapping[str, Any], Path | None]:
     return read_config_file(directory), directory
 
 
-def _refusal(config: Mapping[str, Any], spec: str) -> str | None:
+def _refusal(content: Mapping[str, Any], recall: Recall) -> str | None:
     """Why serve would not take the model, None if it would as far as its config tells."""
-    from llmsched.engine.model.support import check_stated, check_supported
+    from llmsched.engine.model.support import check_stated
 
     try:
-        if not check_stated(config, spec):
-            made = transformers_config(config)
-            if made is None:
-                return f"transformers does not know model_type {config.get('model_type')}"
-            check_supported(made, spec)
+        if check_stated(content, _ANY):
+            return None
     except ModelError as refusal:
-        return str(refusal).removeprefix(f"model {spec}: ")
+        return str(refusal).removeprefix(f"model {_ANY}: ")
+    reason: str | None = recall.get("refusal", lambda: _class_refusal(content))
+    return reason
+
+
+def _class_refusal(content: Mapping[str, Any]) -> str | None:
+    """As _refusal, from the class that transformers has for the model."""
+    from llmsched.engine.model.support import check_supported
+
+    made = transformers_config(content)
+    if made is None:
+        return f"transformers does not know model_type {content.get('model_type')}"
+    try:
+        check_supported(made, _ANY)
+    except ModelError as refusal:
+        return str(refusal).removeprefix(f"model {_ANY}: ")
     return None

@@ -12,17 +12,22 @@ from llmsched.engine.device import DeviceMemory
 from llmsched.engine.kv.budget import draft_memory
 from llmsched.engine.kv.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
 from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.recall import Recall
 from llmsched.engine.kv.shape import ModelShape, model_shape
 from llmsched.engine.kv.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """A model by the content of its config.json, and by its weights: `given`, of files in `directory`, or counted."""
+    """A model by the content of its config.json, and by its weights: `given`, of files in `directory`, or counted.
+
+    `recall` keeps, for the next draft of the same content, what takes long to find out.
+    """
 
     content: Mapping[str, Any]
     directory: Path | None = None
     given: Weights | None = None
+    recall: Recall | None = None
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     def plan(self, config: EngineConfig, device: DeviceMemory) -> MemoryPlan:
@@ -43,7 +48,7 @@ class ModelDraft:
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             self._shapes[dtype_bytes] = model_shape(
-                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given
+                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given, recall=self.recall
             )
         return self._shapes[dtype_bytes]
 

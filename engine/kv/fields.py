@@ -14,6 +14,8 @@ from llmsched.engine.kv.families import FAMILIES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from llmsched.engine.kv.recall import Recall
+
 #: Where multimodal models keep the config of their language model.
 _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 
@@ -54,8 +56,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_fields(config: PretrainedConfig | Mapping[str, Any]) -> Fields:
-    """Flatten a transformers config or the content of a config.json.
+def read_fields(config: PretrainedConfig | Mapping[str, Any], recall: Recall | None = None) -> Fields:
+    """Flatten a transformers config or the content of a config.json; `recall` keeps what transformers is asked.
 
     What the file says wins; what it leaves out is the class default where transformers knows the model_type. The
     language model of a multimodal config is taken from its nested part only: the outer numbers describe the vision
@@ -72,11 +74,17 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any]) -> Fields:
     defaults = _plain_defaults(text)
     if defaults is not None:
         return Fields(defaults | stated, known=True)
-    made = transformers_config(outer)
+    added = _asked_values(outer) if recall is None else recall.get("values", lambda: _asked_values(outer))
+    return Fields((added or {}) | stated, known=added is not None)
+
+
+def _asked_values(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What transformers' class makes of a config, None where it does not know the model_type."""
+    made = transformers_config(content)
     if made is None:
-        return Fields(stated, known=False)
+        return None
     _refuse_encoder_decoder(made.to_dict())
-    return Fields(_class_values(made) | stated, known=True)
+    return _class_values(made)
 
 
 def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:

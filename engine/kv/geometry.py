@@ -179,7 +179,7 @@ class ConfigReader:
             return [str(name) for name in listed]
         if not isinstance(layers, int) or layers < 1:
             raise ModelError(
-                f"config has no layers (num_hidden_layers is {layers}): it does not describe a language model"
+                f"config has no layers (num_hidden_layers is {layers!r}): it does not describe a language model"
             )
         if interval := fields.get("full_attention_interval"):
             return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
@@ -251,7 +251,7 @@ class ConfigReader:
         """Heads of a query."""
         heads = self.fields.get("num_attention_heads", "n_head", "n_heads", "num_heads")
         if not isinstance(heads, int) or heads < 1:
-            raise ModelError(f"config has no attention heads (num_attention_heads is {heads})")
+            raise ModelError(f"config has no attention heads (num_attention_heads is {heads!r})")
         return heads
 
     def kv_heads(self, kind: Kind, layer: int) -> int:
@@ -295,7 +295,7 @@ class ConfigReader:
     def _window(self) -> int:
         window = self.fields.get("sliding_window", "attention_window_size", "attention_chunk_size")
         if not isinstance(window, int):
-            raise ModelError(f"config has layers with a window, but sliding_window is {window}")
+            raise ModelError(f"config has layers with a window, but sliding_window is {window!r}")
         return window
 
     def _override(self, name: str, layer: int) -> Any:

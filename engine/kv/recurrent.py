@@ -21,6 +21,8 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
         return _mamba1(fields, dtype_bytes)
     if fields.get("conv_L_cache"):
         return int(fields.get("conv_L_cache") - 1) * int(fields.get("hidden_size")) * dtype_bytes
+    if width := fields.get("lru_width"):
+        return int(width) * (_FLOAT32 + (fields.get("conv1d_width", default=4) - 1) * dtype_bytes)
     return None
 
 

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.fields import Fields, read_fields
 from llmsched.engine.kv.geometry import ConfigReader, Geometry, kv_geometry
 from llmsched.engine.kv.quantised import kv_is_fp8
 from llmsched.engine.kv.weights import Weights, model_weights
+from llmsched.engine.model.source import one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from llmsched.engine.kv.recall import Recall
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +53,41 @@ def model_shape(
     dtype_bytes: int,
     path: Path | None = None,
     weights: Weights | None = None,
+    recall: Recall | None = None,
 ) -> ModelShape:
     """Read the shape from a transformers config or the content of a config.json.
 
-    `path` is the model's directory, where weight files are looked for; `weights` is taken as given instead. Raises
-    ModelError when the config does not say enough.
+    `path` is the model's directory, where weight files are looked for; `weights` is taken as given instead. `recall`
+    keeps what takes long to find out. Raises ModelError when the config does not say enough, or what it says is of an
+    unexpected kind.
     """
-    fields = read_fields(config)
+    try:
+        return _read_shape(config, dtype_bytes, path, weights, recall)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
+        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
+
+
+def _read_shape(
+    config: PretrainedConfig | Mapping[str, Any],
+    dtype_bytes: int,
+    path: Path | None,
+    weights: Weights | None,
+    recall: Recall | None,
+) -> ModelShape:
+    fields = read_fields(config, recall)
     geometry = kv_geometry(fields, dtype_bytes)
     hidden, vocab = fields.get("hidden_size", "n_embd", "d_model"), fields.get("vocab_size")
     position, notes = _max_position(fields)
     if not hidden or not vocab:
         notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
+    for name, size in (("hidden_size", hidden), ("vocab_size", vocab), ("max_position_embeddings", position)):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ModelError(f"config has {name} {size!r}; a number of 0 or more is understood")
     heads = ConfigReader(fields).heads() if geometry.caches_kv else 0
     quantised = fields.get("quantization_config")
     return ModelShape(
         geometry=geometry,
-        weights=weights or model_weights(path, config, dtype_bytes),
+        weights=weights or model_weights(path, config, dtype_bytes, recall),
         vocab_size=vocab or 0,
         hidden_size=hidden or 0,
         inner_size=_inner_size(fields),
@@ -82,6 +104,7 @@ def _inner_size(fields: Fields) -> int:
     """Width of the MLP, or of all experts together that one token is sent to."""
     hidden = fields.get("hidden_size", "n_embd", "d_model", default=0)
     dense = fields.get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+    dense = max(dense) if isinstance(dense, list) else dense
     chosen = fields.get("num_experts_per_tok", "top_k_experts", "moe_topk", default=0)
     shared = fields.get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=0)
     routed = chosen * fields.get("moe_intermediate_size", default=dense) + shared

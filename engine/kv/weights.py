@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,10 @@ from llmsched.engine.units import human_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from llmsched.engine.kv.recall import Recall
+
+logger = logging.getLogger(__name__)
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -43,39 +48,41 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
-def model_weights(path: Path | None, config: Any, dtype_bytes: int) -> Weights:
+def model_weights(path: Path | None, config: Any, dtype_bytes: int, recall: Recall | None = None) -> Weights:
     """Bytes of the weights of the model at `path` (a directory) when served in a type of `dtype_bytes`.
 
-    `config` is a transformers config, the content of a config.json, or Fields. Floating-point tensors are converted on
+    `config` is a transformers config or the content of a config.json. Floating-point tensors are converted on
     loading and count dtype_bytes per number; quantised ones count as stored. Without safetensors files the parameters
-    are counted from the config, tied embeddings once. Where neither is possible the count is 0 and a note says so.
+    are counted from the config, tied embeddings once; `recall` keeps the count where that takes building the model.
+    Where neither is possible the count is 0 and a note says so.
 
     Raises ModelError for a damaged file.
     """
-    fields = config if isinstance(config, Fields) else read_fields(config)
+    fields = read_fields(config, recall)
     files = _safetensors_files(path) if path is not None and path.is_dir() else []
     if files:
         return _from_headers(files, dtype_bytes, fields)
-    quantised = fields.get("quantization_config")
-    parameters = _parameters(config, fields)
-    if parameters is None:
+    parameters, notes = _parameters(config, fields, recall)
+    if not parameters.total:
         named = fields.model_type or "no model_type"
-        notes = (
-            f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights",
-        )
-        return Weights(0, "unknown", exact=False, notes=notes)
-    if not quantised:
-        return Weights(parameters.total * dtype_bytes, "config", exact=True)
-    return _quantised(parameters, quantised, dtype_bytes)
+        reason = f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"
+        return Weights(0, "unknown", exact=False, notes=(reason,))
+    if quantised := fields.get("quantization_config"):
+        return _quantised(parameters, quantised, dtype_bytes)
+    return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
 
 
-def _parameters(config: Any, fields: Fields) -> Parameters | None:
-    """Counted from the table of families, else by building the model; None where neither is possible."""
+def _parameters(config: Any, fields: Fields, recall: Recall | None = None) -> tuple[Parameters, tuple[str, ...]]:
+    """Counted from the table of families, else by building the model; and what was left out. None of it: zeros."""
     counted = count_parameters(fields)
     content = config if isinstance(config, Mapping) else config.to_dict()
     if counted is not None and (tower := tower_parameters(content)) is not None:
-        return counted + Parameters(tower=tower)
-    return _built_parameters(config)
+        return counted + Parameters(tower=tower), ()
+    built = _built_parameters(config) if recall is None else recall.get("parameters", lambda: _built_parameters(config))
+    if built:
+        return Parameters(**built), ()
+    partial = (f"{content.get('model_type')} cannot be built here: what sees or hears is not counted in its weights",)
+    return counted or Parameters(), partial if counted else ()
 
 
 def _quantised(parameters: Parameters, settings: Any, dtype_bytes: int) -> Weights:
@@ -144,8 +151,12 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _built_parameters(config: Any) -> Parameters | None:
-    """Count by building the model without memory (torch's meta device), which takes seconds; None if it cannot be."""
+def _built_parameters(config: Any) -> dict[str, int] | None:
+    """Parameters by building the model without memory (torch's meta device), which takes seconds; None if that fails.
+
+    Models whose parts need packages that are not installed, or whose config has a value that only building shows to
+    be wrong, cannot be built.
+    """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
         return None
@@ -157,12 +168,15 @@ def _built_parameters(config: Any) -> Parameters | None:
     autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     if getattr(made, "vision_config", None) is not None:
         autos.reverse()  # the text class of such a model would leave out what sees
-    for auto in autos:
-        if type(made) in auto._model_mapping:
+    for auto in (auto for auto in autos if type(made) in auto._model_mapping):
+        try:
             with torch.device("meta"):
                 model = auto.from_config(made)
             model.tie_weights()
-            return sum((_sorted(name, tensor) for name, tensor in model.named_parameters()), Parameters())
+        except Exception as problem:  # model classes raise whatever their arithmetic or imports raise
+            logger.info("%s cannot be built: %s", type(made).__name__, problem)
+            continue
+        return asdict(sum((_sorted(name, tensor) for name, tensor in model.named_parameters()), Parameters()))
     return None
 
 

@@ -21,7 +21,11 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> CommandLine:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("llmsched.cli.kv_budget.command.cache_directory", lambda: cache)
     return CommandLine(monkeypatch, capsys)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsched.engine.config import EngineConfig
@@ -24,6 +24,7 @@ from llmsched.engine.kv.budget import (
     plan_memory,
     token_budget,
 )
+from llmsched.engine.kv.draft import ModelDraft
 from llmsched.engine.kv.dtypes import check_servable
 from llmsched.engine.kv.geometry import Geometry, LayerGroup
 from llmsched.engine.kv.plan import MemoryPlan
@@ -128,6 +129,12 @@ def test_weights_beyond_the_budget_name_the_utilisation_that_suffices() -> None:
     proposed = float(re.search(r"gpu_memory_utilization to at least ([\d.]+)", message)[1])  # type: ignore[index]
     assert draft(gpu(12.5), model, gpu_memory_utilization=proposed).fits
     assert not draft(gpu(12.5), model, gpu_memory_utilization=proposed - 0.01).fits
+
+
+def test_e13_ten_gib_of_weights_on_twelve_at_half_utilisation() -> None:
+    message = str(draft(gpu(12), shape(weights=10 * GIB), gpu_memory_utilization=0.5).problem)
+    assert "weights 10.0 GiB + activations" in message
+    assert "the budget is 6.00 GiB (0.5 of 12.0 GiB); raise gpu_memory_utilization to at least 0.92" in message
 
 
 @pytest.mark.parametrize("utilisation", [0.5, 0.9, 0.95, 1.0])
@@ -408,3 +415,41 @@ def test_plans_stay_inside_memory_and_say_why_they_do_not_fit(
         assert plan.fixed_bytes + plan.num_blocks * plan.block_bytes <= plan.budget_bytes
     else:
         assert not re.search(r" -\d", str(plan.problem))
+
+
+LLAMA_FILE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 32,
+    "rope_scaling": {"type": "linear"},
+    "quantization_config": {"quant_method": "fp8"},
+    "kv_lora_rank": None,
+    "linear_num_value_heads": None,
+}
+odd = st.one_of(st.none(), st.booleans(), st.integers(-3, 5), st.floats(), st.text(max_size=3), st.lists(st.integers()))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(LLAMA_FILE)),
+    odd | st.dictionaries(st.text(max_size=3), odd),
+    st.sampled_from(["llama", "new"]),
+)
+def test_whatever_a_config_says_it_is_planned_or_refused_in_words(name: str, value: Any, family: str) -> None:
+    content = LLAMA_FILE | {"model_type": family, name: value}
+    for knobs in ({}, {"max_model_len": 64}):
+        refusal = ""
+        try:
+            plan = ModelDraft(content).plan(EngineConfig(**knobs), gpu(24))
+            assert plan.num_blocks >= 0 <= plan.max_num_seqs
+        except (ModelError, ConfigError) as problem:
+            refusal = str(problem)
+        assert "\n" not in refusal

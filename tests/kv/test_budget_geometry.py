@@ -104,6 +104,11 @@ OTHERS: dict[str, tuple[dict[str, Any], Wanted]] = {
         | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256},
         Wanted(4 * 2 * 2 * 256 * 2, 16 * 2 * 2 * 256 * 2, 512),
     ),
+    "RecurrentGemma, a window and two recurrences in turn": (
+        {"model_type": "recurrent_gemma", "num_hidden_layers": 26, "num_attention_heads": 10, "num_key_value_heads": 1}
+        | {"hidden_size": 2560, "lru_width": 2560, "attention_window_size": 2048, "conv1d_width": 4},
+        Wanted(0, 8 * 2 * 256 * 2, 2048, state=18 * (2560 * 4 + 3 * 2560 * 2)),
+    ),
     "Jamba, one attention layer of eight": (
         {"model_type": "jamba", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
         | {"hidden_size": 4096, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16}
