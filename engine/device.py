@@ -121,12 +121,18 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Processes on the GPU that use memory; none where the driver does not tell (containers, Windows)."""
-    try:
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:
-        return []
-    return [Holder(p.pid, _process_name(nvml, p.pid), int(p.usedGpuMemory)) for p in processes if p.usedGpuMemory]
+    """Processes that hold the GPU's memory, to compute or to draw, the largest first.
+
+    None where the driver does not tell (containers, Windows).
+    """
+    used: dict[int, int] = {}
+    for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            used |= {process.pid: int(process.usedGpuMemory) for process in listed(handle) if process.usedGpuMemory}
+        except nvml.NVMLError:
+            continue  # a card without the one kind still tells of the other
+    largest = sorted(used.items(), key=lambda each: each[1], reverse=True)
+    return [Holder(pid, _process_name(nvml, pid), size) for pid, size in largest]
 
 
 def _process_name(nvml: Any, pid: int) -> str:

@@ -22,7 +22,7 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
     if fields.get("conv_L_cache"):
         return int(fields.get("conv_L_cache") - 1) * int(fields.get("hidden_size")) * dtype_bytes
     if width := fields.get("lru_width"):
-        return int(width) * (_FLOAT32 + (fields.get("conv1d_width", default=4) - 1) * dtype_bytes)
+        return int(width) * (_FLOAT32 + (int(fields.get("conv1d_width", default=4)) - 1) * dtype_bytes)
     return None
 
 

@@ -31,6 +31,7 @@ class FakeNvml(ModuleType):
         self.capability = (8, 9)
         self.reports_memory = True
         self.reports_processes = True
+        self.draws = False
         self.handles: dict[Any, str] = {0: "first", 1: "second", "GPU-abc": "by uuid"}
         self.asked: list[str] = []
         self.open = 0
@@ -71,6 +72,12 @@ class FakeNvml(ModuleType):
         mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
         return [mine, SimpleNamespace(pid=77, usedGpuMemory=5 * GIB), SimpleNamespace(pid=78, usedGpuMemory=None)]
 
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        if not self.draws:
+            raise self.NVMLError("not supported")
+        both = SimpleNamespace(pid=77, usedGpuMemory=5 * GIB)
+        return [SimpleNamespace(pid=80, usedGpuMemory=GIB // 2), both, SimpleNamespace(pid=81, usedGpuMemory=6 * GIB)]
+
     def nvmlSystemGetProcessName(self, pid: int) -> str:
         return "/usr/bin/python3"
 
@@ -88,6 +95,13 @@ def test_a_gpu_without_what_the_driver_keeps_and_without_this_process(nvml: Fake
     assert found == DeviceMemory("cuda", "NVIDIA L4", 22 * GIB, 5 * GIB, (Holder(77, "python3", 5 * GIB),))
     assert found.free == 17 * GIB
     assert nvml.open == 0
+
+
+def test_processes_that_draw_hold_memory_too(nvml: FakeNvml) -> None:
+    nvml.draws = True
+    found = gpu_memory()
+    assert found is not None
+    assert [(holder.pid, holder.used) for holder in found.holders] == [(81, 6 * GIB), (77, 5 * GIB), (80, GIB // 2)]
 
 
 def test_a_driver_that_names_no_processes(nvml: FakeNvml) -> None:
