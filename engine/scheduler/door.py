@@ -49,6 +49,7 @@ class Door:
         self._admission = Admission(kv, config, predictor)
         self._kv = kv
         self._config = config
+        self._lane_ratio = config.fast_lane_share / (1 - config.fast_lane_share)
         self._clock = clock
         self._waiting = waiting
         self._running = running
@@ -58,6 +59,7 @@ class Door:
         self._stuck_epoch = -1
         self._try_again = False
         self._shut_out: set[Request] = set()
+        self._lane_places = 1.0
 
     def new_step(self) -> None:
         """Nobody has been preempted in this step yet."""
@@ -82,11 +84,17 @@ class Door:
         return bool(self._waiting) and self._epoch != self._stuck_epoch
 
     def admit_short_ones(self, step: Step, lane: int) -> list[Request]:
-        """Let short requests in while the fast lane's `lane` tokens last; returns those let in."""
+        """Let short requests in while the fast lane's `lane` tokens last; returns those let in.
+
+        Where more wait than there are slots, the lane takes no more than its share of those either: else short requests
+        could take every slot that comes free.
+        """
         admitted: list[Request] = []
+        scarce = len(self._waiting) > self.control.max_running - len(self._running)
         for request in self._waiting.short_ones(OFFERS_BEYOND_SLOTS):
-            if lane <= 0 or not self.admit(request):
+            if lane <= 0 or (scarce and self._lane_places < 1.0) or not self.admit(request):
                 break
+            self._lane_places -= scarce
             lane -= step.give(request, lane)
             admitted.append(request)
         return admitted
@@ -105,7 +113,10 @@ class Door:
                 return
             if request.status is not RequestStatus.RUNNING and self.admit(request):
                 self._waiting.count_admission(request)
+                self._lane_places = min(1.0, self._lane_places + self._lane_ratio)
                 step.give(request, step.left)
+        if self._lane_places < 1.0 and self._waiting.has_short:
+            self._lane_places, self._try_again = 1.0, True  # slots that nobody could take in order
         if epoch == self._epoch and step.left > 0 and not self._try_again:
             self._stuck_epoch = epoch
 

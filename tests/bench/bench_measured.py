@@ -155,6 +155,7 @@ def long_prompt(bench: Bench) -> None:
         outcomes,
         lambda o: 1e3 * p([gap for times in o.of("chat") for gap in times.gaps], 99),
     )
+    rows("(b) their longest gap", "ms", outcomes, lambda o: 1e3 * max(max(times.gaps) for times in o.of("chat")))
     rows("(b) its own TTFT", "s", outcomes, lambda o: float(np.mean([times.ttft for times in o.of("long")])))
 
 

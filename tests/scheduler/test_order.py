@@ -120,6 +120,32 @@ def test_fast_lane_takes_only_its_share_and_leaves_the_rest() -> None:
     assert_right(long, *short)
 
 
+def test_fast_lane_takes_only_its_share_of_slots_that_are_scarce() -> None:
+    harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=20, max_num_seqs=2, max_passes=1000)
+    long = [harness.add(make_request(f"l{i:02}", tokens(30, seed=i), 1, arrival=float(i))) for i in range(14)]
+    short = [harness.add(make_request(f"s{i:02}", tokens(10, seed=50 + i), 1, arrival=99.0)) for i in range(50)]
+    while any(request.status is not RequestStatus.FINISHED for request in long):
+        harness.step()
+    taken = sum(request.first_scheduled_time is not None for request in short)
+    assert 5 <= taken <= 7, "3 of 10 places"
+    harness.run()
+    assert_right(*long, *short)
+
+
+def test_fast_lane_takes_the_slots_that_nobody_else_can() -> None:
+    harness = Harness(30, budget=100, headroom=0.0, max_num_seqs=2, max_passes=1000, output_prediction="none")
+    running = harness.add(make_request("running", tokens(300), 100, arrival=0.0))
+    for _ in range(5):
+        harness.step()
+    large = [harness.add(make_request(f"l{i:02}", tokens(400, seed=i + 1), 1, arrival=1.0)) for i in range(20)]
+    short = [harness.add(make_request(f"s{i:02}", tokens(10, seed=50 + i), 1, arrival=2.0)) for i in range(40)]
+    for _ in range(50):
+        harness.step()
+    assert sum(request.status is RequestStatus.FINISHED for request in short) >= 20, "they fit beside what runs"
+    harness.run()
+    assert_right(running, *large, *short)
+
+
 def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_before_it_would() -> None:
     harness = Harness(20, budget=256, headroom=0.0, fast_lane_share=0.0)
     running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
