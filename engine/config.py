@@ -43,7 +43,7 @@ class EngineConfig:
     model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
     dtype: DType = knob(
         "auto",
-        "type of weights and KV; auto is bfloat16 where the device computes in it, else float32",
+        "type of weights, and of KV by default; auto is bfloat16 where the device computes in it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_dtype: KVDType = knob(

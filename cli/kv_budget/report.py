@@ -154,6 +154,7 @@ def _show_concurrency(found: Concurrency) -> None:
     render.table("", ("if all were as long as", "tokens", "max_num_seqs", "P(preemption) of the mix"), _mix_rows(found))
     for risk, count in found.safe:
         render.say(f"  up to {count:,} running need more blocks than there are at most {risk:.0%} of the time")
+    render.say("  (independent requests, each at a random step of its life, with no prefix in common)")
     if found.refused:
         render.say(f"  left out, since longer than max_model_len: {found.refused:,} requests")
     if lengths.outputs is None:
