@@ -480,6 +480,7 @@ async def test_limits_do_not_change_under_running_requests() -> None:
         stream = it.submit("a")
         await it.begun()
         call = asyncio.create_task(it.service.reconfigure(max_num_seqs=1))
+        await asyncio.sleep(0)
         it.executor.allow()
         with pytest.raises(ConfigError, match="while requests run"):
             await patient(call)
