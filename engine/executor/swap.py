@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 
@@ -22,8 +24,8 @@ class HostBlocks:
     """`num_slots` blocks of every layer in host memory, one slot like a block of the cache: the same type, so a copy
     and its way back change nothing.
 
-    On a CPU a copy is a plain one. On a GPU host memory is pinned and copies run on a stream of their own, after what
-    the computing stream was given before, and before what it is given afterwards.
+    On a CPU a copy is a plain one. On a GPU host memory is page-locked and copies run on a stream of their own, after
+    what the computing stream was given before, and before what it is given afterwards.
     """
 
     def __init__(self, cache: KVCache, num_slots: int, device: torch.device) -> None:
@@ -32,10 +34,17 @@ class HostBlocks:
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
-        self._layers = [
-            (tensor, torch.empty((num_slots, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=self._on_gpu))
-            for tensor in (*cache.keys, *cache.values)
+        tensors = [*cache.keys, *cache.values]
+        shapes = [(num_slots, *tensor.shape[1:]) for tensor in tensors]
+        sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        if self._on_gpu:
+            weakref.finalize(self, _lock_pages(memory)).atexit = False
+        parts = [
+            part.view(tensor.dtype).view(shape)
+            for part, tensor, shape in zip(torch.split(memory, sizes), tensors, shapes, strict=True)
         ]
+        self._layers = list(zip(tensors, parts, strict=True))
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks to slots: (block, slot) pairs."""
@@ -96,6 +105,20 @@ class HostBlocks:
             indices, first = to_device(blocks[part], self._device), int(slots[part.start])
             for tensor, host in self._layers:
                 tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
+
+
+def _lock_pages(memory: torch.Tensor) -> Callable[[], None]:
+    """Page-lock the tensor's memory; returns what undoes that.
+
+    torch's own pinned tensors are rounded up to a power of two, which could be twice the memory that was planned for.
+    """
+    cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+
+    def unlock() -> None:
+        cudart.cudaHostUnregister(address)
+
+    return unlock
 
 
 def _columns(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:

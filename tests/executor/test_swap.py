@@ -87,3 +87,27 @@ def test_gathered_copies_are_the_same_as_plain_ones() -> None:
     host._scatter_in(np.array([0, 2, 4, 5]), slots)
     for was, now in zip(before, (*cache.keys, *cache.values), strict=True):
         assert torch.equal(now[[0, 2, 4, 5]], was[[6, 1, 3, 0]])
+
+
+def test_pages_are_locked_once_and_unlocked_with_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            calls.append(("lock", size))
+            return flags
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            calls.append(("unlock", 0))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    cache = cache_of(torch.bfloat16)
+    host = HostBlocks(cache, 3, torch.device("cuda"))
+    size = 3 * cache.num_bytes // 8
+    assert calls == [("lock", size)]
+    assert sum(part.nbytes for _, part in host._layers) == size
+    del host
+    assert calls == [("lock", size), ("unlock", 0)]
