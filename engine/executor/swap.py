@@ -38,7 +38,9 @@ class HostBlocks:
         shapes = [(num_slots, *tensor.shape[1:]) for tensor in tensors]
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)
-        if self._on_gpu:
+        if not self._on_gpu:
+            memory.zero_()  # takes the memory now, not amid the first copies
+        else:
             weakref.finalize(self, _lock_pages(memory)).atexit = False
         parts = [
             part.view(tensor.dtype).view(shape)

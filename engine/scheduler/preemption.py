@@ -62,6 +62,13 @@ class Preemption:
             return recompute
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
+    def decide(self, request: Request, demand: int | None) -> Loss:
+        """How a request that is preempted loses its memory; see `loss`."""
+        loss = self.loss(request, demand)
+        if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
+            self.rates.not_copied()
+        return loss
+
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """The running request (of at least two) that gives its blocks back.
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from llmsched.engine.executor.base import StepPlan, StepResult
 
-#: Assumed until prefills, or copies, have been measured: tokens and bytes per second. The second is what PCIe 3 x16
-#: moves, and about what one core of a CPU copies.
+#: Assumed until prefills, or copies, have been measured: tokens and bytes per second. A victim has been computed, so
+#: the first hardly ever matters. The second is what PCIe 4 x16 moves, rather too much than too little: copies that are
+#: never made are never measured.
 ASSUMED_PREFILL_RATE = 10_000.0
-ASSUMED_COPY_RATE = 8e9
+ASSUMED_COPY_RATE = 20e9
 #: After so many measurements of a kind older ones count half.
 HALF_LIFE = 64
+#: How far each decision against a copy takes its measured cost back to the assumed one, so that it is tried again some
+#: time: the machine may have been busy when it was measured.
+FADING = 0.02
 
 
 class _Mean:
@@ -23,6 +27,10 @@ class _Mean:
         forget = 0.5 ** (1 / HALF_LIFE)
         self._seconds = self._seconds * forget + seconds
         self._units = self._units * forget + units
+
+    def fade(self) -> None:
+        """Believe what was measured a little less."""
+        self._seconds += FADING * (self._assumed * self._units - self._seconds)
 
     @property
     def per_unit(self) -> float:
@@ -48,6 +56,10 @@ class Rates:
     @property
     def per_block(self) -> float:
         return self._copy.per_unit
+
+    def not_copied(self) -> None:
+        """It was decided against copying blocks, because of what that costs."""
+        self._copy.fade()
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """Take in a step."""

@@ -149,7 +149,7 @@ class Scheduler:
         return preempted
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
-        loss = self.preemption.loss(request, demand)
+        loss = self.preemption.decide(request, demand)
         self.ledger.note(
             request.request_id,
             "preempted",

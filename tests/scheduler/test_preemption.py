@@ -176,6 +176,9 @@ def test_rates_are_what_was_measured() -> None:
     assert rates.per_block == pytest.approx(0.025)
     assert rates.per_prefill_token == pytest.approx(20e-6), "copies are no computing"
     for _ in range(1000):
+        rates.not_copied()
+    assert rates.per_block == pytest.approx(80_000 / ASSUMED_COPY_RATE, rel=0.01), "worth another try"
+    for _ in range(1000):
         rates.learn(plan_of(101), StepResult([RowResult()], 0.014))
     assert rates.per_prefill_token == pytest.approx(40e-6, rel=0.01), "what is long ago does not count"
 
