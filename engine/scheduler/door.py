@@ -109,7 +109,7 @@ class Door:
             return
         offers = self._waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self._config.cache_bonus)
         for request in offers:
-            if step.left <= 0 or len(self._running) >= self.control.max_running:
+            if step.left <= 0 or self.is_full:
                 return
             if request.status is not RequestStatus.RUNNING and self.admit(request):
                 self._waiting.count_admission(request)
@@ -125,7 +125,7 @@ class Door:
 
         One that was preempted in this step is not scheduled in it.
         """
-        if len(self._running) >= self.control.max_running:
+        if self.is_full:
             return False
         if request in self._shut_out:
             self._try_again = True
