@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from llmsched.engine.kv.finder import MIN_COPIED
 from llmsched.engine.parity.prompts import Prompt, PromptSet
@@ -17,7 +18,7 @@ class Check:
     """One engine, and the prompts it gets in waves: each wave at once, when the one before has ended.
 
     `token_budget` and `num_blocks` are the engine's. `num_tokens` bounds the output below what was asked for.
-    `cached_tokens` are the prefix hits that the last wave must have; `must_preempt` that somebody must be preempted.
+    `cached_tokens` are the prefix hits that the last wave must have. `preempted` says how somebody must be preempted.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Check:
     num_tokens: int
     caching: bool = False
     cached_tokens: tuple[int, ...] | None = None
-    must_preempt: bool = False
+    preempted: Literal["recompute", "swap"] | None = None
 
 
 def make_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterator[Check]:
@@ -68,9 +69,10 @@ def _hit(num_known: int, block_size: int) -> int:
 def _preemption_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterator[Check]:
     """Four prompts of two blocks in a pool of eight: each needs a ninth for its second token, so somebody must go.
 
-    With prefix caching, the preempted find some of their blocks again.
+    With prefix caching, the preempted find some of their blocks again; with swap, they get back what they lost.
     """
     wave = (prompts.edges[:4],)
     most = min(num_tokens, 6 * block_size + 1)  # what one of them can have in eight blocks: its last token needs no KV
-    yield Check("preemption", wave, 8 * block_size, 8, most, must_preempt=True)
-    yield Check("preemption, prefix cache", wave, 8 * block_size, 8, most, caching=True, must_preempt=True)
+    yield Check("preemption", wave, 8 * block_size, 8, most, preempted="recompute")
+    yield Check("preemption, prefix cache", wave, 8 * block_size, 8, most, caching=True, preempted="recompute")
+    yield Check("preemption, swap", wave, 8 * block_size, 8, most, preempted="swap")

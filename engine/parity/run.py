@@ -13,6 +13,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.model.open import open_model
 from llmsched.engine.parity.checks import Check, make_checks
@@ -118,10 +119,14 @@ def _run(subject: Subject, check: Check, result: CheckResult) -> list[Answer]:
         answers += last
     engine.check_integrity()
     stats = engine.stats()
-    if check.must_preempt:
+    if check.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:
             result.problems.append("nobody was preempted")
+    if check.preempted == "swap":
+        result.detail += f", {stats.num_swapped_in} swapped in"
+        if not stats.num_swapped_in:
+            result.problems.append("nobody was swapped in")
     if check.cached_tokens is not None:
         found = tuple(answer.num_cached_tokens for answer in last)
         result.detail = f"{', '.join(map(str, found))} cached tokens"
@@ -133,6 +138,7 @@ def _run(subject: Subject, check: Check, result: CheckResult) -> list[Answer]:
 
 def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
     longest = max(len(prompt.token_ids) for wave in check.waves for prompt in wave)
+    swap = SwapSpace(check.num_blocks if check.preempted == "swap" else 0)
     config = EngineConfig(
         model=subject.info.name,
         max_model_len=longest + check.num_tokens,
@@ -140,6 +146,8 @@ def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
         block_size=subject.block_size,
         enable_prefix_caching=check.caching,
         output_prediction="none",  # a pool too small for all is to be filled, not respected
+        preemption_mode=check.preempted or "auto",
+        swap_space=swap.num_slots,  # only the slots themselves count from here on
     )
     executor = TorchExecutor(
         subject.model,
@@ -148,8 +156,9 @@ def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
         device=subject.device,
         kv_dtype=subject.dtype,
         max_model_len=config.max_model_len,
+        num_swap_slots=swap.num_slots,
     )
-    return Engine(config, subject.info, subject.tokenizer, executor, check.num_blocks), executor
+    return Engine(config, subject.info, subject.tokenizer, executor, check.num_blocks, swap=swap), executor
 
 
 def _run_wave(engine: Engine, executor: TorchExecutor, prompts: ListLike[Prompt], num_tokens: int) -> list[Answer]:

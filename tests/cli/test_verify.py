@@ -50,6 +50,7 @@ def test_the_json_contract(command: CommandLine, model: str) -> None:
         "prefix hits",
         "preemption",
         "preemption, prefix cache",
+        "preemption, swap",
     ]
     for check in answer["checks"]:
         assert check["tokens_equal"] is True

@@ -15,6 +15,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor import sampler, torch_executor
 from llmsched.engine.kv import manager
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model import transformers_model
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.parity import run
@@ -34,6 +35,7 @@ CHECKS = (
     "prefix hits",
     "preemption",
     "preemption, prefix cache",
+    "preemption, swap",
 )
 
 
@@ -65,6 +67,7 @@ def test_tokens_and_logits_are_those_of_transformers(arch: str) -> None:
     details = {check.name: check.detail for check in report.checks}
     assert details["prefix hits"] == "47, 15, 16, 16, 31, 32, 32 cached tokens"
     assert int(details["preemption"].split()[0]) >= 2
+    assert int(details["preemption, swap"].split()[-3]) >= 2
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt_oss"])
@@ -183,6 +186,17 @@ def preemption_forgets_the_output(patch: Patch) -> None:
     patch.setattr(Scheduler, "_preempt", wrong)
 
 
+def swapped_blocks_come_back_out_of_order(patch: Patch) -> None:
+    right = SwapSpace.take
+
+    def wrong(self: SwapSpace) -> Any:
+        outs, ins = right(self)
+        slots, blocks = [slot for slot, _ in ins], [block for _, block in ins]
+        return outs, list(zip(slots, reversed(blocks), strict=True))
+
+    patch.setattr(SwapSpace, "take", wrong)
+
+
 def the_second_best_token_is_chosen(patch: Patch) -> None:
     right = sampler.judge
     patch.setattr(sampler, "judge", lambda token, *rest: right((token + 1) % VOCAB_SIZE, *rest))
@@ -202,7 +216,8 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], tuple[str, ...]]] = {
         ("chunks of 1", "chunks of 7", "chunks of 16", "chunks of 17", "mixed batch", "prefix hits"),
     ),
     "a hit too far": ("phi3", hits_reach_a_token_too_far, ("prefix hits",)),
-    "preemption forgets": ("llama", preemption_forgets_the_output, CHECKS[-2:]),
+    "preemption forgets": ("llama", preemption_forgets_the_output, CHECKS[-3:]),
+    "swapped KV comes back out of order": ("llama", swapped_blocks_come_back_out_of_order, CHECKS[-1:]),
     "wrong token": ("llama", the_second_best_token_is_chosen, CHECKS),
 }
 
@@ -243,6 +258,7 @@ def test_what_a_check_is_about_must_happen(monkeypatch: pytest.MonkeyPatch) -> N
         "prefix hits": ["cached tokens should be 47, 15, 16, 16, 31, 32, 32"],
         "preemption": ["nobody was preempted"],
         "preemption, prefix cache": ["nobody was preempted"],
+        "preemption, swap": ["nobody was preempted", "nobody was swapped in"],
     }
 
 
@@ -255,7 +271,7 @@ def test_an_engine_that_raises_fails_its_check_alone(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Scheduler, "_preempt", wrong)
     report = compare("llama")
-    assert [check.name for check in report.checks if not check.ok] == list(CHECKS[-2:])
+    assert [check.name for check in report.checks if not check.ok] == list(CHECKS[-3:])
     assert report.checks[-1].problems == ["the engine failed: RuntimeError: no such block"]
     assert report.checks[-1].max_abs_logit_diff is None
 
