@@ -15,18 +15,62 @@ MIN_STEPS = 16
 
 
 class StepShape(NamedTuple):
-    """What the time of a step depends on: prefill tokens, decoding sequences, tokens of KV that attention reads."""
+    """What the time of a step depends on; a row of one token counts as a decode, others are prefill.
+
+    `kv_tokens` are the tokens of KV that attention reads for all rows, of which prefill rows read `prefill_kv_tokens`.
+    `prefill_pairs` are (query, key) pairs of prefill rows: n tokens after s of context make n s + n (n + 1) / 2. The
+    `window_` fields are the same for layers that see only the last `window` tokens; without a window they are equal.
+    `sampled_rows` are the rows whose logits are computed.
+    """
 
     prefill_tokens: int
     decode_seqs: int
     kv_tokens: int
+    prefill_kv_tokens: int = 0
+    prefill_pairs: int = 0
+    window_kv_tokens: int = 0
+    window_prefill_kv_tokens: int = 0
+    window_pairs: int = 0
+    sampled_rows: int = 0
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """The shape of a step; a row of one token counts as a decode."""
-    decodes = sum(row.num_tokens == 1 for row in plan.rows)
-    kv_tokens = sum(row.start + row.num_tokens for row in plan.rows)
-    return StepShape(plan.num_tokens - decodes, decodes, kv_tokens)
+def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
+    """The shape of a step, for a model whose windowed layers see `window` tokens (None: it has no such layers)."""
+    tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
+    window_decode_kv = window_prefill_kv = window_pairs = 0
+    for _, start, count, _, sample in plan.rows:
+        end = start + count
+        sampled += sample
+        if count == 1:
+            decodes += 1
+            decode_kv += end
+            if window is not None:
+                window_decode_kv += min(end, window)
+            continue
+        tokens += count
+        prefill_kv += end
+        pairs += _pairs(start, count)
+        if window is not None:
+            window_prefill_kv += min(end, window + count - 1)
+            window_pairs += _pairs(start, count) - _pairs(max(0, start - window), max(0, min(count, end - window)))
+    if window is None:
+        window_decode_kv, window_prefill_kv, window_pairs = decode_kv, prefill_kv, pairs
+    return StepShape(
+        prefill_tokens=tokens,
+        decode_seqs=decodes,
+        kv_tokens=decode_kv + prefill_kv,
+        prefill_kv_tokens=prefill_kv,
+        prefill_pairs=pairs,
+        window_kv_tokens=window_decode_kv + window_prefill_kv,
+        window_prefill_kv_tokens=window_prefill_kv,
+        window_pairs=window_pairs,
+        sampled_rows=sampled,
+    )
+
+
+def _pairs(start: int, count: int) -> int:
+    """(query, key) pairs of `count` tokens after `start` of context, each of which sees itself and all before it."""
+    return count * start + count * (count + 1) // 2
 
 
 class StepTimeModel:
@@ -50,7 +94,7 @@ class StepTimeModel:
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         """Take in one measured step."""
-        x = np.array([1.0, *shape]) / self._scale
+        x = self._terms(shape)
         self._gram = self._gram * self._forget + np.outer(x, x)
         self._moment = self._moment * self._forget + x * seconds
         self._coefficients = None
@@ -58,7 +102,7 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape) -> float:
         """Seconds that a step of this shape takes."""
-        return float(self._fit() @ (np.array([1.0, *shape]) / self._scale))
+        return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
         """How many prefill tokens a step with these decodes can take in `seconds`; 0 if the decodes alone take that."""
@@ -66,6 +110,11 @@ class StepTimeModel:
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
         per_token = fit[1] / self._scale[1]
         return max(0, int(left / per_token)) if per_token > 0 else 1 << 30
+
+    def _terms(self, shape: StepShape) -> np.ndarray:
+        terms = np.array([1.0, shape.prefill_tokens, shape.decode_seqs, shape.kv_tokens])
+        terms /= self._scale
+        return terms
 
     def _fit(self) -> np.ndarray:
         """Non-negative least squares by dropping terms that come out negative, at most three times."""

@@ -22,7 +22,10 @@ class VirtualClock:
 
 
 class StepCost(Protocol):
-    """How long a step takes."""
+    """How long a step takes. `window` is that of the model's windowed layers in tokens, None if it has none."""
+
+    @property
+    def window(self) -> int | None: ...
 
     def seconds(self, shape: StepShape) -> float: ...
 
@@ -34,6 +37,10 @@ class LinearCost(NamedTuple):
     per_prefill_token: float
     per_decode_seq: float
     per_kv_token: float
+
+    @property
+    def window(self) -> None:
+        """Windows make no difference here."""
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -65,7 +72,7 @@ class SimulatedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         swapping = self._per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
-        elapsed = self._cost.seconds(shape_of(plan)) + swapping
+        elapsed = self._cost.seconds(shape_of(plan, self._cost.window)) + swapping
         self._clock.now += elapsed
         return StepResult([self._result(row) for row in plan.rows], elapsed, swapping)
 
