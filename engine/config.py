@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from llmsched.engine.errors import ConfigError
 
@@ -18,6 +18,15 @@ Device = Literal["auto", "cuda", "cpu"]
 Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
+
+
+class Limits(TypedDict, total=False):
+    """The knobs that an engine can change without a restart; what is left out stays as it is."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    headroom: float
+    target_itl: float | None
 
 
 def knob(

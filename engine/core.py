@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from llmsched.engine.changes import PromptChange, PromptChanges
-from llmsched.engine.config import EngineConfig, check_knob
+from llmsched.engine.config import EngineConfig, Limits, check_knob
 from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.manager import KVManager
@@ -262,17 +262,17 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._accounts.stats()
 
-    def reconfigure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
+    def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits of a step while no request runs, within what memory was reserved for at the start.
 
-        Raises ConfigError for more than that.
+        Raises ConfigError for more than that, and for what EngineConfig does not allow.
         """
         if self.scheduler.running:
-            raise ConfigError("max_num_batched_tokens", "cannot be changed while requests run; wait until they end")
-        for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
-            if value is not None:
-                check_knob(name, value, {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)})
-        self.scheduler.configure(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+            raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            rule = {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)}
+            check_knob(name, limits.get(name), rule)
+        self.scheduler.configure(**limits)
         self._accounts.update()
 
     def reset_prefix_cache(self) -> None:

@@ -9,10 +9,10 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from llmsched.engine.changes import PromptChange
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
 from llmsched.engine.kv.pins import PinState
@@ -211,11 +211,9 @@ class AsyncEngine:
         self._inbox.put(add)
         return stream
 
-    async def reconfigure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
+    async def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """See Engine.reconfigure."""
-        await self._call(
-            lambda: self._engine.reconfigure(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        )
+        await self._call(lambda: self._engine.reconfigure(**limits))
 
     async def reset_prefix_cache(self) -> None:
         """See Engine.reset_prefix_cache."""

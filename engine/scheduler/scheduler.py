@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.table import table_of
@@ -56,21 +56,16 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.predictor = OutputPredictor(config.output_prediction)
-        self.pacer = Pacer(config)
         self.preemption = Preemption(kv, config)
         self._clock = clock
         self._finished: list[str] = []
         self.configure()
 
-    def configure(self, *, max_num_batched_tokens: int | None = None, max_num_seqs: int | None = None) -> None:
-        """Change the limits of a step; only while nothing runs."""
+    def configure(self, **limits: Unpack[Limits]) -> None:
+        """Change the limits of a step, only while nothing runs; what headroom and steps have taught is forgotten."""
         assert not self.running
-        config = self.config
-        self.config = replace(
-            config,
-            max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
-            max_num_seqs=max_num_seqs or config.max_num_seqs,
-        )
+        self.config = replace(self.config, **limits)
+        self.pacer = Pacer(self.config)
         assert self.config.max_num_batched_tokens is not None
         self.token_budget = self.config.max_num_batched_tokens
         self.door = Door(

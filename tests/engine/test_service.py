@@ -475,6 +475,21 @@ async def test_limits_change_within_what_was_planned() -> None:
 
 
 @scenario
+async def test_headroom_and_target_change_too() -> None:
+    async with running() as it:
+        it.executor.run_freely()
+        await it.service.reconfigure(headroom=0.2, target_itl=0.05)
+        assert it.service.stats().headroom == 0.2
+        await it.service.reconfigure(target_itl=None)
+        assert it.service.stats().headroom == 0.2
+        for settings, reason in (({"headroom": 0.4}, "above max_headroom"), ({"target_itl": 0.0}, "allowed is from")):
+            with pytest.raises(ConfigError, match=reason):
+                await it.service.reconfigure(**settings)
+        assert it.service.stats().headroom == 0.2
+        assert it.service.healthy
+
+
+@scenario
 async def test_limits_do_not_change_under_running_requests() -> None:
     async with running() as it:
         stream = it.submit("a")
