@@ -5,6 +5,7 @@ Quantities are written with their unit ("800ms", "24GiB", "90%") and arrive in b
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -12,12 +13,13 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
 from llmsched.cli import render
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, check_knob
+from llmsched.engine.errors import ConfigError
 
 R = TypeVar("R")
 
@@ -177,19 +179,57 @@ def with_engine_options(
 
 def _flag(knob: Field[Any], annotation: Any) -> Any:
     """The annotation that makes Typer build the option of a knob; None stands for "not given"."""
-    rule = knob.metadata
-    parser: Callable[[Any], Any] | None = None
-    metavar: str | None = None
-    if knob.name in _CHOSEN:
-        parser, metavar = context_length, "TOKENS|auto"
-    elif rule["unit"] == "bytes":
-        parser, metavar = size, "SIZE"
-    elif rule["unit"] == "seconds":
-        parser, metavar = duration, "DURATION"
-    elif annotation is float and _is_share(rule["low"], rule["high"]):
-        parser, metavar = fraction, "SHARE"
+    parser, metavar = _parser(knob, annotation)
     option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
     return Annotated[annotation | None, option]
+
+
+def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[Any], Any] | None, str | None]:
+    """What reads the text of a knob and how its help names it; None where Typer knows by the type."""
+    rule = knob.metadata
+    if knob.name in _CHOSEN:
+        return context_length, "TOKENS|auto"
+    if rule["unit"] == "bytes":
+        return size, "SIZE"
+    if rule["unit"] == "seconds":
+        return duration, "DURATION"
+    if annotation is float and _is_share(rule["low"], rule["high"]):
+        return fraction, "SHARE"
+    return None, None
+
+
+def knob_value(name: str, text: str) -> Any:
+    """The value of a knob as its flag reads `text`; None for auto. Raises ConfigError for what the flag refuses."""
+    known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
+        raise ConfigError(name, f"is no setting of the engine; settings are {', '.join(near)}")
+    annotation = get_type_hints(EngineConfig)[name]
+    parser = _parser(known[name], annotation)[0] or _plain_parser(annotation)
+    try:
+        value = parser(text)
+        if value == AUTO and name in _CHOSEN:
+            return None
+        check_knob(name, value, known[name].metadata)
+    except ValueError:
+        whole = "a whole number" if int in (annotation, *get_args(annotation)) else "a number"
+        raise ConfigError(name, f"{text!r} is not {whole}") from None
+    except typer.BadParameter as problem:
+        raise ConfigError(name, problem.message) from problem
+    return value
+
+
+def _plain_parser(annotation: Any) -> Callable[[str], Any]:
+    if annotation is bool:
+        return _switch
+    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
+
+
+def _switch(text: str) -> bool:
+    words = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise typer.BadParameter(f"{text!r} is neither on nor off")
+    return words[text.lower()]
 
 
 def _is_share(low: float | None, high: float | None) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
+from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.budget import MemoryPlan, model_shape, plan_memory
 from llmsched.engine.kv.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
@@ -20,6 +21,16 @@ from llmsched.engine.progress import Progress, silent
 if TYPE_CHECKING:
     from llmsched.engine.config import Device, DType, KVDType
     from llmsched.engine.executor.torch_executor import TorchExecutor
+
+#: Knobs that say what is loaded and reserved; all others only say what is decided.
+RESERVING = frozenset(
+    {
+        *("model", "dtype", "kv_cache_dtype", "device", "max_model_len", "block_size", "gpu_memory_utilization"),
+        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space"),
+    }
+)
+#: Knobs that memory is reserved by, and that may be less than that.
+LIMITS = frozenset({"max_num_batched_tokens", "max_num_seqs"})
 
 #: The knob that bounds the memory of KV blocks, by the kind of device.
 _FOR_BLOCKS = {"cuda": "gpu_memory_utilization", "cpu": "kv_cache_memory_bytes"}
@@ -48,6 +59,28 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     return Engine(
         config, opened.info, opened.tokenizer, executor, plan.num_blocks, plan=plan, swap=swap, metrics=metrics
+    )
+
+
+def engine_beside(engine: Engine, **knobs: Any) -> Engine:
+    """An engine with other settings and nothing cached on the executor of `engine`, which must not be used any more.
+
+    Raises ConfigError for a knob of RESERVING, and for a limit above what memory is reserved for.
+    """
+    if wrong := sorted(RESERVING & knobs.keys()):
+        raise ConfigError(wrong[0], "decides what is loaded and reserved; that takes an engine built anew")
+    for name in LIMITS & knobs.keys():
+        if knobs[name] is not None:
+            check_knob(name, knobs[name], {**EngineConfig.knob_rule(name), "high": getattr(engine.config, name)})
+    kv = engine.scheduler.kv
+    return Engine(
+        replace(engine.config, **{name: value for name, value in knobs.items() if name not in LIMITS or value}),
+        engine.model,
+        engine.tokenizer,
+        engine.executor,
+        kv.pool.num_blocks,
+        plan=engine.plan,
+        swap=SwapSpace(kv.swap.num_slots, kv.swap.block_bytes),
     )
 
 

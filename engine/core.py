@@ -19,6 +19,7 @@ from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pins import PinState, most_pinned_blocks
 from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
@@ -261,6 +262,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._accounts.stats()
+
+    def kv_use(self) -> KVUse:
+        """How KV memory is used now."""
+        return self.scheduler.kv.use(self.scheduler.running)
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits of a step while no request runs, within what memory was reserved for at the start.

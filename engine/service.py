@@ -16,6 +16,7 @@ from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
 from llmsched.engine.kv.pins import PinState
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import RequestOutput, SamplingParams
@@ -234,6 +235,10 @@ class AsyncEngine:
     async def prompt_change(self) -> PromptChange | None:
         """See Engine.prompt_change."""
         return await self._call(self._engine.prompt_change)
+
+    async def kv_use(self) -> KVUse:
+        """See Engine.kv_use."""
+        return await self._call(self._engine.kv_use)
 
     async def explain(self, request_ids: Sequence[str]) -> list[list[Timeline]]:
         """Engine.explain of each."""

@@ -11,6 +11,7 @@ from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixTree, encode
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.kv.table import BlockTable, table_of
+from llmsched.engine.kv.use import KVUse, num_empty
 from llmsched.engine.kv.writers import Writers
 from llmsched.engine.request import Request
 
@@ -45,6 +46,7 @@ class KVManager:
         self._copies: dict[int, int] = {}
         self._now = 0.0
         self._held: list[list[int]] = []
+        self._num_held_empty = 0
 
     @property
     def max_request_blocks(self) -> int:
@@ -216,17 +218,30 @@ class KVManager:
 
     # -- static batches ---------------------------------------------------------------------------------------
 
-    def hold(self, table: BlockTable) -> None:
+    def hold(self, request: Request) -> None:
         """Keep the blocks of a request that ends from being used by others until `release_held`."""
-        blocks = table.ids.tolist()
+        blocks = table_of(request).ids.tolist()
         self.pool.acquire(blocks)
         self._held.append(blocks)
+        self._num_held_empty += num_empty(request)
 
     def release_held(self) -> None:
         """Give back what `hold` kept."""
         for blocks in self._held:
             self.pool.release(reversed(blocks))
         self._held.clear()
+        self._num_held_empty = 0
+
+    # -- how memory is used -----------------------------------------------------------------------------------
+
+    def use(self, running: Iterable[Request]) -> KVUse:
+        """How the memory is used now, between two steps, while `running` hold blocks."""
+        return KVUse(
+            held=self.pool.num_used * self.block_size,
+            empty=self._num_held_empty + sum(num_empty(request) for request in running),
+            cached=self.pool.num_cached * self.block_size,
+            total=self.pool.num_blocks * self.block_size,
+        )
 
     # -- once a step ------------------------------------------------------------------------------------------
 

@@ -41,8 +41,7 @@ class StaticScheduler(Scheduler):
             super().finish(request, reason)
             self._release_batch()
             return
-        table = table_of(request)
-        self.kv.hold(table)
+        self.kv.hold(request)
         super().finish(request, reason)
 
     def _release_batch(self) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from llmsched.cli import main as cli
 from llmsched.cli import options
-from llmsched.cli.options import EngineOptions, with_engine_options
+from llmsched.cli.options import EngineOptions, knob_value, with_engine_options
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 
@@ -219,3 +219,38 @@ def test_top_level_help_lists_commands_without_importing_them(  # type: ignore[n
     code, out, _ = run("--help")
     assert code == 0
     assert "ghost" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_num_seqs", "4", 4),
+        ("headroom", "20%", 0.2),
+        ("target_itl", "50ms", 0.05),
+        ("swap_space", "2GiB", 2 << 30),
+        ("enable_prefix_caching", "off", False),
+        ("scheduling_policy", "fcfs", "fcfs"),
+        ("max_model_len", "8k", 8192),
+        ("max_model_len", "auto", None),
+    ],
+)
+def test_the_value_of_a_setting_is_read_as_its_flag_reads_it(name: str, text: str, value: object) -> None:
+    assert knob_value(name, text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("max_num_seq", "4", "max_num_seq: is no setting of the engine; settings are max_num_seqs"),
+        ("model", "x", "model: is no setting"),
+        ("max_num_seqs", "4.5", "max_num_seqs: '4.5' is not a whole number"),
+        ("max_num_seqs", "0", "max_num_seqs: 0 is out of range; allowed is from 1 to 65536"),
+        ("headroom", "nan", "headroom: 'nan' is not a share"),
+        ("target_itl", "50", "target_itl: '50' needs a unit"),
+        ("enable_prefix_caching", "maybe", "neither on nor off"),
+        ("scheduling_policy", "tidal", "scheduling_policy: 'tidal' is not one of fair"),
+    ],
+)
+def test_a_wrong_value_of_a_setting_names_it_and_what_is_allowed(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        knob_value(name, text)

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from llmsched.engine.build import build_engine
+from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.errors import ModelError
+from llmsched.engine.core import Engine
+from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model import open as opening
 from llmsched.engine.model.paged import KVCache
+from llmsched.engine.request import SamplingParams
+from llmsched.engine.scheduler.static import StaticScheduler
 
 ON_THE_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")
 ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
@@ -57,3 +60,34 @@ def test_other_errors_stay_what_they_are(tiny_model: Any, monkeypatch: pytest.Mo
     failing(monkeypatch, doing, RuntimeError("no kernel image is available"))
     with pytest.raises(RuntimeError, match="no kernel image"):
         build_engine(config(tiny_model))
+
+
+def test_an_engine_beside_another_has_other_settings_and_shares_what_is_loaded(tiny_model: Any) -> None:
+    built = build_engine(config(tiny_model))
+    prompt = list(range(4, 24))
+
+    def tokens(engine: Engine) -> list[int]:
+        engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        found = [token for _ in range(5) for output in engine.step() for token in output.token_ids]
+        assert not engine.has_work()
+        return found
+
+    expected = tokens(built)
+    beside = engine_beside(built, scheduling_policy="static", max_num_seqs=2, max_num_batched_tokens=64)
+    assert isinstance(beside.scheduler, StaticScheduler)
+    assert (beside.config.max_num_seqs, beside.config.max_num_batched_tokens) == (2, 64)
+    assert beside.executor is built.executor
+    assert beside.stats().blocks_cached == 0
+    assert tokens(beside) == expected
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"block_size": 8}, "block_size: decides what is loaded and reserved"),
+        ({"max_num_seqs": 129}, "max_num_seqs: 129 is out of range; allowed is from 1 to 128"),
+    ],
+)
+def test_an_engine_beside_another_takes_no_more_memory(tiny_model: Any, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_beside(build_engine(config(tiny_model)), **knobs)

@@ -1,0 +1,48 @@
+"""How KV memory is used: held, empty, cached; by policy."""
+
+from __future__ import annotations
+
+from fakes import Harness, make_request, tokens
+
+from llmsched.engine.kv.use import KVUse
+
+
+def use(harness: Harness) -> KVUse:
+    return harness.scheduler.kv.use(harness.scheduler.running)
+
+
+def test_continuous_batching_holds_what_the_tokens_need() -> None:
+    """Blocks of 16: a prompt of 20 has two, 12 of whose places are empty; another token fills one more."""
+    harness = Harness(40, budget=256)
+    harness.add(make_request("a", tokens(20), 3))
+    assert use(harness) == KVUse(0, 0, 0, 640)
+    harness.step()
+    assert use(harness) == KVUse(32, 12, 0, 640)
+    harness.step()
+    assert use(harness) == KVUse(32, 11, 0, 640)
+    harness.step()
+    assert use(harness) == KVUse(0, 0, 16, 640), "its first block can be found again"
+
+
+def test_a_shared_block_counts_once_and_is_full() -> None:
+    harness = Harness(40, budget=256)
+    harness.add(make_request("a", tokens(40), 9))
+    harness.step()
+    harness.add(make_request("b", [*tokens(32), *tokens(4, seed=1)], 9, arrival=1.0))
+    harness.step()
+    assert use(harness).held == 4 * 16, "two shared, and one each of its own"
+    assert use(harness).empty == (48 - 41) + (48 - 36)
+
+
+def test_a_static_batch_reserves_for_the_maximum_until_its_last_member_ends() -> None:
+    harness = Harness(40, budget=256, max_num_seqs=4, scheduling_policy="static", max_model_len=160)
+    harness.add(make_request("short", tokens(10), 2, arrival=0.0))
+    harness.add(make_request("long", tokens(10, seed=1), 30, arrival=1.0))
+    harness.step()
+    assert use(harness) == KVUse(320, 320 - 20, 0, 640)
+    harness.step()
+    harness.step()
+    assert use(harness) == KVUse(320, (160 - 11) + (160 - 12), 0, 640), "the short one has ended with 11 computed"
+    harness.run()
+    assert use(harness).held == 0
+    assert use(harness).empty == 0
