@@ -12,7 +12,11 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One GPU. `memory` is in bytes, as CUDA offers it; bandwidth in bytes/s, the rest in FLOP/s (dense, fp32 sums)."""
+    """One GPU. `memory` is in bytes, as CUDA offers it; bandwidth in bytes/s, the rest in FLOP/s (dense, fp32 sums).
+
+    `architecture` is the generation in lower case ("hopper"), `host_bandwidth` that of the link to host memory, in
+    bytes/s one way. fp8_flops is 0 where there are no fp8 units.
+    """
 
     key: str
     name: str
@@ -20,6 +24,10 @@ class GpuSpec:
     bandwidth: float
     bf16_flops: float
     fp16_flops: float
+    architecture: str
+    host_bandwidth: float
+    fp8_flops: float
+    fp32_flops: float
 
 
 class UnknownGpuError(LookupError):
@@ -63,4 +71,8 @@ def _spec(key: str, entry: dict[str, float | str]) -> GpuSpec:
         bandwidth=float(entry["bandwidth_gbps"]) * 1e9,
         bf16_flops=bf16,
         fp16_flops=float(entry.get("fp16_tflops", 0)) * 1e12 or bf16,
+        architecture=str(entry["architecture"]),
+        host_bandwidth=float(entry["host_gbps"]) * 1e9,
+        fp8_flops=float(entry.get("fp8_tflops", 0)) * 1e12,
+        fp32_flops=float(entry["fp32_tflops"]) * 1e12,
     )

@@ -90,7 +90,7 @@ def _read_shape(
         weights=weights or model_weights(path, config, dtype_bytes, recall),
         vocab_size=vocab or 0,
         hidden_size=hidden or 0,
-        inner_size=_inner_size(fields),
+        inner_size=inner_size(fields),
         max_position=position,
         notes=notes,
         heads=heads,
@@ -100,7 +100,7 @@ def _read_shape(
     )
 
 
-def _inner_size(fields: Fields) -> int:
+def inner_size(fields: Fields) -> int:
     """Width of the MLP, or of all experts together that one token is sent to."""
     hidden = fields.get("hidden_size", "n_embd", "d_model", default=0)
     dense = fields.get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)

@@ -62,7 +62,7 @@ def model_weights(path: Path | None, config: Any, dtype_bytes: int, recall: Reca
     files = _safetensors_files(path) if path is not None and path.is_dir() else []
     if files:
         return _from_headers(files, dtype_bytes, fields)
-    parameters, notes = _parameters(config, fields, recall)
+    parameters, notes = parameters_of(config, fields, recall)
     if not parameters.total:
         named = fields.model_type or "no model_type"
         reason = f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"
@@ -72,7 +72,7 @@ def model_weights(path: Path | None, config: Any, dtype_bytes: int, recall: Reca
     return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
 
 
-def _parameters(config: Any, fields: Fields, recall: Recall | None = None) -> tuple[Parameters, tuple[str, ...]]:
+def parameters_of(config: Any, fields: Fields, recall: Recall | None = None) -> tuple[Parameters, tuple[str, ...]]:
     """Counted from the table of families, else by building the model; and what was left out. None of it: zeros."""
     counted = count_parameters(fields)
     content = config if isinstance(config, Mapping) else config.to_dict()

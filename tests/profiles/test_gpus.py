@@ -9,10 +9,14 @@ from llmsched.profiles.gpus import UnknownGpuError, find_gpu, gpus
 
 def test_every_entry_is_plausible() -> None:
     for spec in gpus().values():
-        assert 10 * 2**30 < spec.memory < 300 * 2**30, spec
+        assert 7 * 2**30 < spec.memory < 300 * 2**30, spec
         assert 200e9 < spec.bandwidth < 10e12, spec
-        assert spec.bf16_flops == 0 or 50e12 < spec.bf16_flops < 3e15, spec
+        assert spec.bf16_flops == 0 or 40e12 <= spec.bf16_flops < 3e15, spec
         assert spec.fp16_flops >= spec.bf16_flops, spec
+        assert spec.fp8_flops == 0 or spec.fp8_flops == pytest.approx(2 * spec.bf16_flops, rel=0.03), spec
+        assert 5e12 < spec.fp32_flops < spec.fp16_flops, spec
+        assert spec.host_bandwidth < spec.bandwidth / 4, spec
+        assert spec.architecture in {"volta", "turing", "ampere", "ada", "hopper", "blackwell"}, spec
 
 
 @pytest.mark.parametrize(

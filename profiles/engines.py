@@ -1,0 +1,74 @@
+"""What classes of engines reach of a GPU, and what their steps cost besides: constants from engines.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a GPU's datasheet figures that an engine reaches, from 0 to 1.
+
+    matrix, matrix_fp8: of the arithmetic rate; attention: of what matrices reach; bandwidth: for weights and vectors;
+    kv: for reading KV; experts: of matrix and bandwidth in routed experts. `error` is the median relative error of TPOT
+    on published measurements that were held back, None where there were none.
+    """
+
+    matrix: float
+    matrix_fp8: float
+    attention: float
+    bandwidth: float
+    kv: float
+    experts: float
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """A class of engines: seconds per step, per layer and per row of a step, and shares by kind of GPU."""
+
+    key: str
+    step_seconds: float
+    layer_seconds: float
+    row_seconds: float
+    shares: Mapping[str, Efficiency]
+
+    def on(self, architecture: str) -> Efficiency:
+        """What it reaches on a kind of GPU ("hopper"); that of a kind without measurements is the default."""
+        return self.shares.get(architecture, self.shares["default"])
+
+
+class UnknownEngineError(LookupError):
+    """No engine class of that name is listed; the message names those that are."""
+
+
+@cache
+def engines() -> dict[str, EngineSpec]:
+    """All engine classes of engines.toml by key."""
+    table = tomllib.loads(files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
+    return {key: engine_spec(key, {**table["default"], **entry}) for key, entry in table.items()}
+
+
+def find_engine(name: str) -> EngineSpec:
+    """The engine class of that name. Raises UnknownEngineError."""
+    found = engines().get(name.lower())
+    if found is None:
+        raise UnknownEngineError(f"{name!r} is not a known engine class; known are {', '.join(engines())}")
+    return found
+
+
+def engine_spec(key: str, entry: Mapping[str, Any]) -> EngineSpec:
+    """One table of engines.toml: a kind of GPU states only what differs from the table's `on.default`."""
+    kinds = entry["on"]
+    return EngineSpec(
+        key=key,
+        step_seconds=entry["step_us"] * 1e-6,
+        layer_seconds=entry["layer_us"] * 1e-6,
+        row_seconds=entry["row_us"] * 1e-6,
+        shares={kind: Efficiency(**{**kinds["default"], **own}) for kind, own in kinds.items()},
+    )

@@ -1,0 +1,159 @@
+"""The roofline by its limits: what a step costs when one resource alone decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmsched.engine.errors import ConfigError, ModelError
+from llmsched.engine.executor.cost import StepShape
+from llmsched.engine.executor.roofline import Roofline, roofline
+from llmsched.engine.kv.fields import read_config_file
+from llmsched.engine.kv.work import ModelWork, model_work
+from llmsched.profiles.engines import UnknownEngineError, engine_spec
+from llmsched.profiles.gpus import find_gpu
+
+CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+#: An engine that reaches everything and costs nothing.
+IDEAL = engine_spec(
+    "ideal",
+    {
+        "step_us": 0.0,
+        "layer_us": 0.0,
+        "row_us": 0.0,
+        "on": {
+            "default": dict.fromkeys(("matrix", "matrix_fp8", "attention", "bandwidth", "kv", "experts"), 1.0),
+        },
+    },
+)
+LLAMA = "meta-llama--Meta-Llama-3.1-8B"
+#: Numbers of its matrices without embeddings, with the head; and of the head.
+LLAMA_NUMBERS, LLAMA_HEAD = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 128256, 4096 * 128256
+
+
+def work(name: str, dtype_bytes: int = 2, kv_bytes: int | None = None, **settings: Any) -> ModelWork:
+    content = read_config_file(CONFIGS / f"{name}_config.json") | settings
+    return model_work(content, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
+
+
+def test_a_lone_decode_reads_the_weights() -> None:
+    seconds = Roofline(work(LLAMA), find_gpu("h100"), IDEAL).seconds(StepShape(0, 1, 1, sampled_rows=1))
+    assert seconds == pytest.approx(2 * LLAMA_NUMBERS / 3350e9, rel=0.01)
+
+
+def test_a_large_prefill_multiplies() -> None:
+    shape = StepShape(8192, 0, 8192, 8192, 0, sampled_rows=0)
+    model = work(LLAMA)
+    vectors = model.vector_bytes * 8192 / 3350e9
+    seconds = Roofline(model, find_gpu("h100"), IDEAL).seconds(shape)
+    assert seconds == pytest.approx(2 * (LLAMA_NUMBERS - LLAMA_HEAD) * 8192 / 989e12 + vectors, rel=0.01)
+
+
+def test_decodes_read_their_kv_and_fp8_halves_it() -> None:
+    long, short = (StepShape(0, 64, tokens, sampled_rows=64) for tokens in (640_000, 64))
+    for kv_bytes, per_token in ((2, 131072), (1, 65536)):
+        cost = Roofline(work(LLAMA, kv_bytes=kv_bytes), find_gpu("h100"), IDEAL)
+        grown = cost.seconds(long) - cost.seconds(short)
+        assert grown == pytest.approx((640_000 - 64) * per_token / 3350e9, rel=0.01)
+
+
+def test_windowed_layers_read_what_is_in_the_window() -> None:
+    cost = Roofline(work("openai--gpt-oss-20b"), find_gpu("h100"), IDEAL)
+    assert cost.window == 128
+    whole, cut = (StepShape(0, 10, 80_000, window_kv_tokens=kv) for kv in (80_000, 1280))
+    assert cost.seconds(whole) - cost.seconds(cut) == pytest.approx((80_000 - 1280) * 24576 / 3350e9, rel=0.01)
+
+
+def test_a_decode_of_experts_reads_those_that_were_chosen() -> None:
+    model = work("Qwen--Qwen3-30B-A3B")
+    assert model.active_parameters == pytest.approx(3.03e9, rel=0.01)
+    cost = Roofline(model, find_gpu("h100"), IDEAL)
+    one, many = (cost.seconds(StepShape(0, count, 0)) for count in (1, 200))
+    assert one == pytest.approx((model.dense.size + model.experts.size * 8 / 128) / 3350e9, rel=0.01)
+    assert many == pytest.approx((model.dense.size + model.experts.size) / 3350e9, rel=0.05)
+
+
+def test_latent_attention_reads_one_vector_and_computes_with_every_head() -> None:
+    model = work("deepseek-ai--DeepSeek-V3")
+    assert [part.kv_bytes for part in model.attention] == [61 * 576 * 2]
+    assert [part.decode_flops for part in model.attention] == [61 * 2 * 128 * (576 + 512)]
+    assert [part.prefill_flops for part in model.attention] == [61 * 2 * 128 * (192 + 128)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_number", "arithmetic"),
+    [
+        ({"quant_method": "fp8"}, 1, "fp8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.16 / 8, "bf16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5 / 8, "bf16"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}},
+            },
+            1,
+            "fp8",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 8}, "input_activations": None}},
+            },
+            1,
+            "bf16",
+        ),
+    ],
+)
+def test_quantised_weights(settings: dict[str, Any], bytes_per_number: float, arithmetic: str) -> None:
+    dense = work(LLAMA, quantization_config=settings).dense
+    assert dense.size / dense.numbers == pytest.approx(bytes_per_number, rel=0.01)
+    assert dense.arithmetic == arithmetic
+
+
+def test_fp8_is_as_slow_as_16_bits_where_there_are_no_units_for_it() -> None:
+    shape = StepShape(8192, 0, 0)
+    plain, quantised = work(LLAMA), work(LLAMA, quantization_config={"quant_method": "fp8"})
+    seconds = {
+        (gpu, model is quantised): Roofline(model, find_gpu(gpu), IDEAL).seconds(shape)
+        for gpu in ("a100-80gb", "h100")
+        for model in (plain, quantised)
+    }
+    assert seconds["a100-80gb", True] == pytest.approx(seconds["a100-80gb", False], rel=0.01)
+    assert seconds["h100", True] < 0.6 * seconds["h100", False]
+
+
+def test_steps_as_arrays_give_the_same_as_one_by_one() -> None:
+    for name in (
+        LLAMA,
+        "openai--gpt-oss-20b",
+        "google--gemma-4-26B-A4B",
+        "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    ):
+        cost = roofline(work(name), find_gpu("h100"))
+        rng = np.random.default_rng(1)
+        steps = [StepShape(*map(int, rng.integers(0, 5000, 9))) for _ in range(20)]
+        steps = [s._replace(kv_tokens=s.kv_tokens + 5000, window_kv_tokens=s.window_kv_tokens + 5000) for s in steps]
+        together = cost.seconds(StepShape(*np.array(steps).T))  # type: ignore[arg-type]
+        assert together == pytest.approx([cost.seconds(shape) for shape in steps])
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(UnknownEngineError, match="known are default"):
+        roofline(work(LLAMA), find_gpu("h100"), engine="nobody")
+    with pytest.raises(ConfigError, match="bfloat16 is not multiplied by Tesla T4; use float16"):
+        roofline(work(LLAMA), find_gpu("t4"))
+    assert roofline(work(LLAMA), find_gpu("t4"), dtype="float16").error is None
+    with pytest.raises(ModelError, match="martian cannot be simulated"):
+        model_work({"model_type": "martian", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
+                    "vocab_size": 100}, dtype_bytes=2)  # fmt: skip
+
+
+def test_swap_goes_over_the_link() -> None:
+    model = work(LLAMA)
+    fast, slow = (roofline(model, find_gpu(gpu)).swap_seconds(1 << 30) for gpu in ("h100", "a100-80gb"))
+    assert slow == pytest.approx(2 * fast)
+    assert (1 << 30) / fast == pytest.approx(51.2e9)
