@@ -29,9 +29,10 @@ _LINGER_S = 0.5
 
 
 class Target(Protocol):
-    """Something that can be loaded."""
+    """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag."""
 
     name: str
+    in_process: bool
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
@@ -63,6 +64,8 @@ class HttpOptions:
 
 class HttpTarget:
     """An OpenAI-compatible server. Call `connect` first, `close` last."""
+
+    in_process = False
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url

@@ -16,7 +16,7 @@ from llmsched.cli import render
 from llmsched.cli.bench.client import Endpoint, HttpOptions, HttpTarget, TargetUnreachableError
 from llmsched.cli.bench.inprocess import EngineTarget, running_engine
 from llmsched.cli.bench.load import Workload
-from llmsched.cli.bench.measure import CountTokens, Measurement, measure
+from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.options import (
     DEFAULT_TIMEOUT_S,
     ApiKey,
@@ -40,6 +40,7 @@ from llmsched.cli.bench.options import (
     TokenizerOf,
     Warmup,
 )
+from llmsched.cli.bench.placing import CountTokens
 from llmsched.cli.bench.prompts import COMMON_IDS, usable_ids
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
 from llmsched.cli.bench.report import Subject, as_json, show

@@ -36,6 +36,8 @@ async def running_engine(config: EngineConfig, progress: Progress) -> AsyncItera
 class EngineTarget:
     """Loads an AsyncEngine with prompts of token ids."""
 
+    in_process = True
+
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.model.name
         self._engine = engine

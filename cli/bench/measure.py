@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from llmsched.cli.bench.interval import p99_interval
 from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
 from llmsched.cli.bench.record import RequestRecord
+from llmsched.cli.bench.steady import steady, steady_window
 from llmsched.engine.latency import (
     Arrival,
     Goodput,
     RequestLatency,
     Slo,
+    Stall,
     Summary,
     goodput,
-    request_latency,
+    reading_waits,
     steady_rate,
     summarise,
+    worst_stall,
 )
-
-CountTokens = Callable[[str], int]
-
-#: Where the number of output tokens of a request came from, best first.
-EXACT = "exact per chunk"
-USAGE = "usage, spread evenly over chunks"
-RETOKENISED = "re-tokenised text"
-CHUNKS = "one token per chunk assumed"
 
 #: The client is late when the P99 of its lag exceeds both of these.
 LAG_LIMIT_S = 0.02
 LAG_LIMIT_SHARE = 0.1
 
-#: A steady rate is given if what it is taken from spans at least this share of the run.
-STEADY_SHARE = 0.1
+#: Tokens per second of the reader who judges the pauses: about 450 English words a minute, which few people exceed.
+READER_SPEED = 10.0
+
+#: Stalls that are kept, the longest ones, one per request.
+WORST_STALLS = 5
 
 #: Samples that must lie beyond a percentile for it to be more than an anecdote.
 _SAMPLES_BEYOND = 10
+
+
+class RequestStall(NamedTuple):
+    """The worst stall of a request (its index); its `at` is in seconds after the start of the run."""
+
+    request: int
+    stall: Stall
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader at `tokens_per_s` had to wait for (seconds), a sample per late token.
+
+    `late_tokens` is the share of the tokens of served requests that were late, `interrupted` the share of all requests
+    in which one was, or that failed.
+    """
+
+    tokens_per_s: float
+    late_tokens: float
+    interrupted: float
+    waits: Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +68,10 @@ class Measurement:
     """The figures of a run. Times are in seconds, rates per second; None is what the run cannot tell.
 
     Token counts and `latencies` are of completed requests. `duration` runs from the start of the schedule to the last
-    end. Rates with `_steady` leave out the ramp: they count from the first token (the first completed request) to the
-    last, without the first itself.
+    end. Rates with `_steady` leave out ramp and drain: they are taken within `steady_window` (seconds after the start)
+    or, where that is None, from the first token (completed request) to the last. `p99_intervals` has the 95 % bootstrap
+    interval of the P99 of ttft, itl, tpot and e2e. `loop_lag` is how late the client's event loop came round to what
+    was due, None if nobody looked.
     """
 
     completed: int
@@ -77,16 +101,36 @@ class Measurement:
     token_counts: str | None
     warnings: tuple[str, ...]
     latencies: tuple[RequestLatency, ...]
+    p99_intervals: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)
+    stalls: tuple[RequestStall, ...] = ()
+    reading: Reading | None = None
+    steady_window: tuple[float, float] | None = None
+    loop_lag: Summary | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """A completed request, its tokens placed in time."""
+class _Samples:
+    """What the latencies of a run are made of: per figure, the samples of each request that has it."""
 
-    record: RequestRecord
-    arrivals: Sequence[Arrival]
-    latency: RequestLatency
-    counted_by: str
+    ttft: list[tuple[float, ...]]
+    itl: list[tuple[float, ...]]
+    tpot: list[tuple[float, ...]]
+    e2e: list[tuple[float, ...]]
+
+    def summary(self, name: str) -> Summary:
+        return summarise([sample for request in getattr(self, name) for sample in request])
+
+    def p99_intervals(self) -> dict[str, tuple[float, float] | None]:
+        return {name: p99_interval(getattr(self, name)) for name in ("ttft", "itl", "tpot", "e2e")}
+
+
+def _samples(latencies: Sequence[RequestLatency]) -> _Samples:
+    return _Samples(
+        ttft=[(latency.ttft,) for latency in latencies],
+        itl=[latency.itl for latency in latencies if latency.itl],
+        tpot=[(latency.tpot,) for latency in latencies if latency.tpot is not None],
+        e2e=[(latency.e2e,) for latency in latencies],
+    )
 
 
 def measure(
@@ -96,98 +140,91 @@ def measure(
     *,
     preemptions: int | None = None,
     count_tokens: CountTokens | None = None,
+    reader_speed: float = READER_SPEED,
+    loop_lags: Sequence[float] | None = None,
+    own_process: bool = True,
 ) -> Measurement:
-    """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage."""
-    served = [place for record in records if record.completed and (place := _served(record, count_tokens))]
-    failed = len(records) - len(served)
+    """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
+
+    `loop_lags` are seconds by which the client's event loop was late. They make a run invalid if the client has a
+    process of its own; in the target's they are part of what the target takes.
+    """
+    done = [one for record in records if (one := served(record, count_tokens))]
+    failed = len(records) - len(done)
     ends = [record.end for record in records if record.end is not None]
-    duration = max(ends) - min(record.scheduled for record in records) if ends else 0.0
-    latencies = [one.latency for one in served]
-    tokens = [arrival for one in served for arrival in one.arrivals]
-    completions = [Arrival(one.record.end, 1) for one in served if one.record.end is not None]
+    start = min((record.scheduled for record in records), default=0.0)
+    duration = max(ends) - start if ends else 0.0
+    latencies = [one.latency for one in done]
+    samples = _samples(latencies)
+    tokens = [arrival for one in done for arrival in one.arrivals]
+    completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
     output_tokens = sum(arrival.tokens for arrival in tokens)
-    itl = summarise([gap for latency in latencies for gap in latency.itl])
-    ttft = summarise([latency.ttft for latency in latencies])
+    window = steady_window(records, done)
+    ttft, itl = samples.summary("ttft"), samples.summary("itl")
     lag = summarise([r.sent - r.ready for r in records if r.sent is not None and r.ready is not None])
+    loop_lag = None if loop_lags is None else summarise(loop_lags)
     sent = [record.sent for record in records if record.sent is not None]
-    late = _is_late(lag, ttft)
+    late = [one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, ttft)]
     failures = Counter(record.failure.reason for record in records if record.failure)
-    counted_by = _worst_source(served)
+    counted_by = worst_source(done)
     return Measurement(
-        completed=len(served),
+        completed=len(done),
         failed=failed,
         failures=dict(failures.most_common()),
         failure_examples={r.failure.reason: r.failure.detail for r in reversed(records) if r.failure},
         duration=duration,
-        input_tokens=_total([one.record.usage.prompt_tokens for one in served]),
+        input_tokens=_total([one.record.usage.prompt_tokens for one in done]),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / duration if duration > 0 else None,
-        output_tokens_per_s_steady=_steady(tokens, duration),
-        requests_per_s=len(served) / duration if duration > 0 else None,
-        requests_per_s_steady=_steady(completions, duration),
+        output_tokens_per_s_steady=steady(tokens, window, duration),
+        requests_per_s=len(done) / duration if duration > 0 else None,
+        requests_per_s_steady=steady(completions, window, duration),
         ttft=ttft,
         itl=itl,
-        tpot=summarise([latency.tpot for latency in latencies if latency.tpot is not None]),
-        e2e=summarise([latency.e2e for latency in latencies]),
+        tpot=samples.summary("tpot"),
+        e2e=samples.summary("e2e"),
         connect=summarise([r.connected - r.sent for r in records if r.connected is not None and r.sent is not None]),
         worst_stall=max((x.worst_stall for x in latencies if x.worst_stall is not None), default=None),
-        prefix_hit_rate=_hit_rate(served),
+        prefix_hit_rate=_hit_rate(done),
         preemptions=preemptions,
         asked_rate=workload.request_rate if workload.request_rate and math.isfinite(workload.request_rate) else None,
         achieved_rate=steady_rate([Arrival(time, 1) for time in sent]),
         client_lag=lag,
-        valid=not late and bool(served),
+        valid=not late and bool(done),
         goodput=goodput(slo, latencies, failed=failed, duration=duration),
         token_counts=counted_by,
-        warnings=tuple(_warnings(late, lag, counted_by, ttft.count, itl.count)),
+        warnings=tuple(_warnings(late, counted_by, ttft.count, itl.count)),
         latencies=tuple(latencies),
+        p99_intervals=samples.p99_intervals(),
+        stalls=_worst_stalls(done, start),
+        reading=_reading(done, failed, reader_speed),
+        steady_window=None if window is None else (window[0] - start, window[1] - start),
+        loop_lag=loop_lag,
     )
 
 
-def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """When the tokens of a request came, and where their number is known from."""
-    chunks = record.chunks
-    told = sum(chunk.tokens or 0 for chunk in chunks)
-    if told and all(chunk.tokens is not None for chunk in chunks if chunk.text):
-        return [Arrival(chunk.time, chunk.tokens or 0) for chunk in chunks], EXACT
-    times = [chunk.time for chunk in chunks if chunk.text]
-    if record.usage.output_tokens:
-        return _spread(record.usage.output_tokens, times), USAGE
-    if count_tokens is not None:
-        return _spread(max(1, count_tokens("".join(chunk.text for chunk in chunks))), times), RETOKENISED
-    return _spread(len(times), times), CHUNKS
+def _worst_stalls(done: Sequence[Served], start: float) -> tuple[RequestStall, ...]:
+    worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
+    found = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
+    return tuple(RequestStall(index, stall._replace(at=stall.at - start)) for index, stall in found if stall)
 
 
-def _spread(tokens: int, times: Sequence[float]) -> list[Arrival]:
-    """Share tokens out over chunks as evenly as whole numbers allow; the first chunk has at least one."""
-    if not times:
-        return []
-    ends = [-(-tokens * (index + 1) // len(times)) for index in range(len(times))]
-    return [Arrival(time, after - before) for time, (before, after) in zip(times, pairwise([0, *ends]), strict=True)]
-
-
-def _served(record: RequestRecord, count_tokens: CountTokens | None) -> _Served | None:
-    placed, counted_by = arrivals(record, count_tokens)
-    latency = request_latency(record.scheduled, placed)
-    return _Served(record, placed, latency, counted_by) if latency else None
-
-
-def _worst_source(served: Sequence[_Served]) -> str | None:
-    used = {one.counted_by for one in served}
-    return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
-
-
-def _steady(arrivals: Sequence[Arrival], duration: float) -> float | None:
-    """The rate without the ramp, unless all came so close together that it says nothing of the run."""
-    times = [arrival.time for arrival in arrivals]
-    if not times or max(times) - min(times) < STEADY_SHARE * duration:
+def _reading(done: Sequence[Served], failed: int, tokens_per_s: float) -> Reading | None:
+    tokens = sum(arrival.tokens for one in done for arrival in one.arrivals)
+    if not tokens:
         return None
-    return steady_rate(arrivals)
+    waits = [reading_waits(one.arrivals, tokens_per_s) for one in done]
+    return Reading(
+        tokens_per_s=tokens_per_s,
+        late_tokens=sum(len(one) for one in waits) / tokens,
+        interrupted=(sum(bool(one) for one in waits) + failed) / (len(done) + failed),
+        waits=summarise([wait for one in waits for wait in one]),
+    )
 
 
-def _hit_rate(served: Sequence[_Served]) -> float | None:
+def _hit_rate(done: Sequence[Served]) -> float | None:
     """Prompt tokens served from cache / prompt tokens, over the requests whose target told both."""
-    usages = [one.record.usage for one in served]
+    usages = [one.record.usage for one in done]
     told = [(u.cached_tokens, u.prompt_tokens) for u in usages if u.cached_tokens is not None and u.prompt_tokens]
     return sum(cached for cached, _ in told) / sum(prompt for _, prompt in told) if told else None
 
@@ -201,10 +238,11 @@ def _is_late(lag: Summary, ttft: Summary) -> bool:
     return lag.p99 is not None and lag.p99 > max(LAG_LIMIT_S, LAG_LIMIT_SHARE * (ttft.p50 or 0.0))
 
 
-def _warnings(late: bool, lag: Summary, counted_by: str | None, requests: int, gaps: int) -> list[str]:
+def _warnings(late: Sequence[Summary], counted_by: str | None, requests: int, gaps: int) -> list[str]:
     found = []
-    if late and lag.p99 is not None:
-        found.append(f"the client itself was late (P99 {lag.p99 * 1e3:.1f} ms): these figures are not the target's")
+    if late:
+        worst = max(lag.p99 or 0.0 for lag in late)
+        found.append(f"the client itself was late (P99 {worst * 1e3:.1f} ms): these figures are not the target's")
     if counted_by in (RETOKENISED, CHUNKS):
         found.append(f"the target stated no usage; output tokens are a guess ({counted_by})")
     for name, count in (("TTFT, TPOT and E2E", requests), ("ITL", gaps)):

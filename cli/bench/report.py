@@ -8,7 +8,7 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.load import Workload
-from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.measure import Measurement, Reading, RequestStall
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
 
@@ -26,7 +26,9 @@ class Subject:
 
 def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
     """The measurement for scripts. Times are in milliseconds, rates per second; null is what the run cannot tell."""
-    slo = {f"{name}_ms": limit * 1e3 for name, limit in subject.slo.given().items()}
+    slo: dict[str, Any] = {f"{name}_ms": limit * 1e3 for name, limit in subject.slo.given().items()}
+    if "itl_ms" in slo:
+        slo["itl_statistic"] = subject.slo.itl_statistic
     return {
         "measured": True,
         "target": subject.name,
@@ -43,20 +45,26 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "output_tokens_per_s_steady": figures.output_tokens_per_s_steady,
         "requests_per_s": figures.requests_per_s,
         "requests_per_s_steady": figures.requests_per_s_steady,
-        "ttft_ms": _milliseconds(figures.ttft),
-        "itl_ms": _milliseconds(figures.itl),
-        "tpot_ms": _milliseconds(figures.tpot),
-        "e2e_ms": _milliseconds(figures.e2e),
+        "steady_window_s": figures.steady_window,
+        "ttft_ms": _latency(figures, "ttft"),
+        "itl_ms": _latency(figures, "itl"),
+        "tpot_ms": _latency(figures, "tpot"),
+        "e2e_ms": _latency(figures, "e2e"),
         "connect_ms": _milliseconds(figures.connect),
         "worst_stall_ms": None if figures.worst_stall is None else figures.worst_stall * 1e3,
+        "worst_stalls": [_stall(one) for one in figures.stalls],
         "prefix_hit_rate": figures.prefix_hit_rate,
         "preemptions": figures.preemptions,
         "asked_rate": figures.asked_rate,
         "achieved_rate": figures.achieved_rate,
         "client_lag_ms": _milliseconds(figures.client_lag),
+        "loop_lag_ms": None if figures.loop_lag is None else _milliseconds(figures.loop_lag),
         "goodput_rps": figures.goodput.requests_per_s if figures.goodput else None,
         "attainment": figures.goodput.attainment if figures.goodput else None,
         "slo": slo,
+        "slo_missed": figures.goodput.missed if figures.goodput else None,
+        "slo_missed_alone": figures.goodput.missed_alone if figures.goodput else None,
+        "reading": None if figures.reading is None else _reading(figures.reading),
         "token_counts": figures.token_counts,
         "warnings": list(figures.warnings),
         "workload": {"load": subject.workload.describe(), **_finite(asdict(subject.workload))},
@@ -73,20 +81,14 @@ def show(subject: Subject, figures: Measurement) -> None:
         f"MEASURED {subject.name} ({subject.where}): {work.num_prompts} requests, {work.input_len} tokens in, "
         f"{work.output_len} out, {work.describe()}, seed {work.seed}"
     )
-    rows = [
-        _latency_row(name, summary)
-        for name, summary in (
-            ("TTFT", figures.ttft),
-            ("ITL", figures.itl),
-            ("TPOT", figures.tpot),
-            ("E2E", figures.e2e),
-        )
-    ]
-    render.table("latency in ms", ["", "mean", "P50", "P95", "P99", "max", "samples"], rows)
+    rows = [_latency_row(figures, name) for name in ("ttft", "itl", "tpot", "e2e")]
+    columns = ["", "mean", "P50", "P95", "P99", "P99 (95 % sure)", "max", "samples"]
+    render.table("latency in ms", columns, rows)
     render.table("", ["", ""], _total_rows(figures))
     if figures.goodput:
         _show_goodput(subject.slo, figures)
-    for name in ("TTFT", "ITL", "TPOT", "E2E", *(["goodput"] if figures.goodput else []), "percentiles"):
+    _show_pauses(figures)
+    for name in _defined(subject.slo, figures):
         render.say(f"{name}: {DEFINITIONS[name]}")
     if figures.token_counts:
         render.say(f"token counts: {figures.token_counts}")
@@ -103,9 +105,9 @@ def _total_rows(figures: Measurement) -> list[list[str]]:
         ["completed / failed", f"{figures.completed} / {figures.failed}"],
         ["duration", f"{figures.duration:.2f} s"],
         ["output tokens/s", _rate(figures.output_tokens_per_s)],
-        ["  between first and last token", _rate(figures.output_tokens_per_s_steady)],
+        ["  without ramp and drain", _rate(figures.output_tokens_per_s_steady)],
         ["requests/s", _rate(figures.requests_per_s)],
-        ["  between first and last end", _rate(figures.requests_per_s_steady)],
+        ["  without ramp and drain", _rate(figures.requests_per_s_steady)],
         ["sent requests/s", _rate(figures.achieved_rate) + asked],
         ["prefix hit rate", "n/a" if figures.prefix_hit_rate is None else f"{figures.prefix_hit_rate:.1%}"],
         ["preemptions", "n/a" if figures.preemptions is None else str(figures.preemptions)],
@@ -116,20 +118,95 @@ def _total_rows(figures: Measurement) -> list[list[str]]:
 
 def _show_goodput(slo: Slo, figures: Measurement) -> None:
     assert figures.goodput is not None
-    attainment = figures.goodput.attainment
-    rows = [[name.upper(), f"{limit * 1e3:g} ms", f"{attainment[name]:.1%}"] for name, limit in slo.given().items()]
-    rows.append(["all", "", f"{attainment['all']:.1%}"])
-    render.say(f"goodput {figures.goodput.requests_per_s:.3g} requests/s")
-    render.table("", ["SLO", "limit", "met by"], rows)
+    good = figures.goodput
+    rows = [
+        [
+            f"{name.upper()} {slo.itl_statistic}" if name == "itl" else name.upper(),
+            f"{limit * 1e3:g} ms",
+            f"{good.attainment[name]:.1%}",
+            str(good.missed[name]),
+            str(good.missed_alone[name]),
+        ]
+        for name, limit in slo.given().items()
+    ]
+    missed = figures.completed - round(good.attainment["all"] * (figures.completed + figures.failed))
+    rows.append(["all", "", f"{good.attainment['all']:.1%}", str(missed), ""])
+    render.say(f"goodput {good.requests_per_s:.3g} requests/s")
+    render.table("", ["SLO", "limit", "met by", "requests that missed it", "and no other"], rows)
 
 
-def _latency_row(name: str, summary: Summary) -> list[str]:
-    figures = (summary.mean, summary.p50, summary.p95, summary.p99, summary.max)
-    return [name, *("n/a" if value is None else f"{value * 1e3:.1f}" for value in figures), str(summary.count)]
+def _show_pauses(figures: Measurement) -> None:
+    """The worst stalls, and what a reader would have noticed."""
+    if figures.stalls:
+        rows = [
+            [
+                str(one.request),
+                render.human_seconds(one.stall.seconds),
+                f"{one.stall.at:.2f}",
+                str(one.stall.tokens_before),
+            ]
+            for one in figures.stalls
+        ]
+        render.table("worst stalls", ["request", "length", "after s of the run", "after its token"], rows)
+    if (reading := figures.reading) is not None:
+        longest = "" if reading.waits.max is None else f", at worst for {render.human_seconds(reading.waits.max)}"
+        render.say(
+            f"a reader at {reading.tokens_per_s:g} tokens/s would have waited in {reading.interrupted:.1%} of requests "
+            f"for {reading.late_tokens:.1%} of tokens{longest}"
+        )
+
+
+def _defined(slo: Slo, figures: Measurement) -> list[str]:
+    """The definitions that belong under the tables."""
+    names = ["TTFT", "ITL", "TPOT", "E2E", "percentiles"]
+    names += ["P99 interval"] if any(figures.p99_intervals.values()) else []
+    names += ["steady"] if figures.output_tokens_per_s_steady is not None else []
+    names += ["goodput"] if figures.goodput else []
+    names += ["SLO of ITL"] if slo.itl is not None else []
+    names += ["stall"] if figures.stalls else []
+    return names + (["reading"] if figures.reading else [])
+
+
+def _latency_row(figures: Measurement, name: str) -> list[str]:
+    summary: Summary = getattr(figures, name)
+    interval = figures.p99_intervals.get(name)
+    known = [_ms(value) for value in (summary.mean, summary.p50, summary.p95, summary.p99)]
+    between = "n/a" if interval is None else f"{_ms(interval[0])} to {_ms(interval[1])}"
+    return [name.upper(), *known, between, _ms(summary.max), str(summary.count)]
+
+
+def _ms(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _rate(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.2f}"
+
+
+def _latency(figures: Measurement, name: str) -> dict[str, Any]:
+    """A latency with the interval of its P99."""
+    interval = figures.p99_intervals.get(name)
+    known = _milliseconds(getattr(figures, name))
+    return {**known, "p99_ci95": None if interval is None else [limit * 1e3 for limit in interval]}
+
+
+def _stall(one: RequestStall) -> dict[str, Any]:
+    stall = one.stall
+    return {
+        "request": one.request,
+        "ms": stall.seconds * 1e3,
+        "at_s": stall.at,
+        "tokens_before": stall.tokens_before,
+    }
+
+
+def _reading(reading: Reading) -> dict[str, Any]:
+    return {
+        "tokens_per_s": reading.tokens_per_s,
+        "late_tokens": reading.late_tokens,
+        "interrupted_requests": reading.interrupted,
+        "waits_ms": _milliseconds(reading.waits),
+    }
 
 
 def _milliseconds(summary: Summary) -> dict[str, float | int | None]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmsched.cli.bench.client import Target
+from llmsched.cli.bench.lag import loop_lags
 from llmsched.cli.bench.load import Workload, plan_load, run_load
-from llmsched.cli.bench.measure import CountTokens, Measurement, measure
+from llmsched.cli.bench.measure import Measurement, measure
+from llmsched.cli.bench.placing import CountTokens
 from llmsched.cli.bench.record import RequestRecord
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
@@ -36,17 +38,26 @@ async def run_workload(
         progress("requests", ended, len(planned))
 
     before = await target.preemptions()
-    records = await run_load(
-        planned,
-        target.send,
-        closed=workload.closed,
-        max_concurrency=workload.max_concurrency,
-        timeout=timeout,
-        on_end=count,
-    )
+    async with loop_lags() as lags:
+        records = await run_load(
+            planned,
+            target.send,
+            closed=workload.closed,
+            max_concurrency=workload.max_concurrency,
+            timeout=timeout,
+            on_end=count,
+        )
     after = await target.preemptions()
     preemptions = after - before if before is not None and after is not None else None
-    return measure(records, workload, slo, preemptions=preemptions, count_tokens=count_tokens)
+    return measure(
+        records,
+        workload,
+        slo,
+        preemptions=preemptions,
+        count_tokens=count_tokens,
+        loop_lags=lags,
+        own_process=not target.in_process,
+    )
 
 
 async def warm_up(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import (
     Arrival,
     RequestLatency,
     Slo,
+    Stall,
     goodput,
     itl_samples,
+    reading_waits,
     request_latency,
+    statistic,
     steady_rate,
     summarise,
     tpot,
+    worst_stall,
 )
 
 
@@ -119,3 +125,60 @@ def test_steady_rate_leaves_out_the_ramp() -> None:
     assert steady_rate(stream((10.0, 1))) is None
     assert steady_rate(stream((10.0, 1), (10.0, 1))) is None
     assert steady_rate([]) is None
+
+
+def test_what_comes_first_together_is_left_out_together() -> None:
+    """Two streams in lockstep, a token each at 1, 2 and 3 s: two tokens a second."""
+    assert steady_rate(stream((1.0, 1), (1.0, 1), (2.0, 1), (2.0, 1), (3.0, 1), (3.0, 1))) == 2.0
+
+
+def test_the_worst_stall_is_the_first_of_the_longest() -> None:
+    got = worst_stall(stream((1.0, 2), (1.5, 0), (2.0, 3), (4.0, 1), (6.0, 1)))
+    assert got == Stall(2.0, at=2.0, tokens_before=5)
+    assert worst_stall(stream((1.0, 5), (2.0, 0))) is None
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "waits"),
+    [
+        ([(9.0, 1), (9.1, 1), (9.2, 1)], []),
+        ([(9.0, 1), (9.05, 1), (9.3, 1)], [0.1]),
+        ([(0.0, 1), (3.0, 1), (3.1, 1), (3.2, 1)], [2.9]),
+        ([(0.0, 30), (3.0, 1), (3.2, 1)], [0.1]),
+        ([(0.0, 10), (0.5, 0), (1.25, 10), (2.5, 1)], [0.25, 0.25]),
+        ([(0.0, 0)], []),
+    ],
+    ids=["on time", "late", "a stall delays the rest", "read ahead", "chunks", "nothing"],
+)
+def test_a_reader_at_ten_tokens_a_second(arrivals: list[tuple[float, int]], waits: list[float]) -> None:
+    assert reading_waits(stream(*arrivals), 10.0) == pytest.approx(waits)
+
+
+def test_statistics() -> None:
+    samples = [4.0, 1.0, 2.0, 3.0, 5.0]
+    assert [statistic(samples, name) for name in ("mean", "max", "p50")] == [3.0, 5.0, 3.0]
+    for name, known in (("p95", 95), ("p99.9", 99.9), ("p12.5", 12.5)):
+        assert statistic(samples, name) == pytest.approx(float(np.percentile(samples, known)))
+    assert statistic([7.0], "p99") == 7.0
+    assert statistic([], "max") is None
+
+
+@pytest.mark.parametrize("name", ["p0", "p100", "p101", "99", "median", "P99", "p-1", "", "p9 "])
+def test_what_is_no_statistic(name: str) -> None:
+    with pytest.raises(LlmschedError, match="no statistic; allowed are mean, max and percentiles"):
+        Slo(itl=1.0, itl_statistic=name)
+
+
+def test_the_itl_slo_can_look_at_another_figure() -> None:
+    stalled = latency(itl=(0.01,) * 199 + (2.0,))
+    for name, met in (("p50", True), ("p99", True), ("p99.9", False), ("max", False), ("mean", True)):
+        assert Slo(itl=0.05, itl_statistic=name).met_by(stalled) == {"itl": met}
+
+
+def test_which_slo_cost_how_many_requests() -> None:
+    requests = [latency(0.4, e2e=9.0), latency(0.6, e2e=9.0), latency(0.6, e2e=1.0), latency(0.4, e2e=1.0)]
+    got = goodput(Slo(ttft=0.5, e2e=2.0), requests, failed=1, duration=1.0)
+    assert got is not None
+    assert got.missed == {"ttft": 2, "e2e": 2}
+    assert got.missed_alone == {"ttft": 1, "e2e": 1}
+    assert got.attainment == pytest.approx({"ttft": 0.4, "e2e": 0.4, "all": 0.2})

@@ -14,7 +14,8 @@ from virtual_time import run_virtual
 
 from llmsched.cli.bench.client import HttpOptions, HttpTarget
 from llmsched.cli.bench.load import Workload
-from llmsched.cli.bench.measure import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens, Measurement
+from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.placing import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
 from llmsched.cli.bench.prompts import COMMON_IDS
 from llmsched.cli.bench.report import Subject, as_json
 from llmsched.cli.bench.run import run_workload, warm_up
@@ -234,7 +235,7 @@ def test_every_way_to_fail_has_its_reason(script: Script, reason: str) -> None:
     assert (figures.completed, figures.failed) == (0, 1)
     assert figures.failures == {reason: 1}
     report = json_of(figures)
-    nothing = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0}
+    nothing = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0, "p99_ci95": None}
     assert [report[name] for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")] == [nothing] * 4
     assert report["valid"] is False
 
@@ -303,12 +304,29 @@ def test_throughput_whole_and_steady() -> None:
 
 
 def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
-    """Two at a time, 1 s per request of 10 tokens, all ends in pairs: the first token of 100 comes at 0.1 s."""
+    """Two at a time, 1 s per request of 10 tokens, all ends in pairs: what two streams of 10 tokens/s are."""
     work = replace(ONE, num_prompts=10, max_concurrency=2)
     figures = bench(FakeServer(always(steady(10, 0.1, 0.1))), work)
     assert figures.duration == pytest.approx(5.0)
     assert figures.output_tokens_per_s == pytest.approx(100 / 5.0)
-    assert figures.output_tokens_per_s_steady == pytest.approx(99 / 4.9)
+    assert figures.output_tokens_per_s_steady == pytest.approx(20.0)
+    assert figures.requests_per_s_steady == pytest.approx(2.0)
+    assert figures.steady_window == pytest.approx((1.0, 5.0))
+
+
+def test_ramp_and_drain_are_trimmed() -> None:
+    """19 short answers at 10/s that take 0.55 s each, then a long one with nobody beside it.
+
+    The level begins after the median E2E and ends with the first end after the last was sent (at 1.9 s).
+    """
+    scripts = [steady(5, 0.15, 0.1)] * 19 + [steady(50, 0.15, 0.1)]
+    work = replace(ONE, num_prompts=20, request_rate=10.0, arrivals="constant")
+    figures = bench(FakeServer(lambda number: scripts[number]), work)
+    assert figures.duration == pytest.approx(1.9 + 5.05)
+    assert figures.steady_window == pytest.approx((0.55, 1.95))
+    assert figures.requests_per_s_steady == pytest.approx(10.0)
+    assert figures.output_tokens_per_s_steady == pytest.approx(50.0)
+    assert figures.output_tokens_per_s == pytest.approx((19 * 5 + 50) / 6.95)
 
 
 def test_ends_that_fall_together_have_no_steady_rate() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llmsched.cli.bench.load import Workload
-from llmsched.cli.bench.measure import CHUNKS, EXACT, USAGE, arrivals, measure
+from llmsched.cli.bench.measure import measure
+from llmsched.cli.bench.placing import CHUNKS, EXACT, USAGE, arrivals
 from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.engine.latency import Slo
 
