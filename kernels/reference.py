@@ -5,7 +5,8 @@ cu_seqlens_q[b] .. cu_seqlens_q[b + 1], q_len_b of them. A prefill chunk has man
 
 The KV cache is cut into blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
 sequence b lives in block block_tables[b, p // block_size] at offset p % block_size. Blocks come in any order and may be
-shared by sequences; table entries beyond the context are never read.
+shared by sequences; table entries beyond the context, and with a window those of blocks that no query sees, are never
+read.
 """
 
 from __future__ import annotations
@@ -38,18 +39,21 @@ def paged_attention(
     `softcap` c turns a scaled score s into c * tanh(s / c) (Gemma-2). A sink is a logit per head that joins the
     softmax's denominator and has no value (gpt-oss).
     """
-    group = query.shape[1] // key_cache.shape[1]
+    group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
     bounds = cu_seqlens_q.tolist()
     for sequence, context in enumerate(context_lens.tolist()):
         rows = slice(bounds[sequence], bounds[sequence + 1])
-        keys = gather(key_cache, block_tables[sequence], context).repeat_interleave(group, dim=1)
-        values = gather(value_cache, block_tables[sequence], context).repeat_interleave(group, dim=1)
+        first_query = context - (rows.stop - rows.start)
+        begin = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
+        table = block_tables[sequence, begin // block_size :]
+        keys = gather(key_cache, table, context - begin).repeat_interleave(group, dim=1)
+        values = gather(value_cache, table, context - begin).repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys.float()) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        key_positions = torch.arange(context, device=query.device)
-        query_positions = key_positions[context - scores.shape[1] :, None]
+        key_positions = torch.arange(begin, context, device=query.device)
+        query_positions = torch.arange(first_query, context, device=query.device)[:, None]
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window
@@ -57,7 +61,7 @@ def paged_attention(
         if sinks is not None:
             sink_column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sink_column], dim=2)
-        weights = torch.softmax(scores, dim=2)[:, :, :context]
+        weights = torch.softmax(scores, dim=2)[:, :, : context - begin]
         output[rows] = torch.einsum("hqk,khd->qhd", weights, values.float()).to(output.dtype)
     return output
 
@@ -77,7 +81,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:
-    """Keys or values of one sequence's first `context` positions, [context, kv_heads, head_dim]."""
+    """Keys or values of the first `context` positions of a table, [context, kv_heads, head_dim]."""
     num_blocks = -(-context // cache.shape[2])
     blocks = cache[block_table[:num_blocks].long()]
     return blocks.transpose(1, 2).flatten(0, 1)[:context]

@@ -27,6 +27,11 @@ class Shape:
     def __str__(self) -> str:
         return self.name
 
+    def first_block(self, sequence: int) -> int:
+        """The first block of a sequence that any of its queries sees."""
+        q_len, context = self.sequences[sequence]
+        return 0 if self.window is None else max(0, context - q_len - self.window + 1) // self.block_size
+
 
 @dataclass
 class Batch:
@@ -57,6 +62,7 @@ class Batch:
 def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Batch:
     """Random tokens in blocks of random order; what no sequence owns is NaN, and tables are padded with a bad id.
 
+    So are the entries of blocks that lie before the window of a sequence's first query: their blocks were given away.
     The queries are large enough for the softmax to have peaks.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +80,7 @@ def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float3
     keys = [normal(context, shape.kv_heads, shape.head_dim) for _, context in shape.sequences]
     values = [normal(context, shape.kv_heads, value_dim) for _, context in shape.sequences]
     for sequence, count in enumerate(needed):
-        for index in range(count):
+        for index in range(shape.first_block(sequence), count):
             block = order.pop()
             block_tables[sequence, index] = block
             part = slice(index * shape.block_size, (index + 1) * shape.block_size)
