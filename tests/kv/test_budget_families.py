@@ -12,7 +12,7 @@ from llmsched.engine.kv.fields import read_fields
 from llmsched.engine.kv.geometry import kv_geometry
 from llmsched.engine.kv.parameters import count_parameters
 from llmsched.engine.kv.towers import tower_parameters
-from llmsched.engine.kv.weights import _built_parameters, _parameters, model_weights
+from llmsched.engine.kv.weights import _built_parameters, model_weights, parameters_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -189,7 +189,7 @@ def test_what_sees_is_counted_as_it_is_built(whole: str) -> None:
     text = stated(TEXTS.get(whole, f"{whole}_text"), tied=True)
     nested = text if whole.startswith("qwen2") else {"text_config": text}  # those were published without the nesting
     content = nested | {"model_type": whole, "vision_config": BLOCKS | VISION[whole], "tie_word_embeddings": True}
-    (counted, notes), built = _parameters(content, read_fields(content)), _built_parameters(content)
+    (counted, notes), built = parameters_of(content, read_fields(content)), _built_parameters(content)
     assert counted.tower > 0
     assert not notes
     assert asdict(counted) == built
