@@ -28,7 +28,6 @@ class Usage:
     completion: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def count(self, prompt_index: int, output: RequestOutput) -> None:
-        self.prompt[prompt_index] = output.num_prompt_tokens
         self.completion[prompt_index, output.index] = output.num_output_tokens
         if output.index == 0:
             self.cached[prompt_index] = output.num_cached_tokens
@@ -63,9 +62,11 @@ class Generation:
         request = style.request
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
+        self._usage_so_far = bool(options and options.continuous_usage_stats)
         try:
             names = prompt_ids(self.id, len(style.prompts))
-            for name, prompt in zip(names, style.prompts, strict=True):
+            for index, (name, prompt) in enumerate(zip(names, style.prompts, strict=True)):
+                self._usage.prompt[index] = len(prompt.token_ids)
                 stream = engine.submit(
                     name,
                     prompt.token_ids,
@@ -127,7 +128,11 @@ class Generation:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = self._envelope(self._style.chunk_object, choices)
-        return event(chunk | {"usage": None} if self._include_usage else chunk)
+        if self._usage_so_far:
+            chunk["usage"] = self._usage.body()
+        elif self._include_usage:
+            chunk["usage"] = None
+        return event(chunk)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._head, "choices": choices}

@@ -100,6 +100,8 @@ Int = Annotated[int, AfterValidator(_int64)]
 
 class StreamOptions(Schema):
     include_usage: bool | None = None
+    #: vLLM's: every chunk states the tokens so far, so that a client knows how many it holds.
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

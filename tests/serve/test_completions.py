@@ -78,6 +78,15 @@ def test_usage_chunk_when_asked(http: httpx.Client) -> None:
     assert all(chunk["usage"] is None for chunk in chunks)
 
 
+@pytest.mark.parametrize("last_too", [False, True])
+def test_usage_in_every_chunk_when_asked(http: httpx.Client, last_too: bool) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": last_too}
+    chunks = chunks_of(http, ["hello", "x"], max_tokens=3, stream_options=options)
+    usages = [chunk["usage"] for chunk in chunks]
+    assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 4, 5, 6, *([6] if last_too else [])]
+    assert {usage["prompt_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_exactly_as_many_tokens_as_asked(http: httpx.Client, count: int) -> None:  # A27
     choice = both(http, "hello", max_tokens=count)
