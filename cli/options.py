@@ -12,7 +12,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, field, fields
+from copy import copy
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
@@ -22,6 +24,7 @@ from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.errors import ConfigError
 
 R = TypeVar("R")
+F = TypeVar("F")
 
 #: The MODEL argument of every command; give it the default None and pass it to resolve_model.
 ModelArgument = Annotated[
@@ -175,6 +178,54 @@ def with_engine_options(
         return wrapper
 
     return decorate
+
+
+def with_options(
+    keyword: str,
+    flags: type[F],
+    make: Callable[[F], Any] = lambda given: given,
+    shown: Mapping[str, object] = MappingProxyType({}),
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a Typer command one option per field of the dataclass `flags`, whose annotations hold their typer.Option.
+
+    The command takes a keyword `keyword` in their place: what `make` makes of them. `shown` are the defaults that the
+    help states of fields that are None when left out.
+    """
+    assert is_dataclass(flags)
+    types = get_type_hints(flags, include_extras=True)
+    options = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=f.default,
+            annotation=_showing(types[f.name], shown[f.name]) if f.name in shown else types[f.name],
+        )
+        for f in fields(flags)
+    ]
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for name, p in own.items() if name != keyword]
+        parameters += options
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> R:
+            given = {option.name: values.pop(option.name) for option in options}
+            return command(**values, **{keyword: make(flags(**given))})
+
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _showing(annotation: Any, default: object) -> Any:
+    """The annotation of an option whose help states this default."""
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.show_default = str(default)
+    return Annotated[kind, option]
 
 
 def _flag(knob: Field[Any], annotation: Any) -> Any:

@@ -138,7 +138,8 @@ class HttpTarget:
         if self._options.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": prompt.text}]
         else:
-            body["prompt"] = prompt.text if prompt.token_ids is None else list(prompt.token_ids)
+            token_ids = prompt.token_ids
+            body["prompt"] = prompt.text if token_ids is None else token_ids
         return body
 
     async def preemptions(self) -> int | None:

@@ -13,32 +13,16 @@ import httpx
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.client import Endpoint, HttpOptions, HttpTarget, TargetUnreachableError
+from llmsched.cli.bench.client import HttpOptions, HttpTarget, TargetUnreachableError
 from llmsched.cli.bench.inprocess import EngineTarget, running_engine
-from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.options import (
-    DEFAULT_TIMEOUT_S,
-    ApiKey,
-    Arrivals,
-    InputLen,
-    MaxConcurrency,
-    NumPrompts,
-    OutputLen,
-    PrefixLen,
-    RequestRate,
-    Seed,
-    ServedModelName,
-    ServerEndpoint,
-    SloE2e,
-    SloItl,
-    SloTpot,
-    SloTtft,
-    StopAtEos,
-    TextPrompts,
-    Timeout,
-    TokenizerOf,
-    Warmup,
+    LoadOptions,
+    ServerFlags,
+    with_load_options,
+    with_server_options,
+    with_slo_options,
 )
 from llmsched.cli.bench.placing import CountTokens
 from llmsched.cli.bench.prompts import COMMON_IDS, usable_ids
@@ -59,25 +43,16 @@ Outcome = tuple[Subject, Measurement]
 class Plan:
     """What to do to a target, whichever it is."""
 
-    workload: Workload
+    workload: Load
     slo: Slo
     timeout: float
     warmup: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFlags:
-    """Flags that only a URL has use for; None or False: not given."""
-
-    endpoint: Endpoint | None
-    served_model_name: str | None
-    api_key: str | None
-    tokenizer: str | None
-    text_prompts: bool
-    stop_at_eos: bool
-
-
 @with_engine_options(exclude=("seed",))
+@with_server_options
+@with_slo_options
+@with_load_options(num_prompts=100, input_len=128, output_len=64)
 def bench(
     target: Annotated[
         str | None,
@@ -87,56 +62,38 @@ def bench(
             help="http://... of an OpenAI-compatible server, or a model to run in this process.",
         ),
     ] = None,
-    request_rate: RequestRate = None,
-    arrivals: Arrivals = "poisson",
-    max_concurrency: MaxConcurrency = None,
-    num_prompts: NumPrompts = 100,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
-    prefix_len: PrefixLen = 0,
-    seed: Seed = 0,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    warmup: Warmup = None,
-    slo_ttft: SloTtft = None,
-    slo_itl: SloItl = None,
-    slo_tpot: SloTpot = None,
-    slo_e2e: SloE2e = None,
-    endpoint: ServerEndpoint = None,
-    served_model_name: ServedModelName = None,
-    api_key: ApiKey = None,
-    tokenizer: TokenizerOf = None,
-    text_prompts: TextPrompts = False,
-    stop_at_eos: StopAtEos = False,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            "--warmup",
+            min=0,
+            show_default="1 in this process, 0 for a URL",
+            help="Requests sent before the run and not measured.",
+            rich_help_panel="Load",
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well.")
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
+    load_options: LoadOptions,
+    slo: Slo,
+    server: ServerFlags,
     engine_options: EngineOptions,
 ) -> None:
     """Load a server or a model and measure latency and goodput.
 
     With neither --request-rate nor --max-concurrency, all requests are sent at once. Exit code 1 if a request failed.
     """
-    workload = Workload(
-        num_prompts=num_prompts,
-        input_len=input_len,
-        output_len=output_len,
-        seed=seed,
-        request_rate=request_rate,
-        arrivals=arrivals,
-        max_concurrency=max_concurrency,
-        prefix_len=prefix_len,
-    )
-    plan = Plan(workload, Slo(slo_ttft, slo_itl, slo_tpot, slo_e2e), timeout, warmup)
-    flags = ServerFlags(endpoint, served_model_name, api_key, tokenizer, text_prompts, stop_at_eos)
+    plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
         if target is not None and target.startswith(("http://", "https://")):
             outcome = asyncio.run(
-                _bench_server(_http_options(target, plan, flags, engine_options), plan, flags, progress)
+                _bench_server(_http_options(target, plan, server, engine_options), plan, server, progress)
             )
         else:
-            _refuse_server_flags(flags)
+            _refuse_server_flags(server)
             outcome = asyncio.run(_bench_model(resolve_model(target), engine_options, plan, progress))
     report = as_json(*outcome)
     if save is not None:
@@ -150,7 +107,7 @@ def bench(
 
 
 async def _bench_model(model: str, options: EngineOptions, plan: Plan, progress: Progress) -> Outcome:
-    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_prompts)})
+    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
     warmup = 1 if plan.warmup is None else plan.warmup
     async with running_engine(config, progress) as engine:
         ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
@@ -185,10 +142,10 @@ async def _bench_server(options: HttpOptions, plan: Plan, flags: ServerFlags, pr
     return Subject(target.name, options.url, plan.workload, plan.slo, warmup), figures
 
 
-def _none_sent(workload: Workload, why: str) -> list[RequestRecord]:
+def _none_sent(workload: Load, why: str) -> list[RequestRecord]:
     """The records of a run against a server that nobody can connect to."""
     failure = RequestFailed("connect", f"nothing was sent: {why}")
-    return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_prompts)]
+    return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_requests)]
 
 
 def _http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:

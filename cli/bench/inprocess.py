@@ -45,11 +45,12 @@ class EngineTarget:
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         now = asyncio.get_running_loop().time
-        assert request.prompt.token_ids is not None
+        token_ids = request.prompt.token_ids
+        assert token_ids is not None
         sampling = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
         record.sent = now()
         try:
-            stream = self._engine.submit(f"bench-{next(self._numbers)}", list(request.prompt.token_ids), sampling)
+            stream = self._engine.submit(f"bench-{next(self._numbers)}", token_ids, sampling)
             async with stream:
                 async for output in stream:
                     record.chunks.append(Chunk(now(), output.text, len(output.token_ids)))

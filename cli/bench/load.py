@@ -3,64 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Protocol
 
-import numpy as np
-
-from llmsched.cli.bench.prompts import Prompt, id_prompts, text_prompts
+from llmsched.cli.bench.prompts import Prompt
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
-from llmsched.engine.errors import LlmschedError
-
-ArrivalProcess = Literal["poisson", "constant"]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What to send. Lengths are in tokens, `request_rate` in requests per second (inf: all at once).
-
-    Without a rate but with `max_concurrency` the loop is closed: a request is scheduled when a slot is free. With both,
-    requests keep their place in the schedule and the wait for a slot counts as latency. With neither, all are sent at
-    once. `prefix_len` tokens of `input_len` are the same in every prompt.
-
-    Raises LlmschedError naming the setting and its range.
-    """
-
-    num_prompts: int = 100
-    input_len: int = 128
-    output_len: int = 64
-    seed: int = 0
-    request_rate: float | None = None
-    arrivals: ArrivalProcess = "poisson"
-    max_concurrency: int | None = None
-    prefix_len: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "input_len", "output_len", "max_concurrency"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise LlmschedError(f"{name} is {value}; allowed is 1 or more")
-        if self.seed < 0:
-            raise LlmschedError(f"seed is {self.seed}; allowed is 0 or more")
-        if self.request_rate is not None and not self.request_rate > 0:
-            raise LlmschedError(f"request_rate is {self.request_rate}; allowed is above 0 requests per second, or inf")
-        if not 0 <= self.prefix_len <= self.input_len:
-            raise LlmschedError(f"prefix_len is {self.prefix_len}; allowed is 0 to input_len ({self.input_len})")
-
-    @property
-    def closed(self) -> bool:
-        return self.request_rate is None and self.max_concurrency is not None
-
-    def describe(self) -> str:
-        """The load in words."""
-        if self.closed:
-            return f"closed loop, {self.max_concurrency} at a time"
-        cap = f", at most {self.max_concurrency} at a time" if self.max_concurrency else ""
-        if self.request_rate is None or math.isinf(self.request_rate):
-            return f"all at once{cap}"
-        return f"{self.arrivals} arrivals at {self.request_rate:g} requests/s{cap}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +21,58 @@ class PlannedRequest:
     output_len: int
 
 
-def plan_load(workload: Workload, ids: Sequence[int] | None) -> list[PlannedRequest]:
-    """The requests of a workload, the same for the same seed; prompts of token `ids`, or of words where it is None."""
-    prompt_stream, arrival_stream = (np.random.default_rng([workload.seed, stream]) for stream in range(2))
-    count, length, prefix_len = workload.num_prompts, workload.input_len, workload.prefix_len
-    if ids is None:
-        prompts = text_prompts(count, length, prefix_len=prefix_len, generator=prompt_stream)
-    else:
-        prompts = id_prompts(count, length, prefix_len=prefix_len, ids=ids, generator=prompt_stream)
-    offsets = arrival_offsets(workload, arrival_stream)
-    return [
-        PlannedRequest(index, offset, prompt, workload.output_len)
-        for index, (offset, prompt) in enumerate(zip(offsets, prompts, strict=True))
-    ]
+class Load(Protocol):
+    """What to send, when: frozen, and the same for the same settings. See `Workload` and `TraceLoad`.
 
+    `request_rate` is in requests per second (None: not asked for). `closed`: a request is scheduled when one of
+    `max_concurrency` slots is free; otherwise `max_concurrency` only caps the schedule. `stop_after` is the time in
+    seconds after which a closed loop schedules no more.
+    """
 
-def arrival_offsets(workload: Workload, generator: np.random.Generator) -> list[float]:
-    """Seconds after the start at which each request is due; the first at 0."""
-    rate, gaps = workload.request_rate, workload.num_prompts - 1
-    if rate is None or math.isinf(rate):
-        return [0.0] * workload.num_prompts
-    if workload.arrivals == "constant":
-        return [index / rate for index in range(workload.num_prompts)]
-    return [0.0, *np.cumsum(generator.exponential(1 / rate, gaps)).tolist()]
+    @property
+    def seed(self) -> int: ...
+    @property
+    def request_rate(self) -> float | None: ...
+    @property
+    def max_concurrency(self) -> int | None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def stop_after(self) -> float | None: ...
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests there are; where `stop_after` is set, at most."""
+        ...
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens of the longest prompt."""
+        ...
+
+    def plan(self, ids: Sequence[int] | None) -> list[PlannedRequest]:
+        """The requests in the order of their offsets; prompts of token `ids`, or of words where it is None."""
+        ...
+
+    def describe(self) -> str:
+        """When requests are sent, in words."""
+        ...
+
+    def describe_requests(self) -> str:
+        """What is sent, in words."""
+        ...
+
+    def parameters(self) -> dict[str, Any]:
+        """All settings for JSON, with a `fingerprint` that is equal if and only if the load is."""
+        ...
+
+    def with_seed(self, seed: int) -> Load:
+        """The same load with other random choices."""
+        ...
+
+    def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
+        """`count` requests such as these, all at once, with other prompts; answers of `output_len` if it is given."""
+        ...
 
 
 #: Sends a request and notes on the record what happens; raises RequestFailed if it is not served.
@@ -109,35 +86,43 @@ async def run_load(
     closed: bool,
     max_concurrency: int | None,
     timeout: float | None,
+    stop_after: float | None = None,
     on_end: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
     """Send all requests when they are due and return a record of each, in the order of `planned`.
 
-    `timeout` is in seconds from sending. Whatever befalls one request, the others go on.
+    `timeout` is in seconds from sending. A closed loop sends none `stop_after` seconds from the start or later, and
+    those have no record. Whatever befalls one request, the others go on.
     """
-    loop = asyncio.get_running_loop()
-    slots: AbstractAsyncContextManager[object] = nullcontext()
-    if max_concurrency is not None:
-        slots = asyncio.Semaphore(max_concurrency)
+    now = asyncio.get_running_loop().time
+    slots = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)
     records: list[RequestRecord] = []
 
     async def one(request: PlannedRequest, record: RequestRecord) -> None:
-        async with slots:
-            record.ready = loop.time()
-            if closed:
-                record.scheduled = record.ready
+        if record.ready is None:
+            await slots.acquire()
+            record.ready = now()
+        try:
             await _send_within(timeout, send, request, record)
-        record.end = loop.time() if record.end is None else record.end
+        finally:
+            slots.release()
+        record.end = now() if record.end is None else record.end
         on_end(record)
 
-    start = loop.time()
+    start = now()
     async with asyncio.TaskGroup() as tasks:
         for request in planned:
-            due = start if closed else start + request.offset
-            if (wait := due - loop.time()) > 0:
-                await asyncio.sleep(wait)
-            records.append(RequestRecord(request.index, scheduled=due))
-            tasks.create_task(one(request, records[-1]))
+            if closed:
+                await slots.acquire()
+                if stop_after is not None and now() - start >= stop_after:
+                    break
+                record = RequestRecord(request.index, scheduled=now(), ready=now())
+            else:
+                record = RequestRecord(request.index, scheduled=start + request.offset)
+                if (wait := record.scheduled - now()) > 0:
+                    await asyncio.sleep(wait)
+            records.append(record)
+            tasks.create_task(one(request, record))
     return records
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llmsched.cli.bench.interval import p99_interval
-from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
 from llmsched.cli.bench.record import RequestRecord
 from llmsched.cli.bench.steady import steady, steady_window
@@ -135,7 +135,7 @@ def _samples(latencies: Sequence[RequestLatency]) -> _Samples:
 
 def measure(
     records: Sequence[RequestRecord],
-    workload: Workload,
+    workload: Load,
     slo: Slo,
     *,
     preemptions: int | None = None,

@@ -1,12 +1,17 @@
-"""Prompts of an exact length, the same for the same seed and never seen before for another."""
+"""Prompts of an exact length, the same for the same seed and never seen before for another.
+
+A prompt is made when it is sent: what is kept of it is where it lies in endless random sequences, so that request k
+needs none of those before it, and a load of many millions of tokens needs no memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
@@ -24,13 +29,59 @@ _WORDS = (
 #: Words that are one token, with the blank before them, in nearly every vocabulary.
 WORDS = tuple(_WORDS.split())
 
+#: Which family of random sequences a part of a prompt is from.
+PREFIX, OWN, BLOCK = range(3)
+
+
+class Prompt(Protocol):
+    """A prompt as token ids or, for targets that take none, as text. Exactly one of the two is not None.
+
+    Both are made anew at every look; who needs one twice keeps it.
+    """
+
+    @property
+    def token_ids(self) -> list[int] | None: ...
+
+    @property
+    def text(self) -> str | None: ...
+
+
+class Part(NamedTuple):
+    """The first `length` symbols of the endless random sequence `number` of a family."""
+
+    family: int
+    number: int
+    length: int
+
+
+class Vocabulary:
+    """What prompts are drawn from: token ids, or words where `ids` is None."""
+
+    def __init__(self, ids: Sequence[int] | None) -> None:
+        self.of_words = ids is None
+        self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
+
+    def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
+        """The symbols of the parts, one after the other."""
+        drawn: list[Any] = self._symbols[_indices(seed, parts, len(self._symbols))].tolist()
+        return drawn
+
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as token ids or, for targets that take none, as text. Exactly one of the two is set."""
+class RandomPrompt:
+    """Random symbols: prompts that have a part in common begin with the same symbols there."""
 
-    token_ids: tuple[int, ...] | None = None
-    text: str | None = None
+    seed: int
+    parts: tuple[Part, ...]
+    vocabulary: Vocabulary = field(compare=False, repr=False)
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        return None if self.vocabulary.of_words else self.vocabulary.draw(self.seed, self.parts)
+
+    @property
+    def text(self) -> str | None:
+        return " ".join(self.vocabulary.draw(self.seed, self.parts)) if self.vocabulary.of_words else None
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -41,18 +92,25 @@ def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     ]
 
 
-def id_prompts(
-    count: int, length: int, *, prefix_len: int, ids: Sequence[int], generator: np.random.Generator
-) -> list[Prompt]:
-    """`count` prompts of exactly `length` random tokens, of which the first `prefix_len` are the same in all."""
-    known = np.asarray(ids, dtype=np.int64)
-    prefix = generator.choice(known, prefix_len).tolist()
-    rest = generator.choice(known, (count, length - prefix_len)).tolist()
-    return [Prompt(token_ids=(*prefix, *own)) for own in rest]
+def _indices(seed: int, parts: Sequence[Part], size: int) -> NDArray[np.int64]:
+    """Indices below `size`, each a function of seed, family, number and place alone (a counter-based generator)."""
+    families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
+    keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
+    counts = lengths.astype(np.int64)
+    places = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    bits = _mix(np.repeat(keys, counts) + places.astype(np.uint64) * _GOLDEN)
+    drawn: NDArray[np.int64] = (((bits >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
+    return drawn
 
 
-def text_prompts(count: int, length: int, *, prefix_len: int, generator: np.random.Generator) -> list[Prompt]:
-    """`count` prompts of `length` common words; how many tokens they are, the target's usage says."""
-    prefix = generator.choice(WORDS, prefix_len).tolist()
-    rest = generator.choice(WORDS, (count, length - prefix_len)).tolist()
-    return [Prompt(text=" ".join((*prefix, *own))) for own in rest]
+#: Constants of SplitMix64 (Steele, Lea, Flood 2014): the odd number next to 2^64 / golden ratio, and its finaliser.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64-bit numbers so that near ones end far apart; arithmetic is modulo 2^64."""
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
+    return values ^ (values >> np.uint64(31))

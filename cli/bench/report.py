@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement, Reading, RequestStall
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
@@ -18,7 +18,7 @@ class Subject:
 
     name: str
     where: str
-    workload: Workload
+    workload: Load
     slo: Slo
     warmup: int = 0
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "reading": None if figures.reading is None else _reading(figures.reading),
         "token_counts": figures.token_counts,
         "warnings": list(figures.warnings),
-        "workload": {"load": subject.workload.describe(), **_finite(asdict(subject.workload))},
+        "workload": subject.workload.parameters(),
         "warmup": subject.warmup,
         "engine": dict(subject.engine),
         "definitions": dict(DEFINITIONS),
@@ -78,8 +78,7 @@ def show(subject: Subject, figures: Measurement) -> None:
     """Print the measurement for a person."""
     work = subject.workload
     render.say(
-        f"MEASURED {subject.name} ({subject.where}): {work.num_prompts} requests, {work.input_len} tokens in, "
-        f"{work.output_len} out, {work.describe()}, seed {work.seed}"
+        f"MEASURED {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, seed {work.seed}"
     )
     rows = [_latency_row(figures, name) for name in ("ttft", "itl", "tpot", "e2e")]
     columns = ["", "mean", "P50", "P95", "P99", "P99 (95 % sure)", "max", "samples"]
@@ -92,9 +91,10 @@ def show(subject: Subject, figures: Measurement) -> None:
         render.say(f"{name}: {DEFINITIONS[name]}")
     if figures.token_counts:
         render.say(f"token counts: {figures.token_counts}")
+    total = figures.completed + figures.failed
     for reason, count in figures.failures.items():
         detail = figures.failure_examples[reason]
-        render.error(f"{count} of {work.num_prompts} requests failed: {reason}{f' ({detail})' if detail else ''}")
+        render.error(f"{count} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}")
     for warning in figures.warnings:
         render.warn(warning)
 
@@ -215,8 +215,3 @@ def _milliseconds(summary: Summary) -> dict[str, float | int | None]:
         **{name: None if value is None else value * 1e3 for name, value in times.items()},
         "count": summary.count,
     }
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: the rate "all at once" becomes null, as `load` says it in words."""
-    return {name: None if value == float("inf") else value for name, value in values.items()}

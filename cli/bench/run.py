@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from llmsched.cli.bench.client import Target
 from llmsched.cli.bench.lag import loop_lags
-from llmsched.cli.bench.load import Workload, plan_load, run_load
+from llmsched.cli.bench.load import Load, run_load
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.placing import CountTokens
 from llmsched.cli.bench.record import RequestRecord
@@ -20,7 +19,7 @@ _WARMUP_SEED_OFFSET = 1_000_003
 
 async def run_workload(
     target: Target,
-    workload: Workload,
+    workload: Load,
     slo: Slo,
     *,
     ids: Sequence[int] | None,
@@ -28,8 +27,8 @@ async def run_workload(
     progress: Progress,
     count_tokens: CountTokens | None = None,
 ) -> Measurement:
-    """Send a workload to a target and measure it. Prompts are of token `ids`, or of words where it is None."""
-    planned = plan_load(workload, ids)
+    """Send a load to a target and measure it. Prompts are of token `ids`, or of words where it is None."""
+    planned = workload.plan(ids)
     ended = 0
 
     def count(record: RequestRecord) -> None:
@@ -45,6 +44,7 @@ async def run_workload(
             closed=workload.closed,
             max_concurrency=workload.max_concurrency,
             timeout=timeout,
+            stop_after=workload.stop_after,
             on_end=count,
         )
     after = await target.preemptions()
@@ -61,10 +61,19 @@ async def run_workload(
 
 
 async def warm_up(
-    target: Target, workload: Workload, count: int, *, ids: Sequence[int] | None, timeout: float | None
+    target: Target,
+    workload: Load,
+    count: int,
+    *,
+    ids: Sequence[int] | None,
+    timeout: float | None,
+    output_len: int | None = None,
 ) -> None:
-    """Send `count` requests like the workload's, all at once, with prompts of their own; their fate does not matter."""
+    """Send `count` requests like the load's, all at once, with prompts of their own; their fate does not matter.
+
+    Their answers are as long as the load's, or `output_len` tokens.
+    """
     if count < 1:
         return
-    other = replace(workload, num_prompts=count, seed=workload.seed + _WARMUP_SEED_OFFSET, request_rate=None)
-    await run_load(plan_load(other, ids), target.send, closed=False, max_concurrency=None, timeout=timeout)
+    other = workload.head(count, seed=workload.seed + _WARMUP_SEED_OFFSET, output_len=output_len)
+    await run_load(other.plan(ids), target.send, closed=False, max_concurrency=None, timeout=timeout)

@@ -11,23 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.load import Workload
-from llmsched.cli.bench.options import (
-    DEFAULT_TIMEOUT_S,
-    Arrivals,
-    InputLen,
-    MaxConcurrency,
-    NumPrompts,
-    OutputLen,
-    PrefixLen,
-    RequestRate,
-    Seed,
-    SloE2e,
-    SloItl,
-    SloTpot,
-    SloTtft,
-    Timeout,
-)
+from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.options import LoadOptions, with_load_options, with_slo_options
 from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.tune.objective import Setting, Trial, choose
 from llmsched.cli.tune.report import as_json, make_profile, show
@@ -45,14 +30,13 @@ if TYPE_CHECKING:
 
 #: Largest step worth trying where no flag says so, by device: beyond it a step only gets longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
-_DEFAULT_CONCURRENCY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """What to find out."""
 
-    workload: Workload
+    workload: Load
     slo: Slo
     timeout: float
     rounds: int
@@ -61,21 +45,10 @@ class Task:
 
 
 @with_engine_options(exclude=("seed",))
+@with_slo_options
+@with_load_options(num_prompts=16, input_len=128, output_len=32, max_concurrency=4)
 def tune(
     model: ModelArgument = None,
-    slo_ttft: SloTtft = None,
-    slo_itl: SloItl = None,
-    slo_tpot: SloTpot = None,
-    slo_e2e: SloE2e = None,
-    request_rate: RequestRate = None,
-    arrivals: Arrivals = "poisson",
-    max_concurrency: MaxConcurrency = None,
-    num_prompts: NumPrompts = 16,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 32,
-    prefix_len: PrefixLen = 0,
-    seed: Seed = 0,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, help="How often each value is measured, in turn.", rich_help_panel="Sweep")
     ] = 2,
@@ -106,6 +79,8 @@ def tune(
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
+    load_options: LoadOptions,
+    slo: Slo,
     engine_options: EngineOptions,
 ) -> None:
     """Find the token budget that serves most and meets your latency targets.
@@ -113,14 +88,10 @@ def tune(
     Measures max_num_batched_tokens in powers of two under one load (4 requests at a time unless you say otherwise), and
     writes the winner as a profile for `llmsched serve --profile`. Exit code 1 if no value meets the targets.
     """
-    if request_rate is None and max_concurrency is None:
-        max_concurrency = _DEFAULT_CONCURRENCY
     task = Task(
-        workload=Workload(
-            num_prompts, input_len, output_len, seed, request_rate, arrivals, max_concurrency, prefix_len
-        ),
-        slo=Slo(slo_ttft, slo_itl, slo_tpot, slo_e2e),
-        timeout=timeout,
+        workload=load_options.load,
+        slo=slo,
+        timeout=load_options.timeout,
         rounds=rounds,
         time_limit=time_limit,
         smallest=min_num_batched_tokens,
@@ -186,9 +157,11 @@ def _config(model: str, task: Task, options: EngineOptions) -> EngineConfig:
     """The engine for the largest step of the sweep; every trial is within what it reserves."""
     workload = task.workload
     kind = device_memory(options.given.get("device", "auto")).kind
-    useful = largest_useful(workload.max_concurrency or workload.num_prompts, workload.input_len)
+    useful = largest_useful(workload.max_concurrency or workload.num_requests, workload.longest_input)
     largest = max(task.smallest, min(_LARGEST[kind], useful))
-    return options.config(model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, workload.num_prompts)})
+    return options.config(
+        model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, workload.num_requests)}
+    )
 
 
 def _destination(output: str | None, model: str) -> str:

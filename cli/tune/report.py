@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.load import Load
 from llmsched.cli.tune.objective import Trial, choose, explain
 from llmsched.engine.device import device_memory
 from llmsched.engine.latency import DEFINITIONS, Slo
@@ -19,7 +19,7 @@ from llmsched.engine.model.info import ModelInfo
 from llmsched.profiles.tuned import Scalar, TunedProfile, profile_dir
 
 
-def as_json(model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, profile: Path | None) -> dict[str, Any]:
+def as_json(model: str, trials: Sequence[Trial], workload: Load, slo: Slo, profile: Path | None) -> dict[str, Any]:
     """The sweep for scripts. Times are in milliseconds; null is what a trial could not tell."""
     best = choose(trials)
     return {
@@ -30,17 +30,17 @@ def as_json(model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, p
         "trials": [_trial_json(trial) for trial in trials],
         "profile": None if profile is None else str(profile),
         "slo": _slo_table(slo),
-        "workload": _workload_table(workload),
+        "workload": workload.parameters(),
         "definitions": dict(DEFINITIONS),
     }
 
 
-def show(model: str, trials: Sequence[Trial], workload: Workload, slo: Slo, profile: Path | None) -> None:
+def show(model: str, trials: Sequence[Trial], workload: Load, slo: Slo, profile: Path | None) -> None:
     """Print the curve, the choice and where the profile is."""
     best = choose(trials)
     render.say(
-        f"MEASURED {model} (in process): {workload.num_prompts} requests a round, {workload.input_len} "
-        f"tokens in, {workload.output_len} out, {workload.describe()}, seed {workload.seed}"
+        f"MEASURED {model} (in process): {workload.describe_requests()} a round, "
+        f"{workload.describe()}, seed {workload.seed}"
     )
     columns = ["", "max_num_batched_tokens", "rounds", "tokens/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
     rows = [
@@ -69,7 +69,7 @@ def make_profile(
     device: str,
     trials: Sequence[Trial],
     best: Trial,
-    workload: Workload,
+    workload: Load,
     slo: Slo,
     given: Mapping[str, Any],
 ) -> TunedProfile:
@@ -78,7 +78,7 @@ def make_profile(
     return TunedProfile(
         engine={**settings, **asdict(best.setting)},
         slo=_slo_table(slo),
-        workload={name: value for name, value in _workload_table(workload).items() if value is not None},
+        workload={name: value for name, value in workload.parameters().items() if value is not None},
         model={"name": model.name, "architecture": model.architecture},
         device={"kind": device, "name": device_memory(device).name, "cores": os.cpu_count() or 0},
         versions={
@@ -112,11 +112,6 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 
 def _slo_table(slo: Slo) -> dict[str, Scalar]:
     return {f"{name}_ms": limit * 1e3 for name, limit in slo.given().items()}
-
-
-def _workload_table(workload: Workload) -> dict[str, Any]:
-    settings = {name: None if value == float("inf") else value for name, value in asdict(workload).items()}
-    return {"load": workload.describe(), **settings}
 
 
 def _readable(value: Scalar) -> Scalar:

@@ -6,11 +6,10 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from llmsched.cli.bench.inprocess import EngineTarget, running_engine
-from llmsched.cli.bench.load import Workload
+from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.prompts import usable_ids
 from llmsched.cli.bench.run import run_workload, warm_up
@@ -72,7 +71,7 @@ class EngineRunner:
     Every trial starts with an empty prefix cache, so none gains from the prompts of another.
     """
 
-    def __init__(self, config: EngineConfig, workload: Workload, timeout: float, progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, workload: Load, timeout: float, progress: Progress) -> None:
         self._config = config
         self._workload = workload
         self._timeout = timeout
@@ -104,11 +103,12 @@ class EngineRunner:
         )
         target = EngineTarget(engine)
         if setting not in self._warm:
-            short = replace(self._workload, output_len=_WARMUP_OUTPUT_LEN)
-            await warm_up(target, short, 1, ids=self._ids, timeout=self._timeout)
+            await warm_up(
+                target, self._workload, 1, ids=self._ids, timeout=self._timeout, output_len=_WARMUP_OUTPUT_LEN
+            )
             self._warm.add(setting)
         await engine.reset_prefix_cache()
-        workload = replace(self._workload, seed=self._workload.seed + round_index)
+        workload = self._workload.with_seed(self._workload.seed + round_index)
         return await run_workload(target, workload, Slo(), ids=self._ids, timeout=self._timeout, progress=silent)
 
 

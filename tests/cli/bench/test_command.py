@@ -164,6 +164,10 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("http://x", "--num-prompts", "0"), "--num-prompts"),
         (("http://x", "--timeout", "5"), "needs a unit"),
         (("http://x", "--arrivals", "tidal"), "tidal"),
+        (("http://x", "--input-len", "64-128"), "input_len is '64-128'"),
+        (("http://x", "--arrivals", "constant"), "arrivals: the shape of a schedule"),
+        (("http://x", "--request-rate", "4", "--arrivals", "constant", "--burstiness", "2"), "burstiness is 2"),
+        (("http://x", "--duration", "5s"), "duration ends nothing"),
     ],
 )
 def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:

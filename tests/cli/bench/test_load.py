@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.load import PlannedRequest, Workload, plan_load, run_load
+from llmsched.cli.bench.lengths import parse_lengths
+from llmsched.cli.bench.load import PlannedRequest, run_load
 from llmsched.cli.bench.prompts import COMMON_IDS
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
+from llmsched.cli.bench.workload import Workload
 from llmsched.engine.errors import LlmschedError
 
 
 def plan(**settings: Any) -> list[PlannedRequest]:
-    return plan_load(Workload(**settings), COMMON_IDS)
+    return Workload(**settings).plan(COMMON_IDS)
 
 
 def offsets(**settings: Any) -> list[float]:
@@ -33,10 +35,11 @@ def run(workload: Workload, seconds: float = 0.0, timeout: float | None = None) 
 
     return run_virtual(
         run_load(
-            plan_load(workload, COMMON_IDS),
+            workload.plan(COMMON_IDS),
             send,
             closed=workload.closed,
             max_concurrency=workload.max_concurrency,
+            stop_after=workload.stop_after,
             timeout=timeout,
         )
     )
@@ -122,7 +125,7 @@ def test_a_failure_is_kept_and_the_others_go_on() -> None:
 
 
 def test_prompts_have_exactly_the_length_and_share_exactly_the_prefix() -> None:
-    prompts = [request.prompt.token_ids or () for request in plan(num_prompts=6, input_len=32, prefix_len=20)]
+    prompts = [tuple(request.prompt.token_ids or ()) for request in plan(num_prompts=6, input_len=32, prefix_len=20)]
     assert [len(ids) for ids in prompts] == [32] * 6
     assert len({ids[:20] for ids in prompts}) == 1
     assert len({ids[20:] for ids in prompts}) == 6
@@ -130,7 +133,7 @@ def test_prompts_have_exactly_the_length_and_share_exactly_the_prefix() -> None:
 
 
 def test_text_prompts_are_words() -> None:
-    planned = plan_load(Workload(num_prompts=3, input_len=12, prefix_len=4), None)
+    planned = Workload(num_prompts=3, input_len=12, prefix_len=4).plan(None)
     texts = [(request.prompt.text or "").split(" ") for request in planned]
     assert all(len(words) == 12 and all(words) for words in texts)
     assert len({tuple(words[:4]) for words in texts}) == 1
@@ -158,3 +161,56 @@ def test_the_load_in_words() -> None:
     assert Workload().describe() == "all at once"
     assert Workload(request_rate=2.5).describe() == "poisson arrivals at 2.5 requests/s"
     assert Workload(request_rate=float("inf"), max_concurrency=4).describe() == "all at once, at most 4 at a time"
+
+
+def test_a_closed_loop_of_a_duration_sends_until_it_is_over() -> None:
+    records = run(Workload(num_prompts=None, input_len=1, max_concurrency=2, duration=2.5), seconds=1)
+    assert [record.scheduled for record in records] == [0, 0, 1, 1, 2, 2]
+    assert len(run(Workload(num_prompts=3, input_len=1, max_concurrency=2, duration=2.5), seconds=1)) == 3
+
+
+def test_an_open_loop_of_a_duration() -> None:
+    workload = Workload(num_prompts=None, input_len=1, request_rate=4, arrivals="constant", duration=2)
+    assert workload.num_requests == 8
+    assert [record.scheduled for record in run(workload)] == pytest.approx([n / 4 for n in range(8)])
+    assert workload.describe() == "constant arrivals at 4 requests/s for 2 s"
+
+
+def test_a_request_does_not_depend_on_how_many_there_are() -> None:
+    work = {"input_len": parse_lengths("8..64", "input_len"), "output_len": parse_lengths("lognormal:64,1", "o")}
+    assert plan(num_prompts=50, request_rate=3.0, **work)[:20] == plan(num_prompts=20, request_rate=3.0, **work)
+
+
+def test_prompts_shorter_than_the_prefix_are_its_beginning() -> None:
+    prompts = [
+        request.prompt.token_ids or []
+        for request in plan(num_prompts=40, input_len=parse_lengths("lognormal:20,1", "input_len"), prefix_len=16)
+    ]
+    longest = max(prompts, key=len)
+    assert any(len(ids) < 16 < len(longest) for ids in prompts)
+    assert all(ids[:16] == longest[: min(16, len(ids))] for ids in prompts)
+
+
+def test_the_fingerprint_is_that_of_all_settings() -> None:
+    def fingerprint(**settings: Any) -> str:
+        return str(Workload(**settings).parameters()["fingerprint"])
+
+    assert fingerprint() == fingerprint(num_prompts=100)
+    different: list[dict[str, Any]] = [{"seed": 1}, {"input_len": 9}, {"max_concurrency": 1}, {"prefix_len": 3}]
+    different += [{"max_concurrency": 1, "request_rate": float("inf")}]
+    assert len({fingerprint(**settings) for settings in [{}, *different]}) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"duration": 0.0, "max_concurrency": 1}, "duration is 0 s"),
+        ({"duration": 5.0}, "duration ends nothing"),
+        ({"num_prompts": None}, "num_prompts is left out"),
+        ({"arrivals": "constant", "max_concurrency": 1}, "arrivals: the shape of a schedule"),
+        ({"request_rate": float("inf"), "burstiness": 0.5}, "burstiness: the shape of a schedule"),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LlmschedError, match=message):
+        Workload(**settings)

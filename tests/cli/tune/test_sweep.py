@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.load import Workload
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.workload import Workload
 from llmsched.cli.tune.objective import Setting, Trial, choose, explain, noise_of
 from llmsched.cli.tune.report import as_json
 from llmsched.cli.tune.sweep import sweep
