@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import httpx
 
+from llmsched.cli.bench.answer import read_answer, shorten
 from llmsched.cli.bench.load import PlannedRequest
-from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.sse import Event, EventParser
+from llmsched.cli.bench.record import RequestFailed, RequestRecord
 
 Endpoint = Literal["completions", "chat"]
 
@@ -22,10 +21,6 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "sglang": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
 }
-_DETAIL_LENGTH = 300
-
-#: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
-_LINGER_S = 0.5
 
 
 class Target(Protocol):
@@ -109,11 +104,12 @@ class HttpTarget:
         outgoing = self._client.build_request(
             "POST", f"{self._root}/v1/{path}", json=self._body(request), extensions={"trace": trace}
         )
+        record.asked_tokens = request.output_len if self._options.ignore_eos else None
         record.sent = now()
         try:
             response = await self._client.send(outgoing, stream=True)
             try:
-                await _read_response(response, record, now)
+                await read_answer(response, record, now)
             finally:
                 await response.aclose()
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
@@ -177,94 +173,5 @@ def _preemptions_in(metrics: str) -> int | None:
     return int(sum(values)) if values else None
 
 
-async def _read_response(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
-    if response.status_code != httpx.codes.OK:
-        await response.aread()
-        raise RequestFailed(f"http {response.status_code}", _shorten(response.text))
-    try:
-        async with asyncio.timeout(None) as patience:
-            async for event in _events(response):
-                if record.end is not None:
-                    continue
-                if event.data == "[DONE]":
-                    record.end = now()
-                    patience.reschedule(record.end + _LINGER_S)
-                else:
-                    _note_event(event, record, now())
-    except (TimeoutError, httpx.RequestError):
-        if record.end is None:
-            raise
-    if not any(chunk.text or chunk.tokens for chunk in record.chunks):
-        raise RequestFailed("empty stream", "the response ended without a token")
-    if record.end is None:
-        raise RequestFailed("cut without [DONE]", f"after {len(record.chunks)} chunks")
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[Event]:
-    parser = EventParser()
-    async for received in response.aiter_bytes():
-        for event in parser.feed(received):
-            yield event
-    if (last := parser.close()) is not None:
-        yield last
-
-
-def _note_event(event: Event, record: RequestRecord, time: float) -> None:
-    """Put one event on the record; only a chunk with choices can hold a token."""
-    if event.type == "error":
-        raise RequestFailed("error event", _shorten(event.data))
-    try:
-        content = json.loads(event.data)
-    except ValueError as problem:
-        raise RequestFailed("not understood", _shorten(event.data)) from problem
-    if not isinstance(content, dict):
-        raise RequestFailed("not understood", _shorten(event.data))
-    if content.get("error") is not None or content.get("object") == "error":
-        raise RequestFailed("error event", _shorten(event.data))
-    counted = None
-    if isinstance(usage := content.get("usage"), dict):
-        before, record.usage = record.usage, _usage(usage, record.usage)
-        if record.usage.output_tokens is not None:
-            counted = max(0, record.usage.output_tokens - (before.output_tokens or 0))
-    choices = content.get("choices")
-    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        if isinstance(ids := choices[0].get("token_ids"), list):
-            counted = len(ids)
-        record.chunks.append(Chunk(time, _text(choices[0]), counted))
-
-
-def _text(choice: dict[str, Any]) -> str:
-    """All the output in a choice, whether answer, reasoning or the arguments of a tool call."""
-    if isinstance(text := choice.get("text"), str):
-        return text
-    if not isinstance(delta := choice.get("delta"), dict):
-        return ""
-    parts = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
-    for call in delta.get("tool_calls") or ():
-        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-            parts += [function.get("name"), function.get("arguments")]
-    return "".join(part for part in parts if isinstance(part, str))
-
-
-def _usage(usage: dict[str, Any], before: Usage) -> Usage:
-    """The counts of a usage object; what it leaves out stays as it was stated before."""
-    details = usage.get("prompt_tokens_details")
-    return Usage(
-        prompt_tokens=_count(usage.get("prompt_tokens"), before.prompt_tokens),
-        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None, before.cached_tokens),
-        output_tokens=_count(usage.get("completion_tokens"), before.output_tokens),
-    )
-
-
-def _count(value: Any, otherwise: int | None) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else otherwise
-
-
 def _detail(problem: Exception) -> str:
-    return _shorten(str(problem)) or type(problem).__name__
-
-
-def _shorten(text: str) -> str:
-    """One line of what a server said."""
-    line = " ".join(text.split())
-    return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."
+    return shorten(str(problem)) or type(problem).__name__

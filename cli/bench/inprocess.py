@@ -48,13 +48,16 @@ class EngineTarget:
         token_ids = request.prompt.token_ids
         assert token_ids is not None
         sampling = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+        record.asked_tokens = request.output_len
         record.sent = now()
         try:
-            stream = self._engine.submit(f"bench-{next(self._numbers)}", token_ids, sampling)
+            record.request_id = f"bench-{next(self._numbers)}"
+            stream = self._engine.submit(record.request_id, token_ids, sampling)
             async with stream:
                 async for output in stream:
                     record.chunks.append(Chunk(now(), output.text, len(output.token_ids)))
                     record.usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+                    record.finish_reason = output.finish_reason
                     if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                         raise RequestFailed(f"ended by {output.finish_reason}", output.error or "")
         except EngineDeadError as problem:

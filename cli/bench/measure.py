@@ -193,7 +193,7 @@ def measure(
         valid=not late and bool(done),
         goodput=goodput(slo, latencies, failed=failed, duration=duration),
         token_counts=counted_by,
-        warnings=tuple(_warnings(late, counted_by, ttft.count, itl.count)),
+        warnings=tuple(_warnings(late, done, counted_by, ttft.count, itl.count)),
         latencies=tuple(latencies),
         p99_intervals=samples.p99_intervals(),
         stalls=_worst_stalls(done, start),
@@ -238,13 +238,24 @@ def _is_late(lag: Summary, ttft: Summary) -> bool:
     return lag.p99 is not None and lag.p99 > max(LAG_LIMIT_S, LAG_LIMIT_SHARE * (ttft.p50 or 0.0))
 
 
-def _warnings(late: Sequence[Summary], counted_by: str | None, requests: int, gaps: int) -> list[str]:
+def _is_short(one: Served) -> bool:
+    asked = one.record.asked_tokens
+    return asked is not None and sum(arrival.tokens for arrival in one.arrivals) < asked
+
+
+def _warnings(
+    late: Sequence[Summary], done: Sequence[Served], counted_by: str | None, requests: int, gaps: int
+) -> list[str]:
     found = []
     if late:
         worst = max(lag.p99 or 0.0 for lag in late)
         found.append(f"the client itself was late (P99 {worst * 1e3:.1f} ms): these figures are not the target's")
     if counted_by in (RETOKENISED, CHUNKS):
         found.append(f"the target stated no usage; output tokens are a guess ({counted_by})")
+    if short := sum(_is_short(one) for one in done):
+        found.append(
+            f"{short} of {len(done)} answers have fewer tokens than were asked for: the load is not as planned"
+        )
     for name, count in (("TTFT, TPOT and E2E", requests), ("ITL", gaps)):
         beyond = (count - 1) - math.floor(0.99 * (count - 1))
         if count and beyond < _SAMPLES_BEYOND:

@@ -38,7 +38,8 @@ class RequestRecord:
 
     `scheduled` is when it should have been sent; `ready` when a slot of --max-concurrency was free (never before
     scheduled); `sent` when the client did send; `connected` when a new connection stood (None: an open one was used);
-    `end` when the response was over or failed.
+    `end` when the response was over or failed. `asked_tokens` are what the target was told to make, come what may, None
+    if it may end before; `request_id` and `finish_reason` are what the target says.
     """
 
     index: int
@@ -50,6 +51,9 @@ class RequestRecord:
     chunks: list[Chunk] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     failure: RequestFailed | None = None
+    asked_tokens: int | None = None
+    request_id: str | None = None
+    finish_reason: str | None = None
 
     @property
     def completed(self) -> bool:

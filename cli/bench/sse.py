@@ -16,7 +16,8 @@ class EventParser:
     """Takes bytes as they come and gives the events that are complete.
 
     Lines end in LF, CRLF or CR; comments are skipped. Other than the standard asks, an event that the stream's end
-    leaves without its blank line is still given, by `close`, because servers do end that way.
+    leaves without its blank line is still given, by `close`, and a field "error" is an event of that type with that
+    data, because there are servers that end or fail that way.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,9 @@ class EventParser:
             self._data.append(value)
         elif name == "event":
             self._type = value
+        elif name == "error":
+            self._type = name
+            self._data.append(value)
         return None
 
     def _end_event(self) -> Event | None:

@@ -23,6 +23,7 @@ class Script:
     connect: float = 0.0
     cut: bool = False
     hang: bool = False
+    content_type: str = "text/event-stream"
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -76,7 +77,8 @@ class FakeServer(httpx.AsyncBaseTransport):
         if script.connect:
             await asyncio.sleep(script.connect)
             await request.extensions["trace"]("connection.connect_tcp.complete", {})
-        return httpx.Response(script.status, stream=_Body(script, self))
+        head = {"content-type": script.content_type}
+        return httpx.Response(script.status, headers=head, stream=_Body(script, self))
 
 
 class _Body(httpx.AsyncByteStream):

@@ -1,0 +1,147 @@
+"""How servers differ: each streams, ends and fails in its own way, and all are measured alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_server import FakeServer, Script, end, event, token, usage
+from virtual_time import run_virtual
+
+from llmsched.cli.bench.client import HttpOptions, HttpTarget
+from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.placing import EXACT, USAGE
+from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.run import run_workload
+from llmsched.cli.bench.workload import Workload
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+
+def bench(script: Script, owner: str = "someone", **options: Any) -> Measurement:
+    """One request of three tokens to a server that says it is the `owner`'s."""
+    server = FakeServer(lambda number: script, models={"data": [{"id": "m", "owned_by": owner}]})
+
+    async def main() -> Measurement:
+        target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
+        await target.connect()
+        work = Workload(num_prompts=1, input_len=8, output_len=3)
+        ids = None if options.get("endpoint") == "chat" else COMMON_IDS
+        try:
+            return await run_workload(target, work, Slo(), ids=ids, timeout=9.0, progress=silent)
+        finally:
+            await target.close()
+
+    return run_virtual(main())
+
+
+def delta(content: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": content, "finish_reason": finish}], **more}
+
+
+def vllm() -> list[tuple[float, bytes]]:
+    """A role chunk with a count of 0, a running count with each chunk, two tokens in one."""
+    return [
+        (0.1, event(delta({"role": "assistant", "content": ""}, **usage(0)))),
+        (0.2, event(delta({"content": "a"}, **usage(1)))),
+        (0.4, event(delta({"content": "bc"}, "length", **usage(3)))),
+        (0.4, event({"choices": [], **usage(3)}) + b"data: [DONE]\n\n"),
+    ]
+
+
+def sglang() -> list[tuple[float, bytes]]:
+    """Reasoning apart from content, null where a field is empty, a last chunk without either."""
+    return [
+        (0.1, event(delta({"role": "assistant", "content": "", "reasoning_content": None}))),
+        (0.2, event(delta({"content": None, "reasoning_content": "a"}))),
+        (0.3, event(delta({"content": None, "reasoning_content": "b"}))),
+        (0.4, event(delta({"content": "c", "reasoning_content": None}))),
+        (0.4, event(delta({"content": None}, "length")) + end(3)),
+    ]
+
+
+def llama_cpp() -> list[tuple[float, bytes]]:
+    """A role chunk whose content is null; finish, usage and timings in one chunk."""
+    timings = {"timings": {"predicted_n": 3, "predicted_ms": 200.0}}
+    return [
+        (0.1, event(delta({"role": "assistant", "content": None}))),
+        *((0.2 + 0.1 * n, event(delta({"content": "x"}))) for n in range(3)),
+        (0.4, event(delta({}, "length", **usage(3), **timings)) + b"data: [DONE]\n\n"),
+    ]
+
+
+def tgi() -> list[tuple[float, bytes]]:
+    """No blank after "data:", comments to keep the connection, no [DONE]: a finish reason and the end."""
+    return [
+        (0.1, b":keep-alive\n\n"),
+        *((0.2 + 0.1 * n, event(delta({"content": "x"})).replace(b"data: ", b"data:")) for n in range(2)),
+        (0.4, event(delta({"content": "x"}, "length", **usage(3))).replace(b"data: ", b"data:").rstrip()),
+    ]
+
+
+def gateway() -> list[tuple[float, bytes]]:
+    """Named events, CRLF, blank data to keep the connection, blanks around [DONE]."""
+    part = b"event: message\r\nid: 1\r\n" + event(delta({"content": "x"})).replace(b"\n\n", b"\r\n\r\n")
+    return [
+        (0.1, b": PROCESSING\r\n\r\ndata: \r\n\r\n"),
+        *((0.2 + 0.1 * n, part) for n in range(3)),
+        (0.4, event({"choices": [], **usage(3)}) + b"data:  [DONE] \r\n\r\n"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [vllm, sglang, llama_cpp, tgi, gateway], ids=lambda stream: stream.__name__)
+def test_the_same_answer_of_every_server_has_the_same_figures(stream: Callable[[], list[tuple[float, bytes]]]) -> None:
+    figures = bench(Script(stream()), stream.__name__, endpoint="chat")
+    assert (figures.completed, figures.failures, figures.output_tokens) == (1, {}, 3)
+    assert figures.ttft.mean == pytest.approx(0.2)
+    assert figures.e2e.mean == pytest.approx(0.4)
+    assert figures.itl.mean == pytest.approx(0.1)
+    assert figures.token_counts == (EXACT if stream is vllm else USAGE)
+    assert figures.input_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([event({"error": {"message": "boom", "code": 500}}) + b"data: [DONE]\n\n"], "error event"),
+        ([b'data:{"error":"boom","error_type":"overloaded"}\n\n'], "error event"),
+        ([b'error: {"code":500,"message":"boom"}\n\n'], "error event"),
+        ([event(delta({}, "abort")) + b"data: [DONE]\n\n"], "ended by abort"),
+        ([event(delta({"content": "x"}))], "cut without [DONE]"),
+        ([event(delta({}, "stop"))], "empty stream"),
+    ],
+    ids=["vllm", "tgi", "llama.cpp", "sglang", "cut", "no token"],
+)
+def test_every_server_fails_in_its_own_way(parts: list[bytes], reason: str) -> None:
+    first = [] if reason == "empty stream" else [(0.1, event(delta({"content": "x"})))]
+    figures = bench(Script([*first, *((0.2, part) for part in parts)]), endpoint="chat")
+    assert (figures.completed, figures.failures) == (0, {reason: 1})
+    assert reason != "error event" or "boom" in figures.failure_examples[reason]
+
+
+def test_an_answer_in_one_piece_is_not_taken_for_a_stream() -> None:
+    whole = b'{"choices": [{"index": 0, "text": "abc", "finish_reason": "length"}]}'
+    figures = bench(Script([(0.3, whole)], content_type="application/json"))
+    assert figures.failures == {"not a stream": 1}
+    assert "abc" in figures.failure_examples["not a stream"]
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        (b"Unrecognized request argument supplied: ignore_eos", "--stop-at-eos"),
+        (b"prompt: data did not match any variant of untagged enum Prompt", "--text-prompts"),
+        (b"the model is too busy", None),
+    ],
+)
+def test_what_a_server_refuses_comes_with_a_way_out(said: bytes, hint: str | None) -> None:
+    detail = bench(Script([(0.1, said)], status=422)).failure_examples["http 422"]
+    assert detail.startswith(said.decode())
+    assert (hint in detail) if hint else "--" not in detail
+
+
+def test_answers_that_end_too_early_are_named() -> None:
+    early = Script([(0.1, token()), (0.2, token()), (0.2, end(2))])
+    assert "1 of 1 answers have fewer tokens than were asked for" in bench(early).warnings[0]
+    assert not any("fewer tokens" in warning for warning in bench(early, ignore_eos=False).warnings)
