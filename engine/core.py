@@ -88,6 +88,8 @@ class Engine:
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
+        #: Is told after each step, by the engine's thread, how KV memory is used before those that ended give it back.
+        self.on_step: Callable[[KVUse], None] | None = None
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -225,6 +227,9 @@ class Engine:
         if not plan.rows:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
         result = self.executor.execute(plan)
+        if self.on_step is not None:
+            use = self.kv_use()
+            self.on_step(use._replace(empty=use.empty - plan.num_tokens))
         updates = self.scheduler.update(plan, result)
         now = self._clock()
         outputs = []

@@ -16,6 +16,7 @@ from llmsched.engine.progress import Progress
 from llmsched.engine.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
+    from llmsched.engine.core import Engine
     from llmsched.engine.service import AsyncEngine
 
 
@@ -23,25 +24,34 @@ if TYPE_CHECKING:
 async def running_engine(config: EngineConfig, progress: Progress) -> AsyncIterator[AsyncEngine]:
     """Build an engine and run it. Raises ModelError and ConfigError."""
     from llmsched.engine.build import build_engine
+
+    async with running(build_engine(config, progress)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
+    """Run an engine in its thread until the block ends."""
     from llmsched.engine.service import AsyncEngine
 
-    engine = AsyncEngine(build_engine(config, progress))
-    engine.start()
+    service = AsyncEngine(engine)
+    service.start()
     try:
-        yield engine
+        yield service
     finally:
-        await engine.stop()
+        await service.stop()
 
 
 class EngineTarget:
-    """Loads an AsyncEngine with prompts of token ids."""
+    """Loads an AsyncEngine with prompts of token ids. No two requests of this process have the same id."""
+
+    _numbers = itertools.count()
 
     in_process = True
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.model.name
         self._engine = engine
-        self._numbers = itertools.count()
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         now = asyncio.get_running_loop().time

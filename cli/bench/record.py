@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
@@ -58,3 +58,20 @@ class RequestRecord:
     @property
     def completed(self) -> bool:
         return self.end is not None and self.failure is None
+
+    def moved(self, seconds: float, places: int) -> RequestRecord:
+        """The same `seconds` later, with an index larger by `places`."""
+
+        def later(time: float | None) -> float | None:
+            return None if time is None else time + seconds
+
+        return replace(
+            self,
+            index=self.index + places,
+            scheduled=self.scheduled + seconds,
+            ready=later(self.ready),
+            sent=later(self.sent),
+            connected=later(self.connected),
+            end=later(self.end),
+            chunks=[replace(chunk, time=chunk.time + seconds) for chunk in self.chunks],
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from llmsched.cli.bench.client import Target
 from llmsched.cli.bench.lag import loop_lags
@@ -17,6 +18,29 @@ from llmsched.engine.progress import Progress
 _WARMUP_SEED_OFFSET = 1_000_003
 
 
+class Run(NamedTuple):
+    """What came of a load: a record of each request, how many were preempted (None: the target does not tell), by how
+    many seconds the client's event loop was late, and whether that has a process of its own.
+    """
+
+    records: list[RequestRecord]
+    preemptions: int | None
+    loop_lags: list[float]
+    own_process: bool
+
+    def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
+        """The figures; see `measure`."""
+        return measure(
+            self.records,
+            workload,
+            slo,
+            preemptions=self.preemptions,
+            count_tokens=count_tokens,
+            loop_lags=self.loop_lags,
+            own_process=self.own_process,
+        )
+
+
 async def run_workload(
     target: Target,
     workload: Load,
@@ -28,6 +52,14 @@ async def run_workload(
     count_tokens: CountTokens | None = None,
 ) -> Measurement:
     """Send a load to a target and measure it. Prompts are of token `ids`, or of words where it is None."""
+    run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress)
+    return run.measure(workload, slo, count_tokens)
+
+
+async def send_workload(
+    target: Target, workload: Load, *, ids: Sequence[int] | None, timeout: float | None, progress: Progress
+) -> Run:
+    """Send a load to a target. Prompts are of token `ids`, or of words where it is None."""
     planned = workload.plan(ids)
     ended = 0
 
@@ -48,16 +80,8 @@ async def run_workload(
             on_end=count,
         )
     after = await target.preemptions()
-    preemptions = after - before if before is not None and after is not None else None
-    return measure(
-        records,
-        workload,
-        slo,
-        preemptions=preemptions,
-        count_tokens=count_tokens,
-        loop_lags=lags,
-        own_process=not target.in_process,
-    )
+    preempted = after - before if before is not None and after is not None else None
+    return Run(records, preempted, lags, own_process=not target.in_process)
 
 
 async def warm_up(

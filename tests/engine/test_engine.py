@@ -432,3 +432,14 @@ def test_a_long_output_in_small_chunks_leaves_nothing_behind() -> None:  # D11
 def test_text_is_the_tokens_decoded() -> None:
     choice = generate(make_engine(), (prompt(9), sampling(max_tokens=60, temperature=1.0, seed=1)))[0]
     assert choice.text == tokenizer().decode(choice.tokens)
+
+
+def test_what_kv_memory_holds_is_told_after_each_step_before_it_is_given_back() -> None:
+    """Blocks of 16: a prompt of 20 has two; the second token is computed with the third, and then all is over."""
+    engine, seen = make_engine(num_blocks=8), []
+    engine.on_step = seen.append
+    engine.add_request("a", prompt(20), sampling(max_tokens=3))
+    while engine.has_work():
+        engine.step()
+    assert [(use.held, use.empty, use.total) for use in seen] == [(32, 12, 128), (32, 11, 128), (32, 10, 128)]
+    assert engine.kv_use().held == 0

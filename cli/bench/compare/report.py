@@ -1,0 +1,151 @@
+"""How a comparison is shown: the figures of each variant side by side, and how they relate to the first one's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from llmsched.cli import render
+from llmsched.cli.bench import report
+from llmsched.cli.bench.compare.run import Compared, Task
+
+#: Said wherever the figures of memory are.
+DEFINITIONS = {
+    "KV waste": "share of the KV memory held by requests that had no KV in it, on average over the steps",
+    "peak memory": "weights, activations and the most KV that requests held at once: what the work needs; the engine "
+    "reserves more where there is more",
+}
+
+
+class _Figure(NamedTuple):
+    """One row: the path in a run's JSON, its name, and what it is shown in."""
+
+    path: tuple[str, ...]
+    name: str
+    unit: str
+
+
+_FIGURES = (
+    _Figure(("output_tokens_per_s",), "output tokens/s", ""),
+    _Figure(("requests_per_s",), "requests/s", ""),
+    _Figure(("goodput_rps",), "goodput, requests/s", ""),
+    *(
+        _Figure((f"{name.lower()}_ms", percentile), f"{name} {percentile.upper()}", "ms")
+        for name in ("TTFT", "ITL", "TPOT", "E2E")
+        for percentile in ("p50", "p99")
+    ),
+    _Figure(("worst_stall_ms",), "worst stall", "ms"),
+    _Figure(("kv_waste",), "KV waste", "share"),
+    _Figure(("peak_kv_bytes",), "peak KV", "bytes"),
+    _Figure(("peak_memory_bytes",), "peak memory", "bytes"),
+    _Figure(("preemptions",), "preemptions", "count"),
+)
+
+
+def as_json(variants: Sequence[Compared], task: Task) -> dict[str, Any]:
+    """`runs` in the order of the command line, and the `ratios` of all but the first to the first.
+
+    Each run has all that `bench --json` has, of all rounds together, and `rounds` with the main figures of each. A
+    ratio is null where it cannot be formed.
+    """
+    runs = [_run(variant, task) for variant in variants]
+    first, *others = runs
+    return {
+        "measured": all(run["measured"] for run in runs),
+        "baseline": first["policy"],
+        "rounds": task.rounds,
+        "runs": runs,
+        "ratios": {run["policy"]: _ratios(run, first) for run in others},
+        "definitions": dict(DEFINITIONS),
+    }
+
+
+def show(document: dict[str, Any]) -> None:
+    """Print what `as_json` made for a person."""
+    runs, ratios = document["runs"], document["ratios"]
+    first, *others = runs
+    kind = "MEASURED" if document["measured"] else "SIMULATED"
+    work = first["workload"]["load"]
+    render.say(f"{kind} {first['target']} ({first['where']}): {work}; {document['rounds']} rounds each, interleaved")
+    columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
+    rows = []
+    for figure in _FIGURES:
+        values = [_value(run, figure.path) for run in runs]
+        if all(value is None for value in values):
+            continue
+        relations = [ratios[run["policy"]][_key(figure)] for run in others]
+        rows.append([figure.name, *(_shown(value, figure.unit) for value in values), *map(_times, relations)])
+    render.table("all rounds together", columns, rows)
+    for run in others:
+        by_round = ratios[run["policy"]]["output_tokens_per_s_by_round"]
+        render.say(
+            f"output tokens/s, {run['policy']} / {first['policy']}, by round: {', '.join(map(_times, by_round))}"
+        )
+    for name in ("TTFT", "ITL", "TPOT", "E2E", "percentiles"):
+        render.say(f"{name}: {first['definitions'][name]}")
+    for name, meaning in document["definitions"].items():
+        render.say(f"{name}: {meaning}")
+    for run in runs:
+        for reason, count in run["failures"].items():
+            render.error(f"{run['policy']}: {count} requests failed: {reason} ({run['failure_examples'][reason]})")
+    for warning in dict.fromkeys(warning for run in runs for warning in run["warnings"]):
+        render.warn(warning)
+
+
+def _run(variant: Compared, task: Task) -> dict[str, Any]:
+    subject = report.Subject(
+        variant.target, "in process", task.workload, task.slo, task.warmup, engine=dict(variant.settings)
+    )
+    return {
+        "policy": variant.name,
+        **report.as_json(subject, variant.figures),
+        "kv_waste": variant.usage.kv_waste,
+        "peak_kv_bytes": variant.usage.peak_kv,
+        "peak_memory_bytes": variant.usage.peak,
+        "memory": asdict(variant.usage),
+        "rounds": [_round(task, index, report.as_json(subject, each)) for index, each in enumerate(variant.rounds)],
+    }
+
+
+def _round(task: Task, index: int, figures: dict[str, Any]) -> dict[str, Any]:
+    names = ("completed", "failed", "valid", "duration_s", "output_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms")
+    return {"seed": task.workload.seed + index, **{name: figures[name] for name in names}}
+
+
+def _ratios(run: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    ratios: dict[str, Any] = {
+        _key(figure): _ratio(_value(run, figure.path), _value(first, figure.path)) for figure in _FIGURES
+    }
+    pairs = zip(run["rounds"], first["rounds"], strict=True)
+    name = "output_tokens_per_s"
+    return {**ratios, f"{name}_by_round": [_ratio(one[name], other[name]) for one, other in pairs]}
+
+
+def _key(figure: _Figure) -> str:
+    return "_".join(figure.path)
+
+
+def _value(run: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    found: Any = run
+    for name in path:
+        found = found[name]
+    return None if found is None else float(found)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "n/a"
+    if unit == "bytes":
+        return render.human_bytes(int(value))
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:.0f}" if unit == "count" else f"{value:.1f}" if unit == "ms" else f"{value:.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "n/a" if ratio is None else f"{ratio:.2f}x"

@@ -1,0 +1,155 @@
+"""`bench --compare`: its syntax, pooling of rounds, memory, ratios."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmsched.cli.bench.compare.report import as_json
+from llmsched.cli.bench.compare.run import Engines, Task, compare, one_after_the_other
+from llmsched.cli.bench.compare.usage import usage
+from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
+from llmsched.cli.bench.record import Chunk, RequestRecord
+from llmsched.cli.bench.run import Run
+from llmsched.cli.bench.workload import Workload
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError, LlmschedError
+from llmsched.engine.kv.use import KVUse
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+
+def test_policies_and_settings() -> None:
+    assert parse_variants("static, continuous;fcfs  headroom=0,max-num-seqs=4 target_itl=50ms") == [
+        Variant("static", {"scheduling_policy": "static"}),
+        Variant("continuous", {"scheduling_policy": "fair"}),
+        Variant("fcfs headroom=0", {"scheduling_policy": "fcfs", "headroom": 0.0}),
+        Variant("max-num-seqs=4 target_itl=50ms", {"max_num_seqs": 4, "target_itl": 0.05}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("static", "two or more variants"),
+        ("", "two or more variants"),
+        ("static,,fair", "two or more variants"),
+        ("static,tidal", "'tidal' is no scheduling policy .* and no NAME=VALUE"),
+        ("static,fair fcfs", "scheduling_policy is set twice"),
+        ("fair,max_num_seq=2", "max_num_seq: is no setting .* max_num_seqs"),
+        ("fair,headroom=200%", "headroom: 2.0 is out of range"),
+        ("fair,model=x", "model: is no setting"),
+        ("fair,headroom=", "headroom: '' is not a share"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, message: str) -> None:
+    with pytest.raises(LlmschedError, match=message):
+        parse_variants(text)
+
+
+@pytest.mark.parametrize("text", ["fair,fair", "fair,continuous", "fair,max_num_seqs=128"])
+def test_the_same_settings_twice_are_refused(text: str) -> None:
+    with pytest.raises(LlmschedError, match="are the same settings"):
+        configure(EngineConfig(), parse_variants(text))
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_headroom"):
+        configure(EngineConfig(), parse_variants("fair,headroom=40%"))
+
+
+def test_a_flag_that_every_variant_overrides_is_refused() -> None:
+    variants = parse_variants("fair max_num_seqs=2, static max_num_seqs=4")
+    check_given(variants, {"headroom": 0.2})
+    with pytest.raises(LlmschedError, match="--max-num-seqs has no effect"):
+        check_given(variants, {"max_num_seqs": 8})
+
+
+def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> Run:
+    """Requests scheduled at the first time, with a token and the end at the second."""
+    records = [
+        RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
+        for index, (due, end) in enumerate(times)
+    ]
+    return Run(records, preemptions, [0.001], own_process=False)
+
+
+def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
+    joined = one_after_the_other([run_of((100, 101), (100, 103)), run_of((500, 502), (501, 504), preemptions=2)])
+    assert [(r.index, r.scheduled, r.end) for r in joined.records] == [(0, 0, 1), (1, 0, 3), (2, 3, 5), (3, 4, 7)]
+    assert [record.chunks[0].time for record in joined.records] == [1, 3, 5, 7]
+    assert (joined.preemptions, joined.loop_lags) == (2, [0.001, 0.001])
+    figures = joined.measure(Workload(), Slo())
+    assert (figures.duration, figures.output_tokens_per_s) == (7.0, 4 / 7)
+    assert figures.ttft.max == 3.0
+
+
+def test_a_round_that_does_not_tell_its_preemptions_leaves_them_unknown() -> None:
+    assert one_after_the_other([run_of((0, 1)), run_of((0, 1), preemptions=None)]).preemptions is None
+
+
+def tiny_config(tiny_model: Callable[..., Path], **knobs: object) -> EngineConfig:
+    settings = {"num_gpu_blocks_override": 64, "max_model_len": 160, "max_num_seqs": 4, "dtype": "float32"}
+    return EngineConfig(**{"model": str(tiny_model("llama")), "device": "cpu", **settings, **knobs})  # type: ignore[arg-type]
+
+
+def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
+    async def plan_of() -> object:
+        async with Engines({"fair": tiny_config(tiny_model)}, silent).running("fair", []) as engine:
+            return engine.plan
+
+    plan = asyncio.run(plan_of())
+    found = usage(plan, [KVUse(0, 0, 640, 1024), KVUse(320, 160, 0, 1024), KVUse(160, 40, 0, 1024)])  # type: ignore[arg-type]
+    assert found.kv_waste == pytest.approx((0.5 + 0.25) / 2)
+    assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]
+    assert found.peak == found.weights + found.activations + found.peak_kv
+    assert usage(plan, []).kv_waste is None  # type: ignore[arg-type]
+
+
+def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
+    """The same requests for both in every round, others in the next; static holds max_model_len for each."""
+    configs = configure(tiny_config(tiny_model), parse_variants("static,continuous"))
+    task = Task(
+        Workload(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
+    )
+    document = as_json(asyncio.run(compare(configs, task, silent)), task)
+    static, continuous = document["runs"]
+    assert (static["policy"], continuous["policy"]) == ("static", "continuous")
+    assert static["engine"]["scheduling_policy"] == "static"
+    assert continuous["engine"]["scheduling_policy"] == "fair"
+    for run in (static, continuous):
+        assert (run["completed"], run["failed"], run["output_tokens"]) == (12, 0, 48)
+        assert [one["seed"] for one in run["rounds"]] == [3, 4]
+        assert [one["completed"] for one in run["rounds"]] == [6, 6]
+        assert run["prefix_hit_rate"] == 0, "no run finds what another has left"
+        assert run["attainment"]["all"] == 1.0
+        assert run["peak_memory_bytes"] > run["peak_kv_bytes"] > 0
+    per_block = static["peak_kv_bytes"] / 40
+    assert static["peak_kv_bytes"] == 4 * 10 * per_block, "four requests, 160 tokens each"
+    assert continuous["peak_kv_bytes"] <= 4 * 2 * per_block
+    assert static["kv_waste"] > 0.8 > continuous["kv_waste"] > 0
+    ratios = document["ratios"]["continuous"]
+    assert ratios["peak_kv_bytes"] == continuous["peak_kv_bytes"] / static["peak_kv_bytes"]
+    assert ratios["output_tokens_per_s"] == continuous["output_tokens_per_s"] / static["output_tokens_per_s"]
+    assert ratios["preemptions"] is None
+    assert len(ratios["output_tokens_per_s_by_round"]) == 2
+
+
+def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callable[..., Path]) -> None:
+    """What shares memory is built once, for the largest; what needs other memory is built for itself."""
+    base = tiny_config(tiny_model)
+    variants = parse_variants("fair, max_num_batched_tokens=512, max_num_seqs=2, block_size=8")
+    engines = Engines(configure(base, variants), silent)
+
+    async def settings(name: str) -> tuple[int | None, int, int, object]:
+        async with engines.running(name, []) as engine:
+            config = engine.config
+            return config.max_num_batched_tokens, config.max_num_seqs, config.block_size, engine._engine.executor
+
+    found = {variant.name: asyncio.run(settings(variant.name)) for variant in variants}
+    assert [found[v.name][:3] for v in variants] == [(256, 4, 16), (512, 4, 16), (256, 2, 16), (256, 4, 8)]
+    assert found["fair"][3] is found["max_num_seqs=2"][3]
+    assert found["fair"][3] is not found["block_size=8"][3]

@@ -1,0 +1,134 @@
+"""F19 and more: which rates are tried on the way to the knee, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from llmsched.cli.bench.knee.search import MAX_ATTEMPTS, Goal, Knee, find_knee
+from llmsched.engine.errors import LlmschedError
+
+
+def search(share_met: Callable[[float], float], low: float, high: float, **goal: float) -> Knee:
+    async def attempt(rate: float) -> float:
+        return share_met(rate)
+
+    return asyncio.run(find_knee(attempt, Goal(low, high, **goal)))
+
+
+def rates(knee: Knee) -> list[float]:
+    return [attempt.rate for attempt in knee.attempts]
+
+
+def step(at: float) -> Callable[[float], float]:
+    """All requests are served well up to a rate, half of them beyond it."""
+    return lambda rate: 1.0 if rate <= at else 0.5
+
+
+def test_always_met_tries_the_upper_bound_itself_and_each_rate_once() -> None:
+    """F19."""
+    knee = search(step(1000), 3, 90)
+    assert (knee.verdict, knee.rate, knee.missed) == ("always met", 90, None)
+    assert rates(knee) == [3, 6, 12, 24, 48, 90]
+
+
+def test_never_met_says_so_at_once() -> None:
+    """F19."""
+    knee = search(step(1), 3, 90)
+    assert (knee.verdict, knee.rate, knee.missed) == ("never met", None, 3)
+    assert rates(knee) == [3]
+
+
+def test_reversed_bounds_are_an_error() -> None:
+    """F19."""
+    with pytest.raises(LlmschedError, match="90 to 3 requests/s"):
+        Goal(90, 3)
+
+
+@pytest.mark.parametrize(("at", "verdict"), [(50, "always met"), (7, "always met"), (6.9, "never met")])
+def test_lower_bound_equal_to_the_upper_one(at: float, verdict: str) -> None:
+    """F19."""
+    knee = search(step(at), 7, 7)
+    assert (knee.verdict, rates(knee)) == (verdict, [7])
+
+
+@pytest.mark.parametrize("at", [3, 3.1, 10, 47.9, 48, 88, 89.99])
+@pytest.mark.parametrize("tolerance", [0.01, 0.1, 0.5])
+def test_the_knee_is_found_within_the_tolerance_and_inside_the_bounds(at: float, tolerance: float) -> None:
+    """F19: no trial outside the bounds, and none repeated but for the two that are the answer."""
+    knee = search(step(at), 3, 90, tolerance=tolerance)
+    assert knee.verdict == "found"
+    assert knee.rate is not None
+    assert knee.missed is not None
+    assert knee.rate <= at < knee.missed <= knee.rate * (1 + tolerance) * (1 + 1e-12)
+    tried = rates(knee)
+    assert all(3 <= rate <= 90 for rate in tried)
+    assert {rate for rate in tried if tried.count(rate) > 1} == {knee.rate, knee.missed}
+    assert max(map(tried.count, tried)) == 2
+
+
+def test_attainment_at_the_goal_is_enough() -> None:
+    assert search(lambda _: 0.9, 1, 4).verdict == "always met"
+    assert search(lambda _: 0.95, 1, 4, attainment=0.96).verdict == "never met"
+
+
+def test_a_rate_that_failed_by_chance_does_not_stop_the_search() -> None:
+    """The first attempt at 4 fails; the interval closes in on it, the repeat is fine, and the rate is raised on."""
+    seen: list[float] = []
+
+    def noisy(rate: float) -> float:
+        seen.append(rate)
+        return 0.85 if rate == 4 and seen.count(4) == 1 else step(40)(rate)
+
+    knee = search(noisy, 1, 100)
+    assert knee.rate is not None
+    assert 35 < knee.rate <= 40
+
+
+def test_a_rate_that_passed_by_chance_is_not_the_knee() -> None:
+    seen: list[float] = []
+
+    def noisy(rate: float) -> float:
+        seen.append(rate)
+        return 1.0 if rate == 8 and seen.count(8) == 1 else step(5)(rate)
+
+    knee = search(noisy, 1, 100)
+    assert knee.rate is not None
+    assert 4.5 < knee.rate <= 5
+
+
+def test_noise_never_leaves_the_bounds_nor_goes_on_for_ever() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        knee = search(lambda rate, rng=rng: rng.random(), 0.3, 300, tolerance=0.02)  # type: ignore[misc]
+        assert len(knee.attempts) <= MAX_ATTEMPTS
+        assert all(0.3 <= rate <= 300 for rate in rates(knee))
+
+
+def test_a_gradual_decline_with_noise_is_found_about_where_it_is() -> None:
+    """Attainment falls from 1 to 0 around 20 requests/s; the true knee, where it is 0.9, lies at 15.8."""
+    true = 20 * math.exp(math.log(1 / 0.9 - 1) / 9.3)
+    found = []
+    for seed in range(50):
+        noise = itertools.cycle(random.Random(seed).gauss(0, 0.03) for _ in range(64))
+
+        def noisy(rate: float, noise: itertools.cycle[float] = noise) -> float:
+            return min(1.0, 1 / (1 + (rate / 20) ** 9.3) + next(noise))
+
+        found.append(search(noisy, 1, 200).rate)
+    errors = sorted(abs(math.log((rate or 1e-9) / true)) for rate in found)
+    assert errors[25] < 0.1
+    assert errors[-3] < 0.3
+
+
+@pytest.mark.parametrize(
+    "bad", [{"low": 0}, {"low": math.nan}, {"high": math.inf}, {"attainment": 0}, {"tolerance": 0}]
+)
+def test_wrong_goals_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(LlmschedError, match="allowed is"):
+        Goal(**{"low": 1, "high": 2, **bad})
