@@ -18,7 +18,10 @@ from llmsched.engine.units import human_bytes, three_figures
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from llmsched.cli.chart import Chart
+
 __all__ = [
+    "chart",
     "emit_json",
     "error",
     "human_bytes",
@@ -96,6 +99,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     console.print(drawn)
+
+
+def chart(drawn: Chart) -> None:
+    """Draw a chart with characters, as wide as the terminal allows."""
+    from llmsched.cli import text_chart
+
+    console = stdout()
+    width, marks = (min(100, console.width - 12), text_chart.MARKS) if console.is_terminal else (72, None)
+    for line in text_chart.draw(drawn, width=max(20, width), marks=marks or text_chart.PLAIN_MARKS):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:

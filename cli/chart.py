@@ -1,0 +1,140 @@
+"""What a chart shows, whichever way it is drawn: in a terminal (text_chart) or on a page (svg)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points under one name. A line connects them in their order, steps keep a value until the next one."""
+
+    name: str
+    points: Sequence[Point]
+    style: Literal["line", "steps", "dots"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Series over the axes `x` and `y` (labels with their units).
+
+    `stacked` series are areas, each on top of those before it, and have points at the same x. `limits` are horizontal
+    lines with a name, such as an SLO. What a logarithmic axis has no place for, and what is not finite, is left out.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: tuple[Series, ...]
+    log_x: bool = False
+    log_y: bool = False
+    stacked: bool = False
+    limits: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A range of values, with ticks at round ones inside it."""
+
+    low: float
+    high: float
+    log: bool
+    ticks: tuple[float, ...]
+
+    def place(self, value: float) -> float:
+        """Where a value lies, as a share of the axis; outside of 0 to 1 if it is beyond its ends."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
+    """An axis on which all values have their place; from 0 to 1 where there are none."""
+    known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+    if log:
+        return _log_axis(known or [1.0])
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    low = min(low, 0.0) if from_zero else low
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    step = _round_step((high - low) / ticks)
+    marks = [step * n for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return Axis(low, high, False, tuple(marks))
+
+
+def _log_axis(values: Sequence[float]) -> Axis:
+    low, high = min(values), max(values)
+    if high < 4 * low:
+        low, high = low / 2, high * 2
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if high < 300 * low else (1,)
+    marks = [factor * 10.0**power for power in powers for factor in factors]
+    return Axis(low, high, True, tuple(mark for mark in marks if low <= mark <= high))
+
+
+def _round_step(rough: float) -> float:
+    """The next step of the form 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+
+
+def axes(chart: Chart) -> tuple[Axis, Axis]:
+    """The axes of a chart; y begins at 0 unless it is logarithmic."""
+    shown = [point for series in layers(chart) for point in series.points]
+    heights = [y for _, y in shown] + [value for _, value in chart.limits]
+    return axis((x for x, _ in shown), log=chart.log_x), axis(heights, log=chart.log_y, from_zero=True)
+
+
+def layers(chart: Chart) -> list[Series]:
+    """The series with the points that can be drawn, stacked ones on top of each other."""
+    kept = [
+        Series(series.name, [point for point in series.points if _drawable(chart, point)], series.style)
+        for series in chart.series
+    ]
+    if not chart.stacked:
+        return kept
+    tops: dict[float, float] = {}
+    stacked = []
+    for series in kept:
+        for x, y in series.points:
+            tops[x] = tops.get(x, 0.0) + y
+        stacked.append(Series(series.name, [(x, tops[x]) for x, _ in series.points], series.style))
+    return stacked
+
+
+def _drawable(chart: Chart, point: Point) -> bool:
+    x, y = point
+    finite = math.isfinite(x) and math.isfinite(y)
+    return finite and (x > 0 or not chart.log_x) and (y > 0 or not chart.log_y)
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` of the points, in their order, among them the lowest and the highest of every stretch."""
+    if len(points) <= most:
+        return list(points)
+    stretches = max(1, most // 2)
+    kept: list[Point] = []
+    for index in range(stretches):
+        part = range(len(points) * index // stretches, len(points) * (index + 1) // stretches)
+        low = min(part, key=lambda i: points[i][1])
+        high = max(part, key=lambda i: points[i][1])
+        kept += [points[i] for i in sorted({low, high})]
+    return kept
+
+
+def distribution(samples: Sequence[float]) -> list[Point]:
+    """The cumulative distribution of samples: each value with the percentage of samples up to it."""
+    ordered = sorted(samples)
+    return [(value, 100.0 * (index + 1) / len(ordered)) for index, value in enumerate(ordered)]
+
+
+def number(value: float) -> str:
+    """A value as it stands beside a tick."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.0e}"
+    return f"{value:.6g}"

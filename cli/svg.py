@@ -1,0 +1,114 @@
+"""Charts as SVG, to stand in a page: no script, no style of its own but the classes that `STYLE` explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, number, thin
+
+_WIDTH, _HEIGHT = 720, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
+_COLOURS = ("#2a78d6", "#d9622b", "#2e9e6b", "#9a5fc9", "#c2a100", "#6b7280", "#c94f7c")
+
+#: Points of a series that are kept: more cannot be told apart on that width.
+_MOST_POINTS = 600
+
+STYLE = """
+svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+svg .grid { stroke: currentColor; stroke-opacity: .15; }
+svg .limit { stroke: currentColor; stroke-dasharray: 5 4; stroke-opacity: .7; }
+svg .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+svg .dots { stroke-width: 4; stroke-linecap: round; stroke-opacity: .55; fill: none; }
+.legend span { margin-right: 1.2em; white-space: nowrap; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
+"""
+
+
+def figure(chart: Chart) -> str:
+    """A chart with its title and legend as an HTML figure; says so where there is nothing to draw."""
+    title = escape(chart.title)
+    if not any(series.points for series in layers(chart)):
+        return f"<figure><figcaption>{title}</figcaption><p>nothing to show</p></figure>"
+    keys = "".join(
+        f'<span><i style="background:{_colour(index)}"></i>{escape(series.name)}</span>'
+        for index, series in enumerate(chart.series)
+    )
+    return f'<figure><figcaption>{title}</figcaption><div class="legend">{keys}</div>{_svg(chart)}</figure>'
+
+
+def _svg(chart: Chart) -> str:
+    x_axis, y_axis = axes(chart)
+    parts = [_grid(chart, x_axis, y_axis)]
+    shown = layers(chart)
+    order = reversed(range(len(shown))) if chart.stacked else range(len(shown))
+    for index in order:
+        places = [
+            (_across(x_axis.place(x)), _down(y_axis.place(y))) for x, y in thin(shown[index].points, _MOST_POINTS)
+        ]
+        if places:
+            parts.append(_mark(shown[index], places, _colour(index), chart.stacked))
+    for name, value in chart.limits:
+        if 0 <= (share := y_axis.place(value)) <= 1:
+            parts.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" {_level(share)}/>')
+            parts.append(
+                f'<text x="{_WIDTH - _RIGHT}" y="{_down(share) - 4:.1f}" text-anchor="end">{escape(name)}</text>'
+            )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
+    return f'{head} aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
+
+
+def _grid(chart: Chart, x_axis: Axis, y_axis: Axis) -> str:
+    parts = []
+    for tick in y_axis.ticks:
+        share = y_axis.place(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" {_level(share)}/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{_down(share) + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+    bottom = _HEIGHT - _BOTTOM
+    for tick in x_axis.ticks:
+        x = f"{_across(x_axis.place(tick)):.1f}"
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{bottom}"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>')
+    middle = (_TOP + bottom) / 2
+    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(chart.x)}</text>')
+    turn = f'transform="rotate(-90 14 {middle})"'
+    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {turn}>{escape(chart.y)}</text>')
+    return "".join(parts)
+
+
+def _mark(series: Series, places: Sequence[Point], colour: str, stacked: bool) -> str:
+    if stacked:
+        base = _HEIGHT - _BOTTOM
+        outline = [(places[0][0], base), *places, (places[-1][0], base)]
+        return f'<path d="M{_joined(outline)}Z" fill="{colour}"/>'
+    if series.style == "dots":
+        # A stroke without length is a round dot, in a fraction of the bytes of a circle.
+        return f'<path class="dots" stroke="{colour}" d="{"".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)}"/>'
+    if series.style == "steps":
+        places = [point for index, place in enumerate(places) for point in _step(places, index, place)]
+    return f'<path class="line" stroke="{colour}" d="M{_joined(places)}"/>'
+
+
+def _step(places: Sequence[Point], index: int, place: Point) -> list[Point]:
+    """A place, and the corner that leads to it from the place before."""
+    return [(place[0], places[index - 1][1]), place] if index else [place]
+
+
+def _joined(places: Sequence[Point]) -> str:
+    return "L".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _across(share: float) -> float:
+    return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _down(share: float) -> float:
+    return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _level(share: float) -> str:
+    return f'y1="{_down(share):.1f}" y2="{_down(share):.1f}"'
+
+
+def _colour(index: int) -> str:
+    return _COLOURS[index % len(_COLOURS)]

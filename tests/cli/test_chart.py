@@ -1,0 +1,181 @@
+"""Charts: axes, what is left out, and that both ways of drawing show the same."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from llmsched.cli import render, svg
+from llmsched.cli.chart import Chart, Series, axis, distribution, layers, number, thin
+from llmsched.cli.page import Page
+from llmsched.cli.text_chart import draw
+
+LINE = Chart("Line", "s", "ms", (Series("a", [(0.0, 0.0), (10.0, 10.0)]),))
+
+
+class Tags(HTMLParser):
+    """Fails on a tag that is not closed in its turn; notes whatever would be fetched."""
+
+    VOID = frozenset({"meta", "line", "path", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(html: str) -> Tags:
+    tags = Tags()
+    tags.feed(html)
+    tags.close()
+    assert tags.open == []
+    return tags
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0, 10], (0, 2, 4, 6, 8, 10)),
+        ([3.1, 4.9], (3.5, 4, 4.5)),
+        ([7], (8, 10, 12, 14)),
+        ([], (0, 0.2, 0.4, 0.6, 0.8, 1)),
+    ],
+)
+def test_ticks_are_round_and_inside(values: list[float], ticks: tuple[float, ...]) -> None:
+    made = axis(values)
+    assert made.ticks == pytest.approx(ticks)
+    assert all(0 <= made.place(tick) <= 1 for tick in made.ticks)
+
+
+def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
+    made = axis([1.0, 0.0, -3.0, 10_000.0], log=True)
+    assert (made.low, made.high) == (1.0, 10_000.0)
+    assert made.place(100.0) == pytest.approx(0.5)
+    assert made.ticks == pytest.approx((1, 10, 100, 1000, 10_000))
+
+
+def test_what_has_no_place_is_left_out() -> None:
+    wild = Chart("", "", "", (Series("a", [(1, float("nan")), (float("inf"), 1), (1, 0), (0, 1), (1, 2)]),), True, True)
+    assert layers(wild)[0].points == [(1, 2)]
+
+
+def test_stacked_layers_stand_on_each_other() -> None:
+    stack = Chart("", "", "", (Series("a", [(0, 1), (1, 2)]), Series("b", [(0, 3), (1, 4)])), stacked=True)
+    assert [layer.points for layer in layers(stack)] == [[(0, 1), (1, 2)], [(0, 4), (1, 6)]]
+
+
+def test_thinning_keeps_order_and_extremes() -> None:
+    points = [(float(i), float(i % 100 == 50) - float(i % 100 == 70)) for i in range(10_000)]
+    kept = thin(points, 200)
+    assert len(kept) <= 200
+    assert kept == sorted(kept)
+    assert sum(y == 1 for _, y in kept) == sum(y == -1 for _, y in kept) == 100
+    assert thin(points[:5], 200) == points[:5]
+
+
+def test_a_distribution_counts_samples_up_to_a_value() -> None:
+    assert distribution([3.0, 1.0, 2.0, 2.0]) == [(1.0, 25.0), (2.0, 50.0), (2.0, 75.0), (3.0, 100.0)]
+    assert distribution([]) == []
+
+
+def test_a_line_in_characters() -> None:
+    assert draw(LINE, width=11, height=6) == [
+        "Line",
+        "10 |          o",
+        " 8 |       ooo",
+        " 6 |      o",
+        " 4 |   ooo",
+        " 2 |  o",
+        " 0 |oo",
+        "   +-----------",
+        "    0 2 4 6 8 10",
+        "    o a   (ms over s)",
+    ]
+
+
+def test_steps_and_dots_in_characters() -> None:
+    points = [(0.0, 1.0), (9.0, 0.0)]
+    steps = draw(Chart("", "x", "y", (Series("a", points, "steps"),)), width=10, height=2)
+    dots = draw(Chart("", "x", "y", (Series("a", points, "dots"),)), width=10, height=2)
+    assert steps[1].endswith("|ooooooooo")
+    assert dots[1].endswith("|o")
+    assert dots[2].endswith("|         o")
+
+
+def test_limits_are_drawn_and_named() -> None:
+    lines = draw(Chart("", "x", "y", LINE.series, limits=(("SLO", 10.0),)), width=11, height=3)
+    assert lines[1] == "10 |--------ooo"
+    assert lines[-1].strip() == "o a  - SLO   (y over x)"
+
+
+def test_nothing_can_be_drawn_too(capsys: pytest.CaptureFixture[str]) -> None:
+    empty = Chart("Empty", "x", "y", (Series("a", []),))
+    render.chart(empty)
+    assert capsys.readouterr().out.startswith("Empty\n")
+    assert "nothing to show" in svg.figure(empty)
+    parsed(svg.figure(empty))
+
+
+@pytest.mark.parametrize("style", ["line", "steps", "dots"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_svg_is_well_formed_and_inside_its_box(style: str, stacked: bool) -> None:
+    points = [(float(i), float(i * i % 37)) for i in range(100)]
+    series = (Series("<a&b>", points, style), Series("b", points, style))  # type: ignore[arg-type]
+    html = svg.figure(Chart('a "title" <b>', "x", "y", series, stacked=stacked, limits=(("l<", 20.0),)))
+    root = ElementTree.fromstring(re.search(r"<svg.*</svg>", html)[0])  # type: ignore[index]
+    drawn = [e.attrib["d"] for e in root.iter() if e.tag.endswith("path")]
+    assert len(drawn) == 2
+    for path in drawn:
+        places = [(float(x), float(y)) for x, y in re.findall(r"([\d.-]+),([\d.-]+)", path)]
+        assert all(0 <= x <= 720 and 0 <= y <= 300 for x, y in places)
+    parsed(html)
+
+
+def test_svg_of_many_points_stays_small() -> None:
+    points = [(float(i), float(i * 7919 % 1000)) for i in range(100_000)]
+    assert len(svg.figure(Chart("", "x", "y", (Series("a", points, "dots"),)))) < 20_000
+
+
+def test_a_page_needs_nothing_from_outside() -> None:
+    page = Page("Run of <model> & co")
+    page.heading("Latency")
+    page.say("a < b")
+    page.warn("careful")
+    page.table(["", "P99"], [["TTFT", "1 < 2"]])
+    page.chart(LINE)
+    page.terms({"TTFT": "time to first token"})
+    html = page.html()
+    tags = parsed(html)
+    assert tags.fetched == []
+    assert "url(" not in html
+    assert "Run of <model> & co" in tags.text
+    assert "1 < 2" in tags.text
+    assert tags.seen.count("svg") == tags.seen.count("table") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.5, "0.5"), (1500, "1500"), (2e6, "2e+06"), (1e-4, "1e-04"), (0.30000000000000004, "0.3")],
+)
+def test_numbers_beside_ticks(value: float, text: str) -> None:
+    assert number(value) == text
