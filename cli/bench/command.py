@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.client import HttpOptions, HttpTarget, TargetUnreachableError
-from llmsched.cli.bench.inprocess import EngineTarget, running_engine
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.measure import Measurement, measure
+from llmsched.cli.bench.compare.mode import bench_variants, refuse_server
+from llmsched.cli.bench.knee.mode import bench_knee
+from llmsched.cli.bench.modes import Modes, with_mode_options
+from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.options import (
     LoadOptions,
     ServerFlags,
@@ -24,33 +22,17 @@ from llmsched.cli.bench.options import (
     with_server_options,
     with_slo_options,
 )
-from llmsched.cli.bench.placing import CountTokens
-from llmsched.cli.bench.prompts import COMMON_IDS, usable_ids
-from llmsched.cli.bench.record import RequestFailed, RequestRecord
-from llmsched.cli.bench.report import Subject, as_json, show
-from llmsched.cli.bench.run import run_workload, warm_up
+from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
-_LOOKUP_TIMEOUT_S = 10.0
-
-Outcome = tuple[Subject, Measurement]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to do to a target, whichever it is."""
-
-    workload: Load
-    slo: Slo
-    timeout: float
-    warmup: int | None
-
 
 @with_engine_options(exclude=("seed",))
 @with_server_options
+@with_mode_options
 @with_slo_options
 @with_load_options(num_prompts=100, input_len=128, output_len=64)
 def bench(
@@ -79,111 +61,58 @@ def bench(
     *,
     load_options: LoadOptions,
     slo: Slo,
+    modes: Modes,
     server: ServerFlags,
     engine_options: EngineOptions,
 ) -> None:
     """Load a server or a model and measure latency and goodput.
 
-    With neither --request-rate nor --max-concurrency, all requests are sent at once. Exit code 1 if a request failed.
+    With neither --request-rate nor --max-concurrency, all requests are sent at once. Exit code 1 if a request failed,
+    or (--find-knee) if no rate meets the SLOs.
+
+    \b
+    Examples:
+      llmsched bench demo --max-concurrency 8 --input-len 128 --output-len 64
+      llmsched bench http://localhost:8000 --request-rate 4 --slo-ttft 800ms --slo-itl 50ms --json
+      llmsched bench demo --compare static,continuous --output-len 16..512
+      llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fcfs headroom=0" --rounds 3
+      llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
     """
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
         if target is not None and target.startswith(("http://", "https://")):
-            outcome = asyncio.run(
-                _bench_server(_http_options(target, plan, server, engine_options), plan, server, progress)
-            )
+            result = _bench_server(target, plan, modes, server, engine_options, progress)
         else:
-            _refuse_server_flags(server)
-            outcome = asyncio.run(_bench_model(resolve_model(target), engine_options, plan, progress))
-    report = as_json(*outcome)
+            refuse_server_flags(server)
+            result = _bench_model(resolve_model(target), plan, modes, engine_options, progress)
     if save is not None:
-        _write(save, report)
+        _write(save, result.report)
     if as_json_:
-        render.emit_json(report)
+        render.emit_json(result.report)
     else:
-        show(*outcome)
-    if outcome[1].failed or not outcome[1].completed:
+        result.show()
+    if not result.well:
         raise typer.Exit(1)
 
 
-async def _bench_model(model: str, options: EngineOptions, plan: Plan, progress: Progress) -> Outcome:
-    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
-    warmup = 1 if plan.warmup is None else plan.warmup
-    async with running_engine(config, progress) as engine:
-        ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
-        await warm_up(target, plan.workload, warmup, ids=ids, timeout=plan.timeout)
-        await engine.reset_prefix_cache()
-        figures = await run_workload(target, plan.workload, plan.slo, ids=ids, timeout=plan.timeout, progress=progress)
-        settings = {name: value for name, value in asdict(engine.config).items() if value is not None}
-    return Subject(target.name, "in process", plan.workload, plan.slo, warmup, settings), figures
+def _bench_model(model: str, plan: Plan, modes: Modes, options: EngineOptions, progress: Progress) -> Result:
+    if modes.compare is not None:
+        return asyncio.run(bench_variants(model, options, modes, plan, progress))
+    opening = open_model(model, options, plan, progress)
+    if modes.find_knee:
+        return asyncio.run(bench_knee(opening, modes, plan, progress))
+    return asyncio.run(bench_once(opening, None, plan, progress))
 
 
-async def _bench_server(options: HttpOptions, plan: Plan, flags: ServerFlags, progress: Progress) -> Outcome:
-    ids, count_tokens = _vocabulary(flags.tokenizer)
-    target = HttpTarget(options)
-    warmup = plan.warmup or 0
-    try:
-        await target.connect()
-        words = options.endpoint == "chat" or flags.text_prompts
-        await warm_up(target, plan.workload, warmup, ids=None if words else ids, timeout=plan.timeout)
-        figures = await run_workload(
-            target,
-            plan.workload,
-            plan.slo,
-            ids=None if words else ids,
-            timeout=plan.timeout,
-            progress=progress,
-            count_tokens=count_tokens,
-        )
-    except TargetUnreachableError as problem:
-        figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
-    finally:
-        await target.close()
-    return Subject(target.name, options.url, plan.workload, plan.slo, warmup), figures
-
-
-def _none_sent(workload: Load, why: str) -> list[RequestRecord]:
-    """The records of a run against a server that nobody can connect to."""
-    failure = RequestFailed("connect", f"nothing was sent: {why}")
-    return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_requests)]
-
-
-def _http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
-    if engine_options.given:
-        names = ", ".join("--" + name.replace("_", "-") for name in engine_options.given)
-        raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
-    try:
-        host = httpx.URL(url).host
-    except httpx.InvalidURL as problem:
-        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
-    if not host:
-        raise LlmschedError(f"{url!r} names no host; write http://host:port")
-    return HttpOptions(
-        url,
-        endpoint=flags.endpoint or "completions",
-        model=flags.served_model_name,
-        api_key=flags.api_key,
-        ignore_eos=not flags.stop_at_eos,
-        lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
-    )
-
-
-def _refuse_server_flags(flags: ServerFlags) -> None:
-    """OPENAI_API_KEY may stand in the environment for other reasons, so a key is no sign of a mistake."""
-    given = [name for name, value in asdict(flags).items() if value and name != "api_key"]
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise LlmschedError(f"{names}: only of use with the URL of a server, and the target is a model in this process")
-
-
-def _vocabulary(model: str | None) -> tuple[Sequence[int], CountTokens | None]:
-    """Ids to draw prompts from, and a counter of tokens where a tokenizer was named."""
-    if model is None:
-        return COMMON_IDS, None
-    from llmsched.engine.model.load import load_tokenizer, locate
-
-    known = load_tokenizer(locate(model))
-    return usable_ids(known, known.vocab_size), lambda text: len(known.encode(text, add_special_tokens=False))
+def _bench_server(
+    url: str, plan: Plan, modes: Modes, flags: ServerFlags, options: EngineOptions, progress: Progress
+) -> Result:
+    if modes.compare is not None:
+        refuse_server(url)
+    opening = open_server(http_options(url, plan, flags, options), flags, plan)
+    if modes.find_knee:
+        return asyncio.run(bench_knee(opening, modes, plan, progress))
+    return asyncio.run(bench_once(opening, url, plan, progress))
 
 
 def _write(path: Path, report: Mapping[str, Any]) -> None:

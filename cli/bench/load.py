@@ -70,6 +70,14 @@ class Load(Protocol):
         """The same load with other random choices."""
         ...
 
+    def at_rate(self, rate: float) -> Load:
+        """The same load at another rate (requests per second). Raises LlmschedError where its shape forbids that."""
+        ...
+
+    def one_by_one(self, count: int, *, seed: int) -> Load:
+        """`count` requests such as these, each sent when the one before it has ended, with other prompts."""
+        ...
+
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
         """`count` requests such as these, all at once, with other prompts; answers of `output_len` if it is given."""
         ...

@@ -151,6 +151,16 @@ class Workload:
     def with_seed(self, seed: int) -> Workload:
         return replace(self, seed=seed)
 
+    def at_rate(self, rate: float) -> Workload:
+        if self.arrivals == "ramp":
+            raise LlmschedError(
+                "arrivals is ramp, which has no single rate that could be another; choose another shape"
+            )
+        return replace(self, request_rate=rate)
+
+    def one_by_one(self, count: int, *, seed: int) -> Workload:
+        return replace(self.head(count, seed=seed), max_concurrency=1)
+
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Workload:
         return Workload(count, self.input_len, output_len or self.output_len, seed, prefix_len=self.prefix_len)
 

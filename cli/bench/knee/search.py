@@ -20,8 +20,9 @@ MAX_ATTEMPTS = 32
 class Goal:
     """What is looked for, and where. Rates are in requests per second.
 
-    A rate is met if a share of `attainment` of its requests, or more, meets every SLO. The search ends when the lowest
-    rate that is missed is at most `tolerance` (a share) above the highest that is met.
+    A rate is met if a share of `attainment` of its requests, or more, meets every SLO. The search begins at `start`
+    (default: `low`), and ends when the lowest rate that is missed is at most `tolerance` (a share) above the highest
+    that is met.
 
     Raises LlmschedError naming the setting and its range.
     """
@@ -30,12 +31,17 @@ class Goal:
     high: float
     attainment: float = 0.9
     tolerance: float = 0.1
+    start: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high < math.inf:
             raise LlmschedError(
                 f"the rates to search are {self.low:g} to {self.high:g} requests/s; allowed is a lower end above 0 and "
                 "an upper one that is not below it"
+            )
+        if self.start is not None and not self.low <= self.start <= self.high:
+            raise LlmschedError(
+                f"the search starts at {self.start:g} requests/s; allowed is {self.low:g} to {self.high:g}"
             )
         if not 0 < self.attainment <= 1:
             raise LlmschedError(f"the share of requests to meet their SLOs is {self.attainment:g}; allowed is 0 to 1")
@@ -76,15 +82,16 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: Goal) ->
 def next_rate(attempts: Sequence[Attempt], goal: Goal) -> float | None:
     """The next rate to try; None when the knee is known.
 
-    Doubles from the lowest rate until one is missed (the highest allowed one is tried itself), then halves the interval
-    on a logarithmic scale. Each rate is tried once, and both ends of the last interval once more: what noise
-    made of one of them is then seen, and the search goes on from there.
+    Doubles the rate until one is missed, or halves it until one is met (the ends of the allowed range are tried
+    themselves), then halves the interval on a logarithmic scale. Each rate is tried once, and both ends of the last
+    interval once more: what noise made of one of them is then seen, and the search goes on from there.
     """
     if not attempts:
-        return goal.low
+        return goal.low if goal.start is None else goal.start
     met, missed = bracket(attempts, goal)
     if met is None:
-        return None
+        assert missed is not None
+        return None if missed <= goal.low else max(missed / 2, goal.low)
     if missed is None:
         return None if met >= goal.high else min(2 * met, goal.high)
     if missed > met * (1 + goal.tolerance):

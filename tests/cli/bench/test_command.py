@@ -19,13 +19,6 @@ NOTHING = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "co
 STREAM = token(" ü\N{SLIGHTLY SMILING FACE}") * 3 + b":ping\r\n\r\n" + end(3).rstrip()
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    for name in ("LLMSCHED_API_KEY", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    return CommandLine(monkeypatch, capsys)
-
-
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
     """A server on a real socket that answers every POST with `answer`; its URL."""

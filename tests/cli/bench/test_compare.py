@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 
 from llmsched.cli.bench.compare.report import as_json
 from llmsched.cli.bench.compare.run import Engines, Task, compare, one_after_the_other
@@ -153,3 +155,45 @@ def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callab
     assert [found[v.name][:3] for v in variants] == [(256, 4, 16), (512, 4, 16), (256, 2, 16), (256, 4, 8)]
     assert found["fair"][3] is found["max_num_seqs=2"][3]
     assert found["fair"][3] is not found["block_size=8"][3]
+
+
+def test_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    saved = tmp_path / "comparison.json"
+    arguments = (
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu", "--rounds", "1"),
+        *("--max-model-len", "160", "--num-prompts", "4", "--input-len", "16", "--output-len", "3"),
+    )
+    outcome = command(*arguments, "--compare", "static,continuous", "--save", str(saved), "--json")
+    assert outcome.code == 0
+    assert [run["policy"] for run in outcome.json["runs"]] == ["static", "continuous"]
+    assert list(outcome.json["ratios"]) == ["continuous"]
+    assert json.loads(saved.read_text()) == outcome.json
+    outcome = command(*arguments, "--compare", "static,continuous")
+    assert outcome.code == 0
+    assert "MEASURED" in outcome.out
+    assert "continuous / static" in outcome.out
+    for name in ("output tokens/s", "TTFT P99", "KV waste", "peak memory", "preemptions"):
+        assert name in outcome.out
+
+
+def test_a_variant_in_which_requests_fail_is_exit_code_1(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu", "--rounds", "1"),
+        *("--num-prompts", "2", "--input-len", "100", "--output-len", "3", "--compare", "fair,max_model_len=64"),
+    )
+    assert outcome.code == 1
+    assert "error: max_model_len=64: 2 requests failed: refused" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "message"),
+    [
+        ("http://127.0.0.1:9", "static,fair", "--compare runs each variant in this process, and http://127.0.0.1:9 is"),
+        ("demo", "static", "two or more variants"),
+        ("demo", "fair,continuous", "are the same settings"),
+    ],
+)
+def test_what_cannot_be_compared_is_exit_code_2(command: CommandLine, target: str, text: str, message: str) -> None:
+    outcome = command("bench", target, "--compare", text)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err

@@ -72,6 +72,19 @@ def test_the_knee_is_found_within_the_tolerance_and_inside_the_bounds(at: float,
     assert max(map(tried.count, tried)) == 2
 
 
+def test_a_start_that_is_missed_leads_down_to_the_lower_bound_itself() -> None:
+    knee = search(step(2), 3, 90, start=40)
+    assert (knee.verdict, rates(knee)) == ("never met", [40, 20, 10, 5, 3])
+    knee = search(step(6), 3, 90, start=40)
+    assert rates(knee)[:4] == [40, 20, 10, 5]
+    assert knee.rate is not None
+    assert 6 / 1.1 <= knee.rate <= 6
+
+
+def test_a_start_that_is_met_leads_up() -> None:
+    assert rates(search(step(1000), 3, 90, start=40)) == [40, 80, 90]
+
+
 def test_attainment_at_the_goal_is_enough() -> None:
     assert search(lambda _: 0.9, 1, 4).verdict == "always met"
     assert search(lambda _: 0.95, 1, 4, attainment=0.96).verdict == "never met"

@@ -1,0 +1,36 @@
+"""`bench --compare`."""
+
+from __future__ import annotations
+
+from llmsched.cli.bench.compare.report import as_json, show
+from llmsched.cli.bench.compare.run import Task, compare
+from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
+from llmsched.cli.bench.modes import Modes
+from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.targets import Plan
+from llmsched.cli.options import EngineOptions
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.progress import Progress
+
+_DEFAULT_ROUNDS = 2
+
+
+def refuse_server(url: str) -> None:
+    """Raise LlmschedError: the settings of a server cannot be changed from here."""
+    raise LlmschedError(
+        f"--compare runs each variant in this process, and {url} is a server, whose settings cannot be changed from "
+        "here; name a model, or start the server anew for each setting and bench it with the same --seed"
+    )
+
+
+async def bench_variants(model: str, options: EngineOptions, modes: Modes, plan: Plan, progress: Progress) -> Result:
+    """Do the plan's work under each variant. Raises ModelError, ConfigError, and LlmschedError for wrong variants."""
+    assert modes.compare is not None
+    variants = parse_variants(modes.compare)
+    check_given(variants, options.given)
+    base = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
+    rounds = _DEFAULT_ROUNDS if modes.rounds is None else modes.rounds
+    warmup = 1 if plan.warmup is None else plan.warmup
+    task = Task(plan.workload, plan.slo, plan.timeout, warmup, rounds)
+    report = as_json(await compare(configure(base, variants), task, progress), task)
+    return Result(report, lambda: show(report), all(not run["failed"] and run["completed"] for run in report["runs"]))

@@ -1,0 +1,35 @@
+"""`bench --find-knee`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from llmsched.cli.bench.client import TargetUnreachableError
+from llmsched.cli.bench.knee.report import as_json, show
+from llmsched.cli.bench.knee.run import Wish, check, explore
+from llmsched.cli.bench.modes import Modes
+from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.progress import Progress
+
+_ATTAINMENT, _TOLERANCE = 0.9, 0.1
+
+
+async def bench_knee(
+    opening: AbstractAsyncContextManager[Opened], modes: Modes, plan: Plan, progress: Progress
+) -> Result:
+    """Open a target and look for its knee. Raises LlmschedError as `explore` does, and if nobody answers."""
+    wish = Wish(
+        modes.max_request_rate,
+        _ATTAINMENT if modes.knee_attainment is None else modes.knee_attainment,
+        _TOLERANCE if modes.knee_tolerance is None else modes.knee_tolerance,
+    )
+    check(plan.workload, wish)
+    try:
+        async with opening as opened:
+            found = await explore(opened, plan, wish, progress)
+            report = as_json(opened, plan, found)
+    except TargetUnreachableError as problem:
+        raise LlmschedError(f"nobody answers, so there is no knee to find: {problem}") from problem
+    return Result(report, lambda: show(report), found.knee.verdict != "never met")

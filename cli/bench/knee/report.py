@@ -1,0 +1,124 @@
+"""How the search of the knee is shown: rate against latency, and where the knee is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmsched.cli import render
+from llmsched.cli.bench import report
+from llmsched.cli.bench.knee.run import Found, Point
+from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.targets import Opened, Plan
+
+_KEPT = (
+    *("completed", "failed", "valid", "duration_s", "achieved_rate", "requests_per_s", "output_tokens_per_s"),
+    *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "attainment", "goodput_rps", "preemptions"),
+)
+
+
+def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
+    """The knee for scripts: its rate (null: none), the rates tried in their order, and `at_knee` with all that
+    `bench --json` has of the run there (null: none).
+    """
+    subject = opened.subject(plan.workload, found.slo)
+
+    def figures_of(figures: Measurement | None) -> dict[str, Any] | None:
+        return None if figures is None else report.as_json(subject, figures)
+
+    whole = report.as_json(subject, found.points[0].figures)
+    return {
+        **{name: whole[name] for name in ("measured", "target", "where")},
+        "verdict": found.knee.verdict,
+        "knee_rps": found.knee.rate,
+        "missed_rps": found.knee.missed,
+        "attainment_goal": found.goal.attainment,
+        "tolerance": found.goal.tolerance,
+        "lowest_rps": found.goal.low,
+        "highest_rps": found.goal.high,
+        "slo": whole["slo"],
+        "slo_from_idle_target": not plan.slo.given(),
+        "points": [_point(point, found, report.as_json(subject, point.figures)) for point in found.points],
+        "idle": _some(figures_of(found.idle)),
+        "all_at_once": _some(figures_of(found.burst)),
+        "at_knee": figures_of(found.at_knee),
+        **{name: whole[name] for name in ("workload", "warmup", "engine", "definitions")},
+    }
+
+
+def show(document: dict[str, Any]) -> None:
+    """Print what `as_json` made for a person."""
+    kind = "MEASURED" if document["measured"] else "SIMULATED"
+    render.say(f"{kind} {document['target']} ({document['where']}): rates until requests no longer meet their SLOs")
+    if document["slo_from_idle_target"]:
+        render.say("no SLO given; 5 times the median of the idle target")
+    limits = [
+        f"{name.removesuffix('_ms').upper()} {value:.4g} ms"
+        for name, value in document["slo"].items()
+        if name.endswith("_ms")
+    ]
+    render.say(f"SLO: {', '.join(limits)}, met by {document['attainment_goal']:.0%} of requests")
+    columns = [
+        "requests/s",
+        "served/s",
+        "output tokens/s",
+        "TTFT P50",
+        "TTFT P99",
+        "ITL P99",
+        "E2E P99",
+        "met by",
+        "goodput",
+        "",
+    ]
+    rows = [_row(point) for point in sorted(document["points"], key=lambda point: point["rate"])]
+    render.table("latency in ms", columns, rows, text_columns=0)
+    render.say(verdict(document))
+    for name in ("TTFT", "ITL", "E2E", "goodput"):
+        render.say(f"{name}: {document['definitions'][name]}")
+    if not all(point["valid"] for point in document["points"]):
+        render.warn(
+            "at some rates nothing was served, or the client itself was late: those figures are not the target's"
+        )
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """What came of it, in a sentence."""
+    share = f"{document['attainment_goal']:.0%}"
+    if document["verdict"] == "never met":
+        return f"no knee: even at {document['missed_rps']:.3g} requests/s fewer than {share} of requests meet the SLO"
+    if document["verdict"] == "always met":
+        return (
+            f"no knee up to {document['knee_rps']:.3g} requests/s, the highest rate tried: {share} of requests or more "
+            "still meet the SLO"
+        )
+    return (
+        f"knee at {document['knee_rps']:.3g} requests/s: {share} of requests or more meet the SLO; at "
+        f"{document['missed_rps']:.3g} requests/s they do not"
+    )
+
+
+def _point(point: Point, found: Found, figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "rate": point.rate,
+        "met": point.attainment >= found.goal.attainment,
+        **{name: figures[name] for name in _KEPT},
+    }
+
+
+def _some(figures: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if figures is None else {name: figures[name] for name in _KEPT}
+
+
+def _row(point: dict[str, Any]) -> list[str]:
+    latencies = [point["ttft_ms"]["p50"], *(point[f"{name}_ms"]["p99"] for name in ("ttft", "itl", "e2e"))]
+    attainment, goodput = point["attainment"], point["goodput_rps"]
+    return [
+        f"{point['rate']:.3g}",
+        *(
+            "n/a" if value is None else f"{value:.2f}"
+            for value in (point["requests_per_s"], point["output_tokens_per_s"])
+        ),
+        *("n/a" if value is None else f"{value:.1f}" for value in latencies),
+        "n/a" if attainment is None else f"{attainment['all']:.1%}",
+        "n/a" if goodput is None else f"{goodput:.2f}",
+        "met" if point["met"] else "missed",
+    ]

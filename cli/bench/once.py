@@ -1,0 +1,36 @@
+"""The plain bench: one run of the load."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from llmsched.cli.bench.client import TargetUnreachableError
+from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.measure import measure
+from llmsched.cli.bench.record import RequestFailed, RequestRecord
+from llmsched.cli.bench.report import Subject, as_json, show
+from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.engine.progress import Progress
+
+
+async def bench_once(
+    opening: AbstractAsyncContextManager[Opened], url: str | None, plan: Plan, progress: Progress
+) -> Result:
+    """Open a target and load it. A server (`url`) that nobody can connect to is a run in which every request failed."""
+    try:
+        async with opening as opened:
+            figures = await opened.measure(plan.workload, plan.slo, progress)
+            subject = opened.subject(plan.workload, plan.slo)
+    except TargetUnreachableError as problem:
+        assert url is not None
+        figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
+        subject = Subject(url, url, plan.workload, plan.slo, plan.warmup or 0)
+    well = not figures.failed and figures.completed > 0
+    return Result(as_json(subject, figures), lambda: show(subject, figures), well)
+
+
+def _none_sent(workload: Load, why: str) -> list[RequestRecord]:
+    """The records of a run against a server that nobody can connect to."""
+    failure = RequestFailed("connect", f"nothing was sent: {why}")
+    return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_requests)]

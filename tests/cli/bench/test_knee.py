@@ -1,0 +1,193 @@
+"""`bench --find-knee`: on a target whose knee is known, and as it is typed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+
+from llmsched.cli.bench.knee.report import as_json, show, verdict
+from llmsched.cli.bench.knee.run import SLACK, Found, Wish, check, explore
+from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.measure import Measurement, measure
+from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord
+from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.cli.bench.workload import Workload
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import Progress, silent
+
+SERVICE_S = 0.1
+
+
+class Queue:
+    """One request after the other, SERVICE_S each: the first token at half of it, the second at its end."""
+
+    def __init__(self) -> None:
+        self.loads: list[Load] = []
+
+    async def measure(self, workload: Load, slo: Slo, progress: Progress) -> Measurement:
+        self.loads.append(workload)
+        free, records = 0.0, []
+        for request in workload.plan(COMMON_IDS):
+            due = free if workload.closed else request.offset
+            begin = max(due, free)
+            free = begin + SERVICE_S
+            chunks = [Chunk(begin + SERVICE_S / 2, "x", 1), Chunk(free, "y", 1)]
+            records.append(RequestRecord(request.index, due, ready=due, sent=due, end=free, chunks=chunks))
+        return measure(records, workload, slo)
+
+
+async def refuse(workload: Load, slo: Slo, progress: Progress) -> Measurement:
+    failure = RequestFailed("refused", "no room")
+    return measure([RequestRecord(0, 0.0, end=0.1, failure=failure)], workload, slo)
+
+
+def find(opened: Opened, plan: Plan, highest: float | None = None) -> Found:
+    return asyncio.run(explore(opened, plan, Wish(highest, 0.9, 0.1), silent))
+
+
+def plan(slo: Slo = Slo(ttft=0.5), **load: Any) -> Plan:  # noqa: B008 - frozen
+    return Plan(Workload(**{"num_prompts": 400, "input_len": 8, "output_len": 2, **load}), slo, 60, 0)
+
+
+def opened(queue: Queue) -> Opened:
+    return Opened("queue", "here", 0, queue.measure)
+
+
+def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
+    """With constant arrivals a queue is empty below 10 requests/s and grows without end above."""
+    queue = Queue()
+    work = plan(arrivals="constant", request_rate=1.0)
+    found = find(opened(queue), work)
+    assert found.knee.verdict == "found"
+    assert found.knee.rate is not None
+    assert 10 / 1.1 <= found.knee.rate <= 10.5
+    assert (found.idle, found.goal.low) == (None, 1.0)
+    assert found.burst is not None
+    assert found.burst.requests_per_s == pytest.approx(10)
+    assert found.goal.high == pytest.approx(40)
+    seeds = [load.seed for load in queue.loads]
+    assert len(set(seeds)) == len(seeds), "no attempt may find the prompts of another in a cache"
+    assert work.workload.seed not in seeds
+
+
+def test_without_rate_and_slo_the_idle_target_says_where_to_begin_and_what_is_slow() -> None:
+    queue = Queue()
+    found = find(opened(queue), plan(Slo()))
+    assert found.slo == Slo(ttft=pytest.approx(SLACK * SERVICE_S / 2), tpot=pytest.approx(SLACK * SERVICE_S / 2))
+    assert queue.loads[0].closed
+    assert queue.loads[0].num_requests == 8
+    assert found.goal.start == pytest.approx(5)
+    assert found.goal.low == pytest.approx(2.5)
+    assert found.knee.rate is not None
+    assert 2.5 <= found.knee.rate < 10
+
+
+def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
+    target, work = opened(Queue()), plan(arrivals="constant", request_rate=1.0)
+    found = find(target, work)
+    document = as_json(target, work, found)
+    assert document["knee_rps"] == found.knee.rate
+    assert document["at_knee"]["attainment"]["all"] >= 0.9
+    assert document["at_knee"]["completed"] == 400
+    assert [point["rate"] for point in document["points"]] == [attempt.rate for attempt in found.knee.attempts]
+    assert {point["met"] for point in document["points"]} == {True, False}
+    assert document["slo"] == {"ttft_ms": 500.0}
+    show(document)
+    printed = capsys.readouterr().out
+    assert "MEASURED queue (here)" in printed
+    assert f"knee at {found.knee.rate:.3g} requests/s: 90% of requests or more meet the SLO" in printed
+
+
+@pytest.mark.parametrize(
+    ("slo", "words"),
+    [
+        (Slo(ttft=0.01), "no knee: even at 1 requests/s fewer than 90% of requests meet the SLO"),
+        (Slo(ttft=1e3), "no knee up to 90 requests/s, the highest rate tried"),
+    ],
+)
+def test_no_knee_is_said(slo: Slo, words: str) -> None:
+    """F19."""
+    target, work = opened(Queue()), plan(slo, request_rate=1.0)
+    found = find(target, work, highest=90)
+    document = as_json(target, work, found)
+    assert verdict(document).startswith(words)
+    assert (document["at_knee"] is None) == (document["verdict"] == "never met")
+
+
+def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
+    broken = Opened("broken", "here", 0, refuse)
+    with pytest.raises(LlmschedError, match=r"no request was served.*refused \(no room\)"):
+        find(broken, plan())
+    with pytest.raises(LlmschedError, match=r"no request was served.*refused \(no room\)"):
+        find(broken, plan(Slo(), request_rate=1.0))
+    assert find(broken, plan(request_rate=1.0), highest=2.0).knee.verdict == "never met"
+
+
+@pytest.mark.parametrize(
+    ("load", "wish", "message"),
+    [
+        ({"request_rate": 90.0}, Wish(3.0, 0.9, 0.1), "90 to 3 requests/s"),
+        ({"request_rate": float("inf")}, Wish(None, 0.9, 0.1), "inf to inf requests/s"),
+        ({}, Wish(0.0, 0.9, 0.1), "0 to 0 requests/s"),
+        ({}, Wish(None, 0.0, 0.1), "meet their SLOs is 0"),
+        ({}, Wish(None, 0.9, 5.0), "tolerance of the knee is 5"),
+        ({"max_concurrency": 2, "duration": 5.0}, Wish(None, 0.9, 0.1), "needs --request-rate"),
+        ({"request_rate": 1.0, "arrivals": "ramp", "ramp_to": 5.0}, Wish(None, 0.9, 0.1), "arrivals is ramp"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_any_work(load: dict[str, Any], wish: Wish, message: str) -> None:
+    with pytest.raises(LlmschedError, match=message):
+        check(Workload(**load), wish)
+
+
+def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu", "--find-knee"),
+        *("--num-prompts", "3", "--input-len", "16", "--output-len", "2", "--slo-e2e", "10min"),
+        *("--request-rate", "40", "--max-request-rate", "90", "--json"),
+    )
+    assert outcome.code == 0
+    document = outcome.json
+    assert (document["measured"], document["verdict"], document["knee_rps"]) == (True, "always met", 90.0)
+    assert [point["rate"] for point in document["points"]] == [40.0, 80.0, 90.0]
+    assert document["engine"]["num_gpu_blocks_override"] == 64
+
+
+def test_no_rate_that_meets_the_slo_is_exit_code_1(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu", "--find-knee"),
+        *("--num-prompts", "3", "--input-len", "16", "--output-len", "2", "--slo-ttft", "0ms"),
+        *("--request-rate", "50", "--max-request-rate", "90"),
+    )
+    assert outcome.code == 1
+    assert "no knee: even at 50 requests/s" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--find-knee", "--compare", "static,fair"), "do not go together"),
+        (("--max-request-rate", "3"), "--max-request-rate: only of use with --find-knee"),
+        (("--knee-attainment", "0%"), "--knee-attainment: only of use with --find-knee"),
+        (("--rounds", "3"), "--rounds: only of use with --compare"),
+        (("--find-knee", "--request-rate", "90", "--max-request-rate", "3"), "90 to 3 requests/s"),
+        (("--find-knee", "--knee-attainment", "0%"), "meet their SLOs is 0"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
+    outcome = command("bench", "http://127.0.0.1:9", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err
+
+
+def test_a_server_that_is_not_there_has_no_knee(command: CommandLine) -> None:
+    outcome = command("bench", "http://127.0.0.1:9", "--find-knee")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "nobody answers, so there is no knee to find" in outcome.err
