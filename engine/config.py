@@ -175,3 +175,10 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise ConfigError(name, f"{value}{unit} is out of range; allowed is {span}")
+
+
+def check_limits(config: EngineConfig, limits: Limits) -> None:
+    """Raise ConfigError unless an engine with `config`, which memory was reserved for, can change to these limits."""
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
+        rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
+        check_knob(name, limits.get(name), rule)

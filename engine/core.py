@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 from llmsched.engine.changes import PromptChange, PromptChanges
-from llmsched.engine.config import EngineConfig, Limits, check_knob
-from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
+from llmsched.engine.config import EngineConfig, Limits, check_limits
+from llmsched.engine.errors import ConfigError, RequestError
 from llmsched.engine.executor.base import Executor
-from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.pins import PinState, most_pinned_blocks
+from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.pins import PinState
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
+from llmsched.engine.refusals import check_length, check_queue
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.policies import make_scheduler
@@ -79,9 +80,7 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
         self._clock = clock
-        longest = -(-self.max_model_len // config.block_size)
-        pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, longest)
-        kv = KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap)
+        kv = make_kv(config, num_blocks, swap)
         self.scheduler = make_scheduler(kv, config, clock)
         self._accounts = Accounts(self.scheduler, self.metrics)
         self._changes = PromptChanges(kv.misses.watch, tokenizer, self.metrics)
@@ -108,25 +107,7 @@ class Engine:
                 raise RequestError(
                     name, f"{name} has the token id {wrong}; allowed is from 0 to {self.model.vocab_size - 1}"
                 )
-        self._check_length(len(prompt_token_ids), sampling.max_tokens)
-
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        asked = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}"
-        if num_prompt_tokens + max_tokens > self.max_model_len:
-            raise RequestError(
-                "max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
-                f"the context of this server is {self.max_model_len} tokens; {asked}, "
-                f"{num_prompt_tokens + max_tokens} in all; shorten the prompt or lower max_tokens",
-                code="context_length_exceeded",
-            )
-        if not self.scheduler.fits_alone(num_prompt_tokens, max_tokens):
-            kv = self.scheduler.kv
-            raise RequestError(
-                "max_tokens",
-                f"{asked}: that needs more than the {kv.pool.num_blocks} KV blocks of {kv.block_size} tokens "
-                f"({kv.pool.num_blocks * kv.block_size} tokens) that this server has",
-                code="context_length_exceeded",
-            )
+        check_length(self.scheduler, self.max_model_len, len(prompt_token_ids), sampling.max_tokens)
 
     def add_request(
         self,
@@ -146,11 +127,7 @@ class Engine:
         if request_id in self._groups:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, sampling)
-        if len(self.scheduler.waiting) + sampling.n > self.config.max_queue_size:
-            raise QueueFullError(
-                f"{len(self.scheduler.waiting)} requests are waiting; at most {self.config.max_queue_size} may",
-                self.retry_after(),
-            )
+        check_queue(len(self.scheduler.waiting), sampling.n, self.config.max_queue_size, self.retry_after)
         self._queue(request_id, prompt_token_ids, sampling, priority, cache_salt, arrival_time)
 
     def _queue(
@@ -279,9 +256,7 @@ class Engine:
         """
         if self.scheduler.running:
             raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            rule = {**EngineConfig.knob_rule(name), "high": getattr(self.config, name)}
-            check_knob(name, limits.get(name), rule)
+        check_limits(self.config, limits)
         self.scheduler.configure(**limits)
         self._accounts.update()
 

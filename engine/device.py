@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.model.placement import computes_bf16
+from llmsched.profiles.gpus import GpuSpec
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -61,6 +62,11 @@ def device_memory(device: str = "auto") -> DeviceMemory:
     if device == "cuda":
         raise ConfigError("device", "cuda is not available: no NVIDIA driver or no visible GPU; use cpu, or name a GPU")
     return cpu_memory()
+
+
+def gpu_device(gpu: GpuSpec) -> DeviceMemory:
+    """A GPU of the list, with nothing else on it."""
+    return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0)
 
 
 def gpu_memory() -> DeviceMemory | None:

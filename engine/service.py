@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 from llmsched.engine.changes import PromptChange
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.core import Engine, Timeline
-from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
+from llmsched.engine.errors import EngineDeadError, LlmschedError, RequestError
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.refusals import check_queue
 from llmsched.engine.request import RequestOutput, SamplingParams
 from llmsched.engine.stats import EngineStats
 
@@ -184,11 +185,7 @@ class AsyncEngine:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self._engine.check(prompt_token_ids, sampling)
         waiting = self._stats.num_waiting + self._num_submitted - self._num_taken
-        if waiting + sampling.n > self.config.max_queue_size:
-            raise QueueFullError(
-                f"{waiting} requests are waiting; at most {self.config.max_queue_size} may",
-                self._engine.retry_after(),
-            )
+        check_queue(waiting, sampling.n, self.config.max_queue_size, self._engine.retry_after)
         stream = RequestStream(request_id, sampling.n, self._request_abort)
         self._streams[request_id] = stream
         self._idle.clear()

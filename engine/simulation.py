@@ -1,14 +1,102 @@
-"""A whole load, simulated: requests arrive by a virtual clock at the real scheduler."""
+"""A whole load, simulated: requests arrive by a virtual clock at the real scheduler.
+
+`SimulatedEngine` is an engine without model and text: what it decides is decided by the same scheduler and KV manager,
+what it costs by a `StepCost`. `simulate` runs a list of requests through a scheduler of one's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack, cast
 
+from llmsched.engine.config import EngineConfig, Limits, check_limits
 from llmsched.engine.executor.base import StepPlan
-from llmsched.engine.executor.simulated import SimulatedExecutor, VirtualClock
-from llmsched.engine.request import Request
-from llmsched.engine.scheduler.scheduler import Scheduler
+from llmsched.engine.executor.simulated import SimulatedExecutor, StepCost, VirtualClock
+from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.refusals import check_length, check_queue
+from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.scheduler import Scheduler, Update
+
+
+class SimulatedEngine:
+    """The scheduler and KV manager of an engine on a virtual clock. Outputs are as long as max_tokens says.
+
+    `config` is resolved: max_model_len and max_num_batched_tokens are set. `cost` says how long a step takes,
+    `per_swapped_block` how many seconds a block takes to or from host memory.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        cost: StepCost,
+        *,
+        swap: SwapSpace | None = None,
+        per_swapped_block: float = 0.0,
+    ) -> None:
+        assert config.max_model_len is not None
+        self.config = config
+        self.clock = VirtualClock()
+        self.scheduler = make_scheduler(make_kv(config, num_blocks, swap), config, self.clock)
+        self._max_model_len = config.max_model_len
+        self._executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.scheduler.counters.num_preemptions
+
+    def reconfigure(self, **limits: Unpack[Limits]) -> None:
+        """As Engine.reconfigure, before the first request."""
+        check_limits(self.config, limits)
+        self.scheduler.configure(**limits)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, arrival_time: float) -> Request:
+        """Queue a request that came at `arrival_time`, which is not after now.
+
+        Raises RequestError for what can never be served, QueueFullError when too many wait.
+        """
+        check_length(self.scheduler, self._max_model_len, len(prompt), max_tokens)
+        check_queue(len(self.scheduler.waiting), 1, self.config.max_queue_size, lambda: 0.0)
+        request = Request(
+            request_id=request_id,
+            # Four bytes a token instead of forty: a queue of long prompts holds tens of millions.
+            token_ids=cast("list[int]", array("i", prompt)),
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            seed=0,
+            stop_ids=frozenset(),
+            arrival_time=arrival_time,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request in whatever state it is."""
+        self.scheduler.finish(request, FinishReason.ABORT)
+
+    def idle_until(self) -> float | None:
+        """Until when a step would do nothing unless more requests come (coalescing), if that is so."""
+        return self.scheduler.idle_until()
+
+    def wait_until(self, time: float) -> None:
+        """Let time pass in which nothing is computed."""
+        self.clock.now = max(self.clock.now, time)
+
+    def step(self) -> list[Update]:
+        """One step of whatever is due; the clock stands at its end afterwards."""
+        plan = self.scheduler.schedule()
+        return self.scheduler.update(plan, self._executor.execute(plan))
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from llmsched.cli.bench.options import (
     with_slo_options,
 )
 from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.simulated import open_simulated
 from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
 from llmsched.engine.errors import LlmschedError
@@ -54,6 +55,16 @@ def bench(
             rich_help_panel="Load",
         ),
     ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            "--simulate",
+            metavar="GPU",
+            show_default=False,
+            help="Run the scheduler alone, on a virtual clock, as on this GPU (l4, h100, ...); of MODEL only its "
+            "config.json is needed.",
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well.")
     ] = None,
@@ -77,14 +88,17 @@ def bench(
       llmsched bench demo --compare static,continuous --output-len 16..512
       llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fcfs headroom=0" --rounds 3
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
+      llmsched bench Qwen/Qwen3-8B --simulate h100 --request-rate 20 --num-prompts 1000
     """
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
         if target is not None and target.startswith(("http://", "https://")):
+            if simulate is not None:
+                raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
             result = _bench_server(target, plan, modes, server, engine_options, progress)
         else:
             refuse_server_flags(server)
-            result = _bench_model(resolve_model(target), plan, modes, engine_options, progress)
+            result = _bench_model(resolve_model(target), simulate, plan, modes, engine_options, progress)
     if save is not None:
         _write(save, result.report)
     if as_json_:
@@ -95,10 +109,17 @@ def bench(
         raise typer.Exit(1)
 
 
-def _bench_model(model: str, plan: Plan, modes: Modes, options: EngineOptions, progress: Progress) -> Result:
+def _bench_model(
+    model: str, simulate: str | None, plan: Plan, modes: Modes, options: EngineOptions, progress: Progress
+) -> Result:
     if modes.compare is not None:
+        if simulate is not None:
+            raise LlmschedError("--compare and --simulate do not go together: compare what is measured")
         return asyncio.run(bench_variants(model, options, modes, plan, progress))
-    opening = open_model(model, options, plan, progress)
+    if simulate is None:
+        opening = open_model(model, options, plan, progress)
+    else:
+        opening = open_simulated(model, simulate, options, plan, progress)
     if modes.find_knee:
         return asyncio.run(bench_knee(opening, modes, plan, progress))
     return asyncio.run(bench_once(opening, None, plan, progress))

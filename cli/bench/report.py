@@ -14,7 +14,11 @@ from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured: its name, where it ran ("in process" or a URL), and the settings that were used."""
+    """What was measured: its name, where it ran ("in process", a URL, or a simulated device), and the settings used.
+
+    Of what was simulated `calibration_error` is the relative error of the fitted cost of a step, `published_error` the
+    median one of a roofline's TPOT against published measurements; None where it is not known.
+    """
 
     name: str
     where: str
@@ -22,6 +26,14 @@ class Subject:
     slo: Slo
     warmup: int = 0
     engine: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = True
+    calibration_error: float | None = None
+    published_error: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The word that every report begins with."""
+        return "MEASURED" if self.measured else "SIMULATED"
 
 
 def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
@@ -30,7 +42,9 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
     if "itl_ms" in slo:
         slo["itl_statistic"] = subject.slo.itl_statistic
     return {
-        "measured": True,
+        "measured": subject.measured,
+        "calibration_error": subject.calibration_error,
+        "published_error": subject.published_error,
         "target": subject.name,
         "where": subject.where,
         "completed": figures.completed,
@@ -78,8 +92,11 @@ def show(subject: Subject, figures: Measurement) -> None:
     """Print the measurement for a person."""
     work = subject.workload
     render.say(
-        f"MEASURED {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, seed {work.seed}"
+        f"{subject.kind} {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, "
+        f"seed {work.seed}"
     )
+    if not subject.measured:
+        render.say(_how_sure(subject))
     rows = [_latency_row(figures, name) for name in ("ttft", "itl", "tpot", "e2e")]
     columns = ["", "mean", "P50", "P95", "P99", "P99 (95 % sure)", "max", "samples"]
     render.table("latency in ms", columns, rows)
@@ -97,6 +114,15 @@ def show(subject: Subject, figures: Measurement) -> None:
         render.error(f"{count} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}")
     for warning in figures.warnings:
         render.warn(warning)
+
+
+def _how_sure(subject: Subject) -> str:
+    """How far the times of simulated steps are to be trusted."""
+    if subject.calibration_error is not None:
+        return f"step times: fitted to this device, {subject.calibration_error:.1%} off where not fitted to (median)"
+    if subject.published_error is not None:
+        return f"step times: a roofline, {subject.published_error:.0%} off published TPOT in the median"
+    return "step times: a roofline that no measurement of such a GPU has been held against"
 
 
 def _total_rows(figures: Measurement) -> list[list[str]]:

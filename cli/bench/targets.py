@@ -40,17 +40,33 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A target that has been warmed up. `measure` sends it a load; a model in this process has nothing cached then."""
+    """A target that has been warmed up. `measure` sends it a load; a model in this process has nothing cached then.
+
+    See `Subject` for the last three, which are about targets that are simulated.
+    """
 
     name: str
     where: str
     warmup: int
     measure: Callable[[Load, Slo, Progress], Awaitable[Measurement]]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = True
+    calibration_error: float | None = None
+    published_error: float | None = None
 
     def subject(self, workload: Load, slo: Slo) -> Subject:
         """The target under this load, for a report."""
-        return Subject(self.name, self.where, workload, slo, self.warmup, self.settings)
+        return Subject(
+            self.name,
+            self.where,
+            workload,
+            slo,
+            self.warmup,
+            self.settings,
+            self.measured,
+            self.calibration_error,
+            self.published_error,
+        )
 
 
 @asynccontextmanager

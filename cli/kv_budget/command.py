@@ -12,17 +12,15 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.kv_budget import compare, document, report
 from llmsched.cli.kv_budget.emit import Target, command_line
-from llmsched.cli.kv_budget.findings import Findings, as_device
+from llmsched.cli.kv_budget.findings import Findings
 from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, size, tokens, with_engine_options
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.device import DeviceMemory, device_memory
+from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, ModelError
-from llmsched.engine.kv.draft import ModelDraft
-from llmsched.engine.kv.fields import read_config_file, transformers_config
-from llmsched.engine.kv.recall import Recall
+from llmsched.engine.kv.draft import ModelDraft, open_draft
+from llmsched.engine.kv.fields import transformers_config
 from llmsched.engine.kv.weights import Weights
 from llmsched.engine.kv.whatif import Demand, asked_for, longest_context
-from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
 
@@ -133,13 +131,12 @@ def kv_budget(
         raise ConfigError("--emit", "is for one GPU; name it with --gpu instead of all")
     mix = _lengths(config, mean_len, cv_len, lengths)
     devices = _devices(config, gpu, gpu_memory)
-    content, directory = _read_model(spec)
-    recall = Recall(content, cache_directory() / "configs")
     given = None if weights is None else Weights(weights, "--weights", exact=True)
-    draft = ModelDraft(content, directory, given, recall)
+    with render.progress_bar() as progress:
+        draft = open_draft(spec, progress, given)
     demand, asked = Demand(users or 1, context or 0), users is not None or context is not None
     open_context = users is not None and config.max_model_len is None
-    refusal = _refusal(content, recall)
+    refusal = _refusal(draft)
     found = []
     for device in devices:
         longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
@@ -206,9 +203,9 @@ def _devices(config: EngineConfig, gpu: str | None, gpu_memory: int | None) -> l
     if gpu_memory is not None:
         return [DeviceMemory("cuda", f"GPU with {human_bytes(gpu_memory)}", gpu_memory)]
     if gpu == _ALL:
-        return [as_device(spec) for spec in _all_gpus()]
+        return [gpu_device(spec) for spec in _all_gpus()]
     try:
-        return [as_device(find_gpu(gpu or ""))]
+        return [gpu_device(find_gpu(gpu or ""))]
     except UnknownGpuError as unknown:
         raise ConfigError("--gpu", str(unknown)) from unknown
 
@@ -218,36 +215,18 @@ def _all_gpus() -> list[GpuSpec]:
     return sorted(gpus().values(), key=lambda spec: spec.memory)
 
 
-def _read_model(spec: str) -> tuple[Mapping[str, Any], Path | None]:
-    """What config.json says, and the directory in which weights may lie; of a hub repository only config.json is
-    fetched. Raises ModelError."""
-    from llmsched.engine.model.source import fetch_config, locate
-
-    path = Path(spec).expanduser()
-    if path.suffix == ".json" or path.is_dir():
-        return read_config_file(path), path if path.is_dir() else None
-    if path.suffix == ".gguf":
-        from llmsched.engine.model.gguf import read_gguf
-        from llmsched.engine.model.gguf_config import gguf_settings
-
-        return gguf_settings(read_gguf(locate(spec).path)), None
-    if path.exists():
-        raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
-    with render.progress_bar() as progress:
-        directory = locate(spec, progress).path if spec == "demo" else fetch_config(spec, progress).parent
-    return read_config_file(directory), directory
-
-
-def _refusal(content: Mapping[str, Any], recall: Recall) -> str | None:
+def _refusal(draft: ModelDraft) -> str | None:
     """Why serve would not take the model, None if it would as far as its config tells."""
     from llmsched.engine.model.support import check_stated
 
     try:
-        if check_stated(content, _ANY):
+        if check_stated(draft.content, _ANY):
             return None
     except ModelError as refusal:
         return str(refusal).removeprefix(f"model {_ANY}: ")
-    reason: str | None = recall.get("refusal", lambda: _class_refusal(content))
+    if draft.recall is None:
+        return _class_refusal(draft.content)
+    reason: str | None = draft.recall.get("refusal", lambda: _class_refusal(draft.content))
     return reason
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from llmsched.cli.render import human_bytes
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.device import DeviceMemory
+from llmsched.engine.device import DeviceMemory, gpu_device
 from llmsched.engine.kv import whatif
 from llmsched.engine.kv.draft import ModelDraft
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.shape import ModelShape
 from llmsched.engine.kv.whatif import Change, Demand
-from llmsched.profiles.gpus import GpuSpec, gpus
+from llmsched.profiles.gpus import gpus
 
 if TYPE_CHECKING:
     from llmsched.engine.kv.lengths import Lengths
@@ -93,7 +93,7 @@ class Findings:
         """What would make it fit, the cheapest first; none where it fits."""
         if self.fits:
             return []
-        known = [(spec.key, as_device(spec)) for spec in gpus().values()]
+        known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]
         return whatif.changes(self.draft, self.config, self.device, self.demand, known)
 
     @cached_property
@@ -176,8 +176,3 @@ class Findings:
                 f"instead of the {human_bytes(plan.kv_bytes_per_token)} of its latents"
             )
         return notes
-
-
-def as_device(spec: GpuSpec) -> DeviceMemory:
-    """A GPU of the list, with nothing else on it."""
-    return DeviceMemory("cuda", spec.name, spec.memory, computes_bf16=spec.bf16_flops > 0)

@@ -9,12 +9,17 @@ from typing import Any
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
+from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.budget import draft_memory
 from llmsched.engine.kv.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
+from llmsched.engine.kv.fields import read_config_file
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.recall import Recall
 from llmsched.engine.kv.shape import ModelShape, model_shape
 from llmsched.engine.kv.weights import Weights
+from llmsched.engine.model.demo import cache_directory
+from llmsched.engine.model.source import fetch_config, locate
+from llmsched.engine.progress import Progress, silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +65,27 @@ class ModelDraft:
         """The type of KV."""
         dtype = self.dtype(config, device)
         return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
+
+
+def open_draft(spec: str, progress: Progress = silent, weights: Weights | None = None) -> ModelDraft:
+    """The model that `spec` means: a directory, a config.json, a .gguf file, demo, or a hub id, of which only
+    config.json is fetched. `weights` are taken as given. Raises ModelError.
+    """
+    content, directory = _read_model(spec, progress)
+    return ModelDraft(content, directory, weights, Recall(content, cache_directory() / "configs"))
+
+
+def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
+    """What config.json says, and the directory in which weights may lie."""
+    path = Path(spec).expanduser()
+    if path.suffix == ".json" or path.is_dir():
+        return read_config_file(path), path if path.is_dir() else None
+    if path.suffix == ".gguf":
+        from llmsched.engine.model.gguf import read_gguf
+        from llmsched.engine.model.gguf_config import gguf_settings
+
+        return gguf_settings(read_gguf(locate(spec).path)), None
+    if path.exists():
+        raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
+    directory = locate(spec, progress).path if spec == "demo" else fetch_config(spec, progress).parent
+    return read_config_file(directory), directory

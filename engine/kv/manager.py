@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
 from llmsched.engine.kv.misses import Miss, Misses
-from llmsched.engine.kv.pins import Pins
+from llmsched.engine.kv.pins import Pins, most_pinned_blocks
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixTree, encode
 from llmsched.engine.kv.swap import SwapSpace
@@ -295,3 +296,11 @@ class KVManager:
 
     def _forget(self, block: int) -> None:
         self.misses.evicted(self.prefixes.remove(block), self._now)
+
+
+def make_kv(config: EngineConfig, num_blocks: int, swap: SwapSpace | None = None) -> KVManager:
+    """The KV memory of an engine with a resolved `config` (max_model_len is set)."""
+    assert config.max_model_len is not None
+    longest = -(-config.max_model_len // config.block_size)
+    pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, longest)
+    return KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap)

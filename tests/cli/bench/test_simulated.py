@@ -1,0 +1,121 @@
+"""`llmsched bench --simulate` as it is typed: a config.json is all it needs, and the same seed gives the same bytes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+from llmsched.cli.bench.report import Subject, as_json
+from llmsched.cli.bench.simulated import make_blueprint, simulate_workload
+from llmsched.cli.bench.workload import Workload
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.latency import Slo
+
+CONFIGS = Path(__file__).parent.parent.parent / "data" / "model_configs"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A directory with nothing but the config of Llama 3.1 8B."""
+    shutil.copy(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json", tmp_path / "config.json")
+    return str(tmp_path)
+
+
+LOAD = ("--request-rate", "20", "--num-prompts", "60", "--input-len", "500", "--output-len", "20", "--seed", "3")
+
+
+def test_a_config_is_all_it_needs(command: CommandLine, llama: str) -> None:
+    outcome = command("bench", llama, "--simulate", "h100", *LOAD, "--slo-ttft", "200ms", "--json")
+    report = outcome.json
+    assert outcome.code == 0
+    assert (report["measured"], report["calibration_error"]) == (False, None)
+    assert (report["completed"], report["failed"], report["valid"]) == (60, 0, True)
+    assert report["output_tokens"] == 60 * 20
+    assert report["where"] == "NVIDIA H100 SXM5 80GB"
+    assert report["engine"]["max_model_len"] == 131072
+    # 8 billion weights of 2 bytes over 3.35 TB/s: no step can be faster, and none of these takes three times as long.
+    assert 4.8 < report["itl_ms"]["p50"] < 14.4
+    assert 0 < report["goodput_rps"] <= report["requests_per_s"]
+    assert report["client_lag_ms"]["max"] == 0.0
+
+
+def test_the_same_seed_gives_the_same_bytes(command: CommandLine, llama: str) -> None:
+    first = command("bench", llama, "--simulate", "l4", *LOAD, "--json").out
+    assert command("bench", llama, "--simulate", "l4", *LOAD, "--json").out == first
+    assert command("bench", llama, "--simulate", "l4", *LOAD[:-1], "4", "--json").out != first
+
+
+def test_a_report_for_people_says_simulated(command: CommandLine, llama: str) -> None:
+    outcome = command("bench", llama, "--simulate", "h100", *LOAD)
+    assert outcome.out.startswith("SIMULATED ")
+    assert "MEASURED" not in outcome.out
+    assert "step times: a roofline" in outcome.out
+
+
+def test_engine_flags_are_honoured(command: CommandLine, llama: str) -> None:
+    load = ("--num-prompts", "8", "--input-len", "400", "--output-len", "4", "--json")
+    usual = command("bench", llama, "--simulate", "h100", *load).json
+    serial = command("bench", llama, "--simulate", "h100", "--scheduling-policy", "serial", *load).json
+    assert serial["ttft_ms"]["max"] > usual["ttft_ms"]["max"]
+    small = command("bench", llama, "--simulate", "h100", "--num-gpu-blocks-override", "20", *load)
+    assert small.code == 1
+    assert small.json["failures"] == {"refused": 8}
+
+
+def test_prompts_with_a_common_prefix_are_served_from_the_cache(command: CommandLine, llama: str) -> None:
+    load = ("--request-rate", "2", "--num-prompts", "20", "--input-len", "1024", "--prefix-len", "512", "--json")
+    hits = command("bench", llama, "--simulate", "h100", *load).json["prefix_hit_rate"]
+    assert hits == pytest.approx(0.5 * 19 / 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--simulate", "h1000"), "'h1000' is not a known GPU; did you mean h100"),
+        (("--simulate", "h100", "--warmup", "3"), "--warmup 3: there is nothing to warm up on a virtual clock"),
+        (("--simulate", "h100", "--device", "cpu"), "cpu is asked for, and h100 is to be simulated"),
+        (("--simulate", "h100", "--text-prompts"), "--text-prompts: only of use with the URL of a server"),
+        (("--simulate", "t4"), "weights"),
+        (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "bfloat16 is not multiplied by Tesla V100"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
+    outcome = command("bench", llama, *arguments)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert outcome.err.count("error:") == 1
+    assert outcome.out == ""
+
+
+def test_a_url_is_measured_not_simulated(command: CommandLine) -> None:
+    outcome = command("bench", "http://localhost:1", "--simulate", "h100")
+    assert outcome.code == 2
+    assert "a running server is measured, not simulated" in outcome.err
+
+
+def test_keys_are_those_of_a_measured_run(llama: str) -> None:
+    blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), Workload(num_prompts=2)
+    figures = simulate_workload(blueprint, load, Slo())
+    measured = as_json(Subject("m", "in process", load, Slo()), figures)
+    assert measured["measured"]
+    assert measured.keys() == as_json(Subject("m", "h100", load, Slo(), measured=False), figures).keys()
+
+
+def test_a_blueprint_serves_other_limits_within_what_it_reserves(llama: str) -> None:
+    blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), Workload(num_prompts=40, input_len=2000)
+    whole = simulate_workload(blueprint, load, Slo())
+    small = simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=256)
+    assert whole.itl.p99 is not None
+    assert small.itl.p99 is not None
+    assert small.itl.p99 < whole.itl.p99 / 2
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: 4096 tokens is out of range"):
+        simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=4096)
