@@ -59,6 +59,11 @@ class Arrivals:
         if not 0 <= self.day_amplitude <= 1:
             raise LlmschedError(f"day_amplitude is {self.day_amplitude:g}; allowed is 0 to 1")
 
+    @property
+    def mean_rate(self) -> float:
+        """Requests per second, over a whole ramp or day."""
+        return self.rate if self.ramp_to is None else (self.rate + self.ramp_to) / 2
+
     def describe(self) -> str:
         """The schedule in words."""
         burst = "" if self.burstiness == 1 else f" (burstiness {self.burstiness:g})"

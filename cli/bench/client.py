@@ -11,6 +11,7 @@ import httpx
 
 from llmsched.cli.bench.answer import read_answer, shorten
 from llmsched.cli.bench.load import PlannedRequest
+from llmsched.cli.bench.prompts import Encode
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
 
 Endpoint = Literal["completions", "chat"]
@@ -24,10 +25,14 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Target(Protocol):
-    """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag."""
+    """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag.
+
+    `encode` is how it sees the texts of a trace; None: it is sent them as they are.
+    """
 
     name: str
     in_process: bool
+    encode: Encode | None
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
@@ -61,6 +66,7 @@ class HttpTarget:
     """An OpenAI-compatible server. Call `connect` first, `close` last."""
 
     in_process = False
+    encode: Encode | None = None
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url
@@ -132,7 +138,7 @@ class HttpTarget:
         if self._options.ignore_eos:
             body["ignore_eos"] = True
         if self._options.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": prompt.text}]
+            body["messages"] = prompt.messages
         else:
             token_ids = prompt.token_ids
             body["prompt"] = prompt.text if token_ids is None else token_ids

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from llmsched.cli.bench.load import PlannedRequest
+from llmsched.cli.bench.prompts import Encode, TokenizerEncode
 from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
@@ -51,6 +52,7 @@ class EngineTarget:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.model.name
+        self.encode: Encode | None = TokenizerEncode(engine.tokenizer)
         self._engine = engine
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:

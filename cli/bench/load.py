@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmsched.cli.bench.prompts import Prompt
+from llmsched.cli.bench.prompts import Encode, Prompt
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
 
 
@@ -39,6 +39,10 @@ class Load(Protocol):
     def closed(self) -> bool: ...
     @property
     def stop_after(self) -> float | None: ...
+    @property
+    def asked_rate(self) -> float | None:
+        """Mean requests per second of the schedule; None if there is none."""
+        ...
 
     @property
     def num_requests(self) -> int:
@@ -50,8 +54,12 @@ class Load(Protocol):
         """Tokens of the longest prompt."""
         ...
 
-    def plan(self, ids: Sequence[int] | None) -> list[PlannedRequest]:
-        """The requests in the order of their offsets; prompts of token `ids`, or of words where it is None."""
+    def plan(self, ids: Sequence[int] | None, encode: Encode | None = None) -> list[PlannedRequest]:
+        """The requests in the order of their offsets.
+
+        Random prompts are of token `ids`, or of words where it is None. Texts of a trace become token ids by `encode`,
+        and stay texts where it is None.
+        """
         ...
 
     def describe(self) -> str:

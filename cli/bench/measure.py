@@ -187,7 +187,7 @@ def measure(
         worst_stall=max((x.worst_stall for x in latencies if x.worst_stall is not None), default=None),
         prefix_hit_rate=_hit_rate(done),
         preemptions=preemptions,
-        asked_rate=workload.request_rate if workload.request_rate and math.isfinite(workload.request_rate) else None,
+        asked_rate=workload.asked_rate,
         achieved_rate=steady_rate([Arrival(time, 1) for time in sent]),
         client_lag=lag,
         valid=not late and bool(done),

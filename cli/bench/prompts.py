@@ -6,12 +6,15 @@ needs none of those before it, and a load of many millions of tokens needs no me
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmsched.cli.bench.traces.trace import Content, Message
 
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
@@ -44,6 +47,23 @@ class Prompt(Protocol):
 
     @property
     def text(self) -> str | None: ...
+
+    @property
+    def messages(self) -> list[Message]:
+        """The text as messages of a chat."""
+        ...
+
+
+class Encode(Protocol):
+    """How a target that takes token ids sees text."""
+
+    def prompt(self, content: Content) -> list[int]:
+        """The token ids of a prompt."""
+        ...
+
+    def count(self, text: str) -> int:
+        """Tokens of an answer."""
+        ...
 
 
 class Part(NamedTuple):
@@ -82,6 +102,75 @@ class RandomPrompt:
     @property
     def text(self) -> str | None:
         return " ".join(self.vocabulary.draw(self.seed, self.parts)) if self.vocabulary.of_words else None
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": self.text}]
+
+
+class EncodedPrompt:
+    """A prompt whose token ids are known."""
+
+    text = None
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = np.array(token_ids, dtype=np.int32)  # a fifth of the memory of a list
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        ids: list[int] = self._token_ids.tolist()
+        return ids
+
+    @property
+    def messages(self) -> list[Message]:
+        raise TypeError("a prompt of token ids has no messages")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt that is sent as the text it is."""
+
+    content: Content
+    token_ids = None
+
+    @property
+    def text(self) -> str | None:
+        return self.content.text
+
+    @property
+    def messages(self) -> list[Message]:
+        return list(self.content.messages or [{"role": "user", "content": self.content.text}])
+
+
+class TokenizerEncode:
+    """Text as a model's own tokenizer sees it; messages go through the chat template if the model has one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt(self, content: Content) -> list[int]:
+        """Raises RequestError where the template refuses the messages."""
+        from llmsched.engine.text.chat import render_chat
+
+        if content.messages is not None and self._tokenizer.chat_template is not None:
+            return render_chat(self._tokenizer, content.messages)
+        return self._tokenizer.encode(content.text)
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class WordEncode:
+    """Text where no tokenizer is at hand: each word is a token, always the same one of `ids` for the same word."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+
+    def prompt(self, content: Content) -> list[int]:
+        return [self._ids[zlib.crc32(word.encode()) * len(self._ids) >> 32] for word in content.words]
+
+    def count(self, text: str) -> int:
+        return len(text.split())
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:

@@ -51,7 +51,7 @@ async def run_workload(
     progress: Progress,
     count_tokens: CountTokens | None = None,
 ) -> Measurement:
-    """Send a load to a target and measure it. Prompts are of token `ids`, or of words where it is None."""
+    """Send a load to a target and measure it. Random prompts are of token `ids`, or of words where it is None."""
     run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress)
     return run.measure(workload, slo, count_tokens)
 
@@ -59,14 +59,15 @@ async def run_workload(
 async def send_workload(
     target: Target, workload: Load, *, ids: Sequence[int] | None, timeout: float | None, progress: Progress
 ) -> Run:
-    """Send a load to a target. Prompts are of token `ids`, or of words where it is None."""
-    planned = workload.plan(ids)
+    """Send a load to a target. Random prompts are of token `ids`, or of words where it is None."""
+    planned = workload.plan(ids, target.encode)
+    total = 0 if workload.stop_after else len(planned)
     ended = 0
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
         ended += 1
-        progress("requests", ended, len(planned))
+        progress("requests", ended, total)
 
     before = await target.preemptions()
     async with loop_lags() as lags:

@@ -13,7 +13,7 @@ from typing import Unpack
 
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement, measure
-from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
 from llmsched.cli.bench.record import RequestRecord
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.cli.bench.virtual import simulate_load
@@ -44,7 +44,7 @@ def simulate_workload(
 
     Raises ConfigError for limits beyond what the blueprint reserves memory for.
     """
-    engine, planned, ended = blueprint.engine(**limits), workload.plan(COMMON_IDS), 0
+    engine, planned, ended = blueprint.engine(**limits), workload.plan(COMMON_IDS, WordEncode(COMMON_IDS)), 0
 
     def count(record: RequestRecord) -> None:
         nonlocal ended

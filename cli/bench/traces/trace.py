@@ -1,0 +1,100 @@
+"""A trace in memory, whatever file it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Tokens that one of `hash_ids` stands for (Mooncake's format).
+BLOCK_TOKENS = 512
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A prompt that is text: messages of a chat, or `text` alone where `messages` is None."""
+
+    text: str
+    messages: tuple[Message, ...] | None = None
+
+    @staticmethod
+    def of_messages(messages: Sequence[Message]) -> Content:
+        """A chat; its text, for targets that take no messages, is that of all messages, a blank line between."""
+        return Content("\n\n".join(_text_of(message) for message in messages), tuple(messages))
+
+    @property
+    def words(self) -> list[str]:
+        return self.text.split()
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or ())
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace, from line (or entry) `line` of its file.
+
+    `offset` is in seconds after the first request of the trace, 0 where the trace is not timed. The prompt is either
+    `content` or `input_len` tokens, which begin with those of the blocks `hash_ids`. The length of the answer is
+    `output_len`, else that of the text `answer`; where both are None the trace does not state it.
+    """
+
+    line: int
+    offset: float
+    input_len: int | None = None
+    output_len: int | None = None
+    hash_ids: tuple[int, ...] = ()
+    content: Content | None = None
+    answer: str | None = None
+
+    @property
+    def words_in(self) -> int:
+        """Tokens of the prompt, a word of text counted as one."""
+        return len(self.content.words) if self.content is not None else self.input_len or 0
+
+    @property
+    def words_out(self) -> int | None:
+        """Tokens of the answer, a word of text counted as one; None where the trace does not state it."""
+        if self.output_len is not None or self.answer is None:
+            return self.output_len
+        return len(self.answer.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests of a file in the order of their offsets. `timed`: the file says when each came."""
+
+    name: str
+    format: str
+    requests: tuple[TraceRequest, ...]
+    timed: bool
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, over the time from the first to the last; 0 if that is none."""
+        span = self.requests[-1].offset - self.requests[0].offset
+        return (len(self.requests) - 1) / span if span > 0 else 0.0
+
+    @property
+    def of_text(self) -> bool:
+        """Whether prompts are text, whose tokens depend on a tokenizer."""
+        return any(request.content is not None for request in self.requests)
+
+
+def digest(requests: Sequence[TraceRequest]) -> str:
+    """The SHA-256 of what requests hold, whatever the file's format and layout; times to the microsecond."""
+    found = hashlib.sha256()
+    for request in requests:
+        content = request.content
+        said = None if content is None else content.text if content.messages is None else content.messages
+        facts = [round(request.offset * 1e6), request.input_len, request.output_len, request.hash_ids]
+        found.update(json.dumps([*facts, said, request.answer], sort_keys=True).encode() + b"\n")
+    return found.hexdigest()
