@@ -39,6 +39,7 @@ class Backend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor: ...
 
     def write_kv(
@@ -58,9 +59,11 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`reference.paged_attention` by the backend of the query's device. Raises ValueError when shapes do not match."""
-    check_attention(query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens, window, softcap, sinks)
+    check_attention(query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens, window, softcap)
+    check_per_head(query.shape[1], sinks=sinks, slopes=slopes)
     return backend_of(query).paged_attention(
         query,
         key_cache,
@@ -72,6 +75,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        slopes=slopes,
     )
 
 
@@ -115,7 +119,6 @@ def check_attention(
     context_lens: Tensor,
     window: int | None,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> None:
     """Raise ValueError unless the arguments fit each other. Looks at shapes only, so a GPU is never waited for."""
     check_caches(key_cache, value_cache)
@@ -135,8 +138,12 @@ def check_attention(
         raise ValueError(f"window is {window}; allowed is 1 or more, or None")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap is {softcap}; allowed is more than 0, or None")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks are {tuple(sinks.shape)}; allowed is one logit for each of {heads} heads")
+
+
+def check_per_head(heads: int, **options: Tensor | None) -> None:
+    for name, option in options.items():
+        if option is not None and option.shape != (heads,):
+            raise ValueError(f"{name} are {tuple(option.shape)}; allowed is one number for each of {heads} heads")
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:

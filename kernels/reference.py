@@ -27,17 +27,20 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a packed batch over a paged KV cache that already holds the new tokens' keys and values.
 
     query [T, heads, D], key_cache [num_blocks, kv_heads, block_size, D], value_cache [num_blocks, kv_heads, block_size,
     Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32 (tokens in all, the new
-    ones included), sinks [heads]. Returns [T, heads, Dv] in the query's dtype; the softmax is computed in float32.
+    ones included), sinks and slopes [heads]. Returns [T, heads, Dv] in the query's dtype; the softmax is computed in
+    float32.
 
     Query i of sequence b stands at position p = context_lens[b] - q_len_b + i and sees keys 0..p, or with a `window`
     keys p - window + 1..p (transformers' `sliding_window`). Query head h reads KV head h // (heads // kv_heads).
     `softcap` c turns a scaled score s into c * tanh(s / c) (Gemma-2). A sink is a logit per head that joins the
-    softmax's denominator and has no value (gpt-oss).
+    softmax's denominator and has no value (gpt-oss). A slope per head is what the score of a key falls by for each
+    token that it lies behind the query (ALiBi, Press et al. 2021).
     """
     group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
@@ -54,6 +57,8 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         key_positions = torch.arange(begin, context, device=query.device)
         query_positions = torch.arange(first_query, context, device=query.device)[:, None]
+        if slopes is not None:
+            scores = scores + slopes.float()[:, None, None] * (key_positions - query_positions)
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window

@@ -19,8 +19,8 @@ from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.executor.swap import HostBlocks
 from llmsched.engine.kv.budget import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
+from llmsched.engine.model.paths import paged_model
 from llmsched.engine.model.probe import position_limit
-from llmsched.engine.model.transformers_model import TransformersModel
 from llmsched.engine.request import SamplingParams, Sequence
 
 
@@ -53,7 +53,7 @@ class TorchExecutor:
         self.device = torch.device(device)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._model = TransformersModel(model)
+        self._model = paged_model(model)
         self._cache = KVCache.allocate(self._model.layers, num_blocks, block_size, kv_dtype, self.device)
         self._host = HostBlocks(self._cache, num_swap_slots, self.device) if num_swap_slots else None
         self._sampler = Sampler()

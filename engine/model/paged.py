@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from llmsched.kernels.dispatch import paged_attention, write_kv
+
 
 class LayerShape(NamedTuple):
     """KV of one layer: heads, and the width of a key and of a value (they may differ)."""
@@ -57,3 +59,36 @@ class PagedContext:
     block_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then attend with query [T, heads, D].
+
+        Returns [T, heads, Dv]. All contiguous; the options are those of `kernels.reference.paged_attention`.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        write_kv(key, value, keys, values, self.slot_mapping)
+        return paged_attention(
+            query,
+            keys,
+            values,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.context_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            slopes=slopes,
+        )

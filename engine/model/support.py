@@ -29,18 +29,22 @@ TESTED = (
     "GPTNeoXForCausalLM",
     "GPT2LMHeadModel",
     "GptOssForCausalLM",
+    "BloomForCausalLM",
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
+#: Models with a path of their own (engine/model/paths.py), as they do not use transformers' attention interface.
+OWN_PATH = frozenset({"BloomForCausalLM"})
+
 #: Attention that is not in terms of the interface's inputs.
 _OWN_ATTENTION = {
-    "BloomForCausalLM": "its positions are ALiBi biases",
     "FalconForCausalLM": "its positions may be ALiBi biases",
     "MptForCausalLM": "its positions are ALiBi biases",
 }
 #: Classes that pass _check_class, by model type, and those that fail it for their recurrent state: what config.json
 #: alone can tell, without importing transformers.
 _DECODERS = {
+    "bloom": "BloomForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -172,7 +176,7 @@ def _check_class(config: PretrainedConfig) -> str | None:
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
         return _has_state(name)
-    if not model_class._supports_attention_backend:
+    if not model_class._supports_attention_backend and name not in OWN_PATH:
         detail = _OWN_ATTENTION.get(name, "its attention is its own")
         return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
     return None

@@ -15,7 +15,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.paged import LayerShape, PagedContext
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
-from llmsched.kernels.dispatch import paged_attention, write_kv
 
 IMPLEMENTATION = "llmsched_paged"
 
@@ -77,15 +76,11 @@ def attention_forward(
         raise ModelError(f"{type(module).__name__} makes a mask of its own: the model cannot be served")
     check_keywords(module, others)
     layer: Any = module.layer_idx
-    keys, values = paged_context.cache.keys[layer], paged_context.cache.values[layer]
-    write_kv(packed(key), packed(value), keys, values, paged_context.slot_mapping)
-    output = paged_attention(
+    output = paged_context.attend(
+        layer,
         packed(query),
-        keys,
-        values,
-        paged_context.block_tables,
-        paged_context.cu_seqlens_q,
-        paged_context.context_lens,
+        packed(key),
+        packed(value),
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,

@@ -23,6 +23,7 @@ def attend_chunk(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """query [q_len, heads, head_dim] are the last q_len of `context` positions. Returns [q_len, heads, value_dim]."""
     first_query = context - query.shape[0]
@@ -38,12 +39,13 @@ def attend_chunk(
         rows, columns = slice(start - first_query, stop - first_query), slice(begin - first_key, stop - first_key)
         tile, tile_keys, tile_values = query[rows].transpose(0, 1), keys[:, columns], values[:, columns]
         visible = visible_keys(start, stop, begin, window)
-        if softcap is None and sinks is None:
+        if softcap is None and sinks is None and slopes is None:
             output[rows] = F.scaled_dot_product_attention(
                 tile[None], tile_keys[None], tile_values[None], attn_mask=visible, scale=scale, enable_gqa=True
             )[0].transpose(0, 1)
         else:
-            attended = attend_tile(tile, tile_keys, tile_values, visible, scale, softcap, sinks)
+            bias = None if slopes is None else falling_scores(start, stop, begin, slopes)
+            attended = attend_tile(tile, tile_keys, tile_values, visible, scale, softcap, sinks, bias)
             output[rows] = attended.transpose(0, 1)
     return output
 
@@ -64,6 +66,12 @@ def visible_keys(start: int, stop: int, begin: int, window: int | None) -> Tenso
     return visible
 
 
+def falling_scores(start: int, stop: int, begin: int, slopes: Tensor) -> Tensor:
+    """What slopes add to the scores of keys begin..stop - 1 for the queries start..stop - 1, [heads, queries, keys]."""
+    queries = torch.arange(start, stop)[:, None]
+    return slopes[:, None, None] * (torch.arange(begin, stop) - queries)
+
+
 def attend_tile(
     query: Tensor,
     keys: Tensor,
@@ -72,6 +80,7 @@ def attend_tile(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """What scaled_dot_product_attention has no argument for, in float32. query [heads, queries, head_dim]."""
     heads, queries, _ = query.shape
@@ -80,6 +89,8 @@ def attend_tile(
     scores = torch.bmm(grouped, keys.float().transpose(1, 2)).mul_(scale).view(heads, queries, -1)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores += bias
     scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, queries, 1)], dim=2)

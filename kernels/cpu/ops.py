@@ -26,12 +26,15 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`. The caches must be contiguous, in float32, bfloat16 or float16."""
     check_cache(key_cache)
     check_cache(value_cache)
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
+    if slopes is not None:
+        slopes = slopes.detach().float().contiguous()
     output = torch.empty(query.shape[0], query.shape[1], value_cache.shape[3])
     bounds, contexts = cu_seqlens_q.numpy(), context_lens.numpy()
     for sequence in (bounds[1:] - bounds[:-1] > MAX_ROW_QUERIES).nonzero()[0].tolist():
@@ -46,6 +49,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
     rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
     if rows.shape[1] > 1:
@@ -59,6 +63,7 @@ def paged_attention(
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
     return output.to(query.dtype)
 

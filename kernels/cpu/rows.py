@@ -24,7 +24,7 @@ SPLIT = 256
 PARALLEL_PRODUCTS = 1 << 20  # multiply-adds, about 0.05 ms on one core, from which a team of threads pays
 
 TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # the lines of a list of rows
-ADDRESSES = ("query", "keys", "values", "tables", "rows", "parts", "stats")
+ADDRESSES = ("query", "keys", "values", "tables", "rows", "parts", "stats", "slopes")
 SIZES = (
     "num_threads",
     "num_tokens",
@@ -38,6 +38,7 @@ SIZES = (
     "max_blocks",
     "num_rows",
     "num_splits",
+    "has_slopes",
 )
 ARGUMENTS = np.dtype(
     [(name, np.intp) for name in ADDRESSES + SIZES] + [("scale", np.float32), ("softcap", np.float32)], align=True
@@ -78,18 +79,21 @@ def attend_rows(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attention of the listed rows; writes their tokens of `output` [tokens, heads, value_dim] and nothing else.
 
-    query, output and sinks in float32, the caches in any of ELEMENTS, block_tables int32, all contiguous.
+    query, output, sinks and slopes in float32, the caches in any of ELEMENTS, block_tables int32, all contiguous.
     """
     num_splits = int(rows[FIRST_SPLIT, -1])
     heads, head_dim, value_dim = query.shape[1], query.shape[2], value_cache.shape[3]
     parts = torch.empty(num_splits, heads, value_dim)
     stats = torch.empty(num_splits, heads, 2)
     tensors = (query, key_cache, value_cache, block_tables)
-    addresses = (*(t.data_ptr() for t in tensors), rows.ctypes.data, parts.data_ptr(), stats.data_ptr())
+    own = (parts, stats, stats if slopes is None else slopes)
+    addresses = (*(t.data_ptr() for t in tensors), rows.ctypes.data, *(t.data_ptr() for t in own))
     sizes = (0, *query.shape, *value_cache.shape, *block_tables.shape, rows.shape[1] - 1, num_splits)
+    sizes = (*sizes, int(slopes is not None))
     arguments = np.array((*addresses, *sizes, scale, softcap or 0.0), ARGUMENTS)
     products = num_splits * SPLIT * heads * (head_dim + value_dim)
     run(team_body(ELEMENTS[key_cache.dtype]), arguments, parallel=products >= PARALLEL_PRODUCTS)
@@ -112,6 +116,7 @@ def team_body(element: np.dtype[Any]) -> Any:
         rows = numba.carray(as_pointer(a.rows), (5, a.num_rows + 1), np.intp)
         parts = numba.carray(as_pointer(a.parts), (a.num_splits, a.heads, a.value_dim), np.float32)
         stats = numba.carray(as_pointer(a.stats), (a.num_splits, a.heads, 2), np.float32)
+        slopes = numba.carray(as_pointer(a.slopes), (a.heads,), np.float32)
         weights = np.empty((a.heads, SPLIT), np.float32)
         thread = thread_num()
         row = 0
@@ -124,6 +129,8 @@ def team_body(element: np.dtype[Any]) -> Any:
             score_split(query[rows[TOKEN, row]], keys, table, start, stop, a.scale, weights)
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
+            if a.has_slopes:
+                let_scores_fall(weights, stop - start, slopes, rows[STOP, row] - 1 - start)
             exponentiate(weights, stop - start, stats[split])
             sum_values(weights, values, table, start, stop, parts[split])
 
@@ -188,6 +195,15 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
     for head in range(scores.shape[0]):
         for i in range(length):
             scores[head, i] = softcap * tanh32(scores[head, i] / softcap)
+
+
+@jit()
+def let_scores_fall(scores: Any, length: int, slopes: Any, distance: int) -> None:
+    """By each head's slope, for every token that a key lies behind the query; the first one lies `distance` behind."""
+    for head in range(scores.shape[0]):
+        slope = slopes[head]
+        for i in range(length):
+            scores[head, i] -= slope * np.float32(distance - i)
 
 
 @jit()

@@ -48,6 +48,7 @@ def visit_keys(
     end,
     scale,
     softcap,
+    slopes,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -57,6 +58,7 @@ def visit_keys(
     BLOCK_V: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Online softmax over keys begin..end - 1; unless MASKED, every row sees them all and they fill whole tiles.
@@ -77,6 +79,8 @@ def visit_keys(
         scores = tl.dot(query, key, input_precision="ieee") * scale
         if SOFTCAP:  # softcap * tanh(score / softcap)
             scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
+        if SLOPES:
+            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
             visible = inside[None, :] & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
@@ -114,6 +118,7 @@ def attend_kernel(
     cu_seqlens_q,  # [num_sequences + 1]
     context_lens,  # [num_sequences]
     sinks,  # [heads]; unused unless SINKS
+    slopes,  # [heads]; unused unless SLOPES
     scale,
     softcap,
     query_stride,  # elements from token to token and from head to head
@@ -133,6 +138,7 @@ def attend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """Program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head's GROUP."""
@@ -171,19 +177,22 @@ def attend_kernel(
         if split == 0:
             maximum = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
+    falling = maximum
+    if SLOPES:
+        falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
     table = block_tables + sequence.to(tl.int64) * max_blocks
     masked_from = begin
     if WINDOW == 0:  # keys up to the first query's are seen by all
         masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
         accumulator, maximum, total = visit_keys(
             accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
-            scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
-            WINDOW, SOFTCAP, MASKED=False,
+            scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
+            WINDOW, SOFTCAP, SLOPES, MASKED=False,
         )  # fmt: skip
     accumulator, maximum, total = visit_keys(
         accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, masked_from, end,
-        scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
-        WINDOW, SOFTCAP, MASKED=True,
+        scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
+        WINDOW, SOFTCAP, SLOPES, MASKED=True,
     )  # fmt: skip
 
     lines = (tokens * KV_HEADS * GROUP + heads) * splits + split

@@ -23,6 +23,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`. The caches must be contiguous, and so must each head of the query.
 
@@ -51,6 +52,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        slopes=slopes,
         tiling=tiling,
     )
 
@@ -68,6 +70,7 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None,
     tiling: Tiling,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` with given tiles."""
     check_layout(query, key_cache, value_cache)
@@ -92,6 +95,7 @@ def attend(
         cu_seqlens_q,
         context_lens,
         query if sinks is None else sinks.contiguous(),
+        query if slopes is None else slopes.contiguous(),
         scale if softcap is not None else scale * LOG2_E.value,
         softcap or 1.0,
         query.stride(0),
@@ -111,6 +115,7 @@ def attend(
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
+        SLOPES=slopes is not None,
         SPLIT=splits > 1,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

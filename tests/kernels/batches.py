@@ -23,6 +23,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    slopes: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -91,6 +92,8 @@ def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float3
     options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
     if shape.sinks:
         options["sinks"] = normal(shape.heads).to(device)
+    if shape.slopes:
+        options["slopes"] = torch.rand(shape.heads, generator=generator).to(device)
     return Batch(
         query=(2 * normal(int(q_lens.sum()), shape.heads, shape.head_dim)).to(device),
         key_cache=key_cache.to(device),
@@ -128,5 +131,9 @@ SHAPES = (
     Shape("softcap", MIXED, softcap=3.0),
     Shape("sinks", MIXED, sinks=True),
     Shape("softcap, sinks and window", MIXED, softcap=3.0, sinks=True, window=20),
+    Shape("slopes", MIXED, slopes=True),
+    Shape("slopes, all heads alike", MIXED, heads=3, kv_heads=3, slopes=True),
+    Shape("slopes over splits", ((1, 257), (1, 600), (300, 555)), slopes=True),
+    Shape("softcap, sinks, slopes and window", MIXED, softcap=3.0, sinks=True, slopes=True, window=20),
     Shape("a sequence without queries", ((1, 20), (0, 30), (20, 20), (0, 7))),
 )

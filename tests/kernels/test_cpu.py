@@ -52,6 +52,7 @@ def test_any_block_size(block_size: int) -> None:
     window=st.none() | st.integers(1, 400),
     softcap=st.none() | st.floats(0.5, 50),
     sinks=st.booleans(),
+    slopes=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_any_batch(data: st.DataObject, seed: int, kv_heads: int, group: int, **options: object) -> None:

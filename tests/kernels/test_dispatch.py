@@ -48,7 +48,8 @@ def test_import_is_light() -> None:
         ({"value_cache": torch.zeros(1, 2, 16, 64)}, "may differ in head_dim only"),
         ({"window": 0}, "window is 0; allowed is 1 or more, or None"),
         ({"softcap": 0.0}, "softcap is 0.0; allowed is more than 0, or None"),
-        ({"sinks": torch.zeros(2)}, "allowed is one logit for each of 6 heads"),
+        ({"sinks": torch.zeros(2)}, "sinks are .* one number for each of 6 heads"),
+        ({"slopes": torch.zeros(2)}, "slopes are .* one number for each of 6 heads"),
     ],
 )
 def test_mismatches_are_refused(change: dict[str, object], message: str) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from batches import MIXED, SHAPES, Batch, Shape, make_batch
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.bloom import modeling_bloom
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -42,6 +43,12 @@ def dense_attention(shape: Shape, batch: Batch) -> torch.Tensor:
             output, _ = modeling_gemma2.eager_attention_forward(
                 module, query, key, value, additive, scaling=scale, softcap=shape.softcap
             )
+        elif shape.slopes:
+            distance = torch.arange(context) - torch.arange(context - q_len, context)[:, None]
+            falling = batch.options["slopes"][:, None, None] * distance
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=additive + falling, scale=scale, enable_gqa=True
+            ).transpose(1, 2)
         else:
             output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, scale=scale, enable_gqa=True
@@ -55,6 +62,19 @@ def test_equals_dense_attention(shape: Shape) -> None:
     batch = make_batch(shape)
     actual = reference.paged_attention(*batch.tensors, **batch.options)
     torch.testing.assert_close(actual, dense_attention(shape, batch), rtol=0, atol=1e-5)
+
+
+def test_slopes_are_those_of_transformers_alibi() -> None:
+    """BLOOM adds slope x key position, whatever the query's: the softmax does not see the difference."""
+    batch = make_batch(Shape("", ((9, 40),), heads=4, kv_heads=4))
+    bias = modeling_bloom.build_alibi_tensor(torch.ones(1, 40), 4, torch.float32)
+    query, key, value = batch.query.transpose(0, 1), batch.keys[0].transpose(0, 1), batch.values[0].transpose(0, 1)
+    scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=batch.options["scale"])
+    hidden = ~hugging_face_mask(9, 40, None)
+    expected = torch.bmm(torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1), value).transpose(0, 1)
+    slopes = modeling_bloom._get_alibi_slopes(4, torch.device("cpu"))
+    actual = reference.paged_attention(*batch.tensors, **batch.options, slopes=slopes)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_softcap_acts_before_the_sink_joins() -> None:

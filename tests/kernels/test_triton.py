@@ -40,7 +40,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 25
+    assert len(differences) == 30
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     assert differences["write_kv"] == 0
@@ -78,7 +78,7 @@ def attention_kernel(arch: int, dtype: str, head_dim: int, *, decode: bool, spli
     types = {
         "output": "*fp32" if split else f"*{dtype}",
         "stats": "*fp32",
-        **dict.fromkeys(("query", "key_cache", "value_cache", "sinks"), f"*{dtype}"),
+        **dict.fromkeys(("query", "key_cache", "value_cache", "sinks", "slopes"), f"*{dtype}"),
         **dict.fromkeys(("block_tables", "cu_seqlens_q", "context_lens"), "*i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
         **dict.fromkeys(("query_stride", "head_stride", "num_sequences", "max_blocks", "splits"), "i32"),
@@ -96,6 +96,7 @@ def attention_kernel(arch: int, dtype: str, head_dim: int, *, decode: bool, spli
         "WINDOW": 0,
         "SOFTCAP": False,
         "SINKS": False,
+        "SLOPES": False,
         "SPLIT": split,
         **options,
     }
@@ -141,6 +142,7 @@ def test_attention_compiles_within_the_gpus_limits(
     [
         {"head_dim": 256, "decode": False, "WINDOW": 4096, "SOFTCAP": True},  # Gemma-2
         {"head_dim": 64, "decode": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
+        {"head_dim": 64, "decode": False, "SLOPES": True},  # BLOOM
         {"head_dim": 512, "decode": False},
     ],
     ids=str,

@@ -45,8 +45,14 @@ SHAPES = (
     shape("softcap", softcap=3.0),
     shape("sinks", sinks=True),
     shape("softcap, sinks and window", softcap=3.0, sinks=True, window=20),
+    shape("slopes", slopes=True),
+    shape("slopes, decodes", DECODES, slopes=True),
+    shape("softcap, slopes and window", softcap=3.0, slopes=True, window=20),
 )
-SPLIT = ("decodes", "chunk of a long context", "softcap, sinks and window", "window below a block")
+SPLIT = (
+    *("decodes", "chunk of a long context", "softcap, sinks and window", "window below a block"),
+    *("slopes, decodes", "softcap, slopes and window"),
+)
 
 
 def tiling(case: Shape, batch: Batch, **change: int) -> Tiling:

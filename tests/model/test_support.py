@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "awq": (quantised("awq"), r"quantised \(awq\)"),
     "fp8": (quantised("fp8"), r"quantised \(fp8\)"),
     "unnamed": ({**LLAMA, "quantization_config": {"bits": 4}}, "quantised"),
-    "alibi": ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*ALiBi"),
     "falcon": ({"model_type": "falcon", "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM.*ALiBi"),
     "mpt": ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, "MptForCausalLM.*ALiBi"),
     "own attention": ({"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]}, "attention interface"),

@@ -83,6 +83,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_head": 4,
         },
     ),
+    "bloom": (
+        "bloom",
+        {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "max_position_embeddings": None,
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "seq_length": MAX_POSITION,
+            "n_layer": 3,
+            "n_head": 6,
+            "hidden_size": 96,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {

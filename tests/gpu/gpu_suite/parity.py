@@ -12,7 +12,7 @@ from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.parity.run import Subject, check_parity
 from llmsched.engine.text.tokenizer import Tokenizer
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss", "bloom")
 
 
 def check_models(device: str, *, small: bool) -> Iterator[Row]:

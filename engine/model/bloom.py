@@ -1,0 +1,66 @@
+"""BLOOM over our paged KV cache: its positions are biases of the attention (ALiBi), which transformers' attention
+interface has no word for, so its layers are called here one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import BloomForCausalLM
+
+from llmsched.engine.model.paged import LayerShape, PagedContext
+
+
+class BloomModel:
+    """Wraps a BLOOM model in evaluation mode on its device; see `PagedModel`."""
+
+    def __init__(self, model: BloomForCausalLM) -> None:
+        config = model.config
+        self.heads: int = config.n_head
+        self.head_dim: int = config.hidden_size // config.n_head
+        self.layers = [LayerShape(self.heads, self.head_dim, self.head_dim)] * config.n_layer
+        self.vocab_size: int = config.vocab_size
+        self._slopes = alibi_slopes(self.heads).to(model.device)
+        self._model: Any = model
+
+    def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
+        """See `PagedModel.forward`. Attention knows the positions from the context, so `positions` are not needed."""
+        inner = self._model.transformer
+        hidden = inner.word_embeddings_layernorm(inner.word_embeddings(input_ids))
+        for index, block in enumerate(inner.h):
+            hidden = self._block(block, index, hidden, context)
+        hidden = inner.ln_f(hidden)
+        logits: Tensor = self._model.lm_head(hidden if logit_rows is None else hidden[logit_rows])
+        return logits
+
+    def _block(self, block: Any, index: int, hidden: Tensor, context: PagedContext) -> Tensor:
+        after_norm = block.apply_residual_connection_post_layernorm
+        normed = block.input_layernorm(hidden)
+        hidden = self._attention(block.self_attention, index, normed, context) + (normed if after_norm else hidden)
+        normed = block.post_attention_layernorm(hidden)
+        output: Tensor = block.mlp(normed, normed if after_norm else hidden)
+        return output
+
+    def _attention(self, attention: Any, index: int, hidden: Tensor, context: PagedContext) -> Tensor:
+        fused = attention.query_key_value(hidden).view(-1, self.heads, 3, self.head_dim)
+        query, key, value = (part.contiguous() for part in fused.unbind(2))
+        attended = context.attend(index, query, key, value, scale=self.head_dim**-0.5, slopes=self._slopes)
+        output: Tensor = attention.dense(attended.flatten(1))
+        return output
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Each head's slope, float32 [heads] (Press et al. 2021): 2^(-8 i / n) for head i = 1..n where n is a power of two.
+
+    Otherwise those of the next smaller power n, then every other one of those of 2n, as the paper's code has it.
+    """
+    power = 1 << int(math.log2(heads))
+    between = _geometric(2 * power)[::2][: heads - power]
+    return torch.tensor(_geometric(power) + between, dtype=torch.float32)
+
+
+def _geometric(count: int) -> list[float]:
+    return [2.0 ** (-8.0 * head / count) for head in range(1, count + 1)]
