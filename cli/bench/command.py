@@ -13,15 +13,10 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.bench.compare.mode import bench_variants, refuse_server
 from llmsched.cli.bench.knee.mode import bench_knee
+from llmsched.cli.bench.load_options import LoadOptions, with_load_options
 from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
-from llmsched.cli.bench.options import (
-    LoadOptions,
-    ServerFlags,
-    with_load_options,
-    with_server_options,
-    with_slo_options,
-)
+from llmsched.cli.bench.options import ServerFlags, with_server_options, with_slo_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.simulated import open_simulated
 from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags

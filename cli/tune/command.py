@@ -12,7 +12,8 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.options import LoadOptions, with_load_options, with_slo_options
+from llmsched.cli.bench.load_options import LoadOptions, with_load_options
+from llmsched.cli.bench.options import with_slo_options
 from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.tune.objective import Setting, Trial, choose
 from llmsched.cli.tune.report import as_json, make_profile, show

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsched.cli.bench.traces.lines import Row, csv_rows, json_objects, shown
 from llmsched.cli.bench.traces.times import TimestampUnit
 from llmsched.cli.bench.traces.trace import BLOCK_TOKENS, Content, TraceRequest
+
+TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "log"]
 
 #: The fields of a request log, by preference: what a log may call them.
 _TIMES = ("timestamp", "arrival_time", "created_at", "created", "time")
@@ -30,7 +32,7 @@ class Format:
     raises TraceError.
     """
 
-    name: str
+    name: TraceFormat
     rows: Callable[[Path], Iterator[Row]]
     requests: Callable[[Row, int], list[TraceRequest]]
     time: Callable[[Row], str | None]
@@ -109,7 +111,7 @@ _AZURE = {"timestamp": "TIMESTAMP", "contexttokens": "input tokens", "generatedt
 _BURSTGPT = {"timestamp": "Timestamp", "request tokens": "input tokens", "response tokens": "output tokens"}
 _VIDUR = {"num_prefill_tokens": "input tokens", "num_decode_tokens": "output tokens"}
 
-FORMATS = {
+FORMATS: dict[TraceFormat, Format] = {
     known.name: known
     for known in (
         Format("azure", _csv(_AZURE), _lengths, lambda row: "TIMESTAMP"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmsched.cli.bench.traces.formats import FORMATS, Format
+from llmsched.cli.bench.traces.formats import FORMATS, Format, TraceFormat
 from llmsched.cli.bench.traces.lines import Row, TraceError, first_line, json_objects, shown
 from llmsched.cli.bench.traces.times import Stamp, TimestampUnit, offsets, read_stamp
 from llmsched.cli.bench.traces.trace import Trace, TraceRequest
@@ -14,7 +14,7 @@ from llmsched.cli.bench.traces.trace import Trace, TraceRequest
 
 def read_trace(
     path: Path,
-    format_name: str | None = None,
+    format_name: TraceFormat | None = None,
     *,
     unit: TimestampUnit | None = None,
     turns: int = 1,
@@ -72,7 +72,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def detect(path: Path) -> str:
+def detect(path: Path) -> TraceFormat:
     """The name of the format that a file looks like: by its header, or the fields of its first object.
 
     Raises TraceError naming the formats.
@@ -94,7 +94,7 @@ def detect(path: Path) -> str:
 
 
 #: What tells the formats apart: columns or fields that are there.
-_MARKS = (
+_MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("azure", {"timestamp", "contexttokens", "generatedtokens"}),
     ("burstgpt", {"timestamp", "request tokens", "response tokens"}),
     ("lengths", {"num_prefill_tokens", "num_decode_tokens"}),

@@ -116,7 +116,7 @@ def test_the_sweep_ends_at_what_fits(
         (("--min-num-batched-tokens", "64", "--max-num-batched-tokens", "32"), "from 64 to 32 is empty"),
         (("--output", "no good"), "--output: profile 'no good'"),
         (("--slo-ttft", "800"), "needs a unit"),
-        (("--request-rate", "nan"), "request_rate is nan"),
+        (("--request-rate", "nan"), "--request-rate is nan"),
     ],
 )
 def test_bad_usage_is_exit_code_2(tune: Callable[..., Outcome], arguments: tuple[str, ...], message: str) -> None:
