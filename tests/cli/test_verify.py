@@ -10,7 +10,7 @@ import torch
 from command_line import CommandLine
 
 from llmsched.cli import verify
-from llmsched.engine.model import transformers_model
+from llmsched.engine.model import paged
 from llmsched.engine.parity.report import CheckResult, Parting
 
 
@@ -74,10 +74,8 @@ def test_what_a_person_sees(command: CommandLine, model: str) -> None:
 
 
 def test_a_fault_gives_exit_code_1(command: CommandLine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = transformers_model.paged_attention
-    monkeypatch.setattr(
-        transformers_model, "paged_attention", lambda *a, scale, **more: right(*a, scale=1.1 * scale, **more)
-    )
+    right = paged.paged_attention
+    monkeypatch.setattr(paged, "paged_attention", lambda *a, scale, **more: right(*a, scale=1.1 * scale, **more))
     outcome = command("verify", model, "--dtype", "float32", *SMALL, "--json")
     assert outcome.code == 1
     assert outcome.json["ok"] is False
@@ -94,7 +92,7 @@ def test_an_engine_that_raises_gives_exit_code_1(
     def broken(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(transformers_model, "paged_attention", broken)
+    monkeypatch.setattr(paged, "paged_attention", broken)
     outcome = command("verify", model, "--dtype", "float32", *SMALL, "--json")
     assert outcome.code == 1
     for check in outcome.json["checks"]:

@@ -16,7 +16,7 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor import sampler, torch_executor
 from llmsched.engine.kv import manager
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.model import transformers_model
+from llmsched.engine.model import paged
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.parity import run
 from llmsched.engine.parity.prompts import make_prompts
@@ -135,21 +135,21 @@ Patch = pytest.MonkeyPatch
 
 def attention(**changes: Callable[[Any], Any]) -> Callable[[Patch], None]:
     """Attention with one of its keywords changed."""
-    right = transformers_model.paged_attention
+    right = paged.paged_attention
 
     def wrong(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
         return right(*tensors, **keywords | {name: change(keywords[name]) for name, change in changes.items()})
 
-    return lambda patch: patch.setattr(transformers_model, "paged_attention", wrong)
+    return lambda patch: patch.setattr(paged, "paged_attention", wrong)
 
 
 def last_slot_not_written(patch: Patch) -> None:
-    right = transformers_model.write_kv
+    right = paged.write_kv
 
     def wrong(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: torch.Tensor) -> None:
         right(key, value, key_cache, value_cache, torch.where(slots % 16 == 15, -1, slots))
 
-    patch.setattr(transformers_model, "write_kv", wrong)
+    patch.setattr(paged, "write_kv", wrong)
 
 
 def positions_restart_in_each_chunk(patch: Patch) -> None:
