@@ -63,9 +63,8 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
 
 
 def _when(entry: dict[str, Any]) -> str:
-    if entry["count"] == 1:
-        return f"{entry['at_ms']:.1f}"
-    return f"{entry['at_ms']:.1f} to {entry['until_ms']:.1f}"
+    at, until = f"{entry['at_ms']:.1f}", f"{entry['until_ms']:.1f}"
+    return at if at == until else f"{at} to {until}"
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> str:
