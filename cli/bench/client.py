@@ -11,8 +11,8 @@ import httpx
 
 from llmsched.cli.bench.answer import read_answer, shorten
 from llmsched.cli.bench.load import PlannedRequest
-from llmsched.cli.bench.prompts import Encode
 from llmsched.cli.bench.metrics import ServerMetrics
+from llmsched.cli.bench.prompts import Encode
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
 from llmsched.cli.bench.sampling import Memory, Sample
 

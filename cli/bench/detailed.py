@@ -33,7 +33,10 @@ def detailed_lines(report: Mapping[str, Any], slo: Slo, figures: Measurement) ->
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """The request with that id, or else with that index. Raises LlmschedError if the file has none or is no such file."""
+    """The request with that id, or else with that index.
+
+    Raises LlmschedError if the file has none, or is not of this kind.
+    """
     found: dict[str, Any] | None = None
     for request in _requests(path):
         if request.get("id") == name:
@@ -97,7 +100,8 @@ def _chunks(record: RequestRecord, served: Served | None, start: float) -> list[
     """When each chunk came, and how many tokens it is taken to hold (None for a request that was not served)."""
     if served is not None:
         return [(round(arrival.time - start, 6), arrival.tokens) for arrival in served.arrivals]
-    return [(round(chunk.time - start, 6), chunk.tokens) for chunk in record.chunks]
+    told = [chunk for chunk in record.chunks if chunk.text or chunk.tokens]
+    return [(round(chunk.time - start, 6), chunk.tokens) for chunk in told]
 
 
 def _ms(seconds: float) -> float:

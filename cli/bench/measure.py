@@ -33,9 +33,6 @@ from llmsched.engine.latency import (
 LAG_LIMIT_S = 0.02
 LAG_LIMIT_SHARE = 0.1
 
-#: Tokens per second of the reader who judges the pauses: about 450 English words a minute, which few people exceed.
-READER_SPEED = 10.0
-
 #: Stalls that are kept, the longest ones, one per request.
 WORST_STALLS = 5
 
@@ -149,7 +146,6 @@ def measure(
     *,
     preemptions: int | None = None,
     count_tokens: CountTokens | None = None,
-    reader_speed: float = READER_SPEED,
     loop_lags: Sequence[float] | None = None,
     own_process: bool = True,
     samples: Sequence[Sample] = (),
@@ -209,7 +205,7 @@ def measure(
         latencies=tuple(latencies),
         p99_intervals=figures.p99_intervals(),
         stalls=_worst_stalls(done, start),
-        reading=_reading(done, failed, reader_speed),
+        reading=_reading(done, failed, slo.reader_speed),
         steady_window=None if window is None else (window[0] - start, window[1] - start),
         loop_lag=loop_lag,
         start=start,

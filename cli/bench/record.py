@@ -66,7 +66,7 @@ class RequestRecord:
         return self.end is not None and self.failure is None
 
     def moved(self, seconds: float, places: int) -> RequestRecord:
-        """The same `seconds` later, with an index larger by `places`; without the timeline, whose clock is another's."""
+        """The same `seconds` later, its index larger by `places`; without the timeline, whose clock is another's."""
 
         def later(time: float | None) -> float | None:
             return None if time is None else time + seconds
