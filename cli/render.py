@@ -93,7 +93,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
     console = stdout()
     look = box.SIMPLE_HEAD if console.is_terminal else None
-    drawn = Table(box=look, pad_edge=False, header_style="bold")
+    drawn = Table(box=look, pad_edge=False, header_style="bold", show_header=any(columns))
     for index, column in enumerate(columns):
         drawn.add_column(Text(column), justify="left" if index < text_columns else "right", overflow="fold")
     for row in rows:

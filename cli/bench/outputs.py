@@ -14,6 +14,7 @@ from llmsched.cli import render
 from llmsched.cli.bench.csv_file import append_csv, check_csv
 from llmsched.cli.bench.detailed import detailed_lines
 from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.run_page import result_page
 from llmsched.cli.options import with_options
 from llmsched.engine.errors import LlmschedError
 
@@ -46,6 +47,16 @@ class Outputs:
             rich_help_panel=_OUTPUT,
         ),
     ] = None
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE.html",
+            help="Write a page with tables and charts that opens offline: latency over time, distributions, requests, "
+            "memory, and with --find-knee rate against latency.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUTPUT)] = False
 
     def check(self, *, one_run: bool) -> None:
@@ -75,7 +86,7 @@ class Outputs:
 
     def _files(self) -> dict[str, Path]:
         """The files that were asked for, by their flags."""
-        files = {"save": self.save, "csv": self.csv, "save-detailed": self.save_detailed}
+        files = {"save": self.save, "csv": self.csv, "save-detailed": self.save_detailed, "report": self.report}
         return {flag: path for flag, path in files.items() if path is not None}
 
     def _write(self, flag: str, path: Path, result: Result) -> None:
@@ -86,6 +97,8 @@ class Outputs:
             subject, figures = result.run
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(detailed_lines(result.report, subject.slo, figures))
+        elif flag == "report":
+            path.write_text(result_page(result), encoding="utf-8")
         else:
             path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
