@@ -32,8 +32,8 @@ COMMANDS = {
         "llmsched.cli.kv_budget.command", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."
     ),
     "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
-    "workload": Entry(
-        "llmsched.cli.workload.command", "workload", "Analyse a trace: lengths, arrivals, shared prefixes, settings."
+    "calibrate": Entry(
+        "llmsched.cli.calibrate", "calibrate", "Measure what steps cost here, for bench --simulate local."
     ),
     "explain": Entry("llmsched.cli.explain", "explain", "Tell where the time of one request went."),
     "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
@@ -54,6 +54,7 @@ Examples:
   llmsched bench http://localhost:8000 --request-rate 4 --num-prompts 200
   llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
   llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
+  llmsched calibrate demo
   llmsched verify demo
 
 llmsched COMMAND --help explains a command and its options.

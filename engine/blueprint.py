@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack, cast
 
 from llmsched.engine.config import EngineConfig, Limits
-from llmsched.engine.device import DeviceMemory, gpu_device
+from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.executor.fitted import fitted_cost
 from llmsched.engine.executor.roofline import roofline
 from llmsched.engine.executor.simulated import StepCost
-from llmsched.engine.kv.draft import ModelDraft
+from llmsched.engine.kv.draft import ModelDraft, model_name
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.kv.work import model_work
 from llmsched.engine.simulation import SimulatedEngine
+from llmsched.profiles.calibrated import calibration_name, load_calibration
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu
+from llmsched.profiles.tuned import ProfileError
 
 if TYPE_CHECKING:
     from llmsched.engine.config import Device, DType, KVDType
@@ -28,7 +31,7 @@ class Blueprint:
 
     `cost` is the time of a step, `swap_seconds` that of copying so many bytes of KV to or from host memory.
     `calibration_error` is the cost's relative error on the device that it was fitted to, `published_error` its median
-    one of TPOT against published measurements; None where that is not known.
+    one of TPOT against published measurements; None where that is not known. `notes` are for the user's eyes.
     """
 
     config: EngineConfig
@@ -37,6 +40,7 @@ class Blueprint:
     swap_seconds: Callable[[int], float]
     calibration_error: float | None = None
     published_error: float | None = None
+    notes: tuple[str, ...] = ()
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
         """An engine as it is after its start, with other `limits` if given (see `Engine.reconfigure`)."""
@@ -74,6 +78,44 @@ def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Bluepri
     )
     cost = roofline(work, gpu, dtype=config.dtype)
     return Blueprint(config, plan, cost, cost.swap_seconds, published_error=cost.error)
+
+
+def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
+    """An engine on this machine's device; its cost was fitted to what `llmsched calibrate` has measured here.
+
+    Raises ConfigError when the model was not calibrated, or does not fit.
+    """
+    device = device_memory(config.device)
+    config, plan = resolve(draft, config, device)
+    name = calibration_name(model_name(config.model), device.name, config.dtype, config.kv_cache_dtype)
+    try:
+        found = load_calibration(name)
+        cost = None if found is None else fitted_cost(found.cost, plan.window)
+    except (ProfileError, TypeError) as problem:
+        raise ConfigError("--simulate", f"local: {problem}; run `llmsched calibrate {config.model}`") from problem
+    if found is None or cost is None:
+        raise ConfigError(
+            "--simulate",
+            f"local: {config.model} in {config.dtype} was never measured on {device.name}; "
+            f"run `llmsched calibrate {config.model}`",
+        )
+    if found.model["digest"] != draft.digest:
+        raise ConfigError(
+            "--simulate",
+            f"local: calibration {name} is of another model of this name; run `llmsched calibrate {config.model}`",
+        )
+    per_byte = found.swap_seconds_per_byte
+    notes = _threads_differ(found.device.get("threads")) if device.kind == "cpu" else ()
+    return Blueprint(config, plan, cost, lambda count: count * per_byte, found.error, notes=notes)
+
+
+def _threads_differ(calibrated: object) -> tuple[str, ...]:
+    """A remark if an engine started now would compute with another number of threads than was calibrated."""
+    import torch
+
+    if calibrated in (None, present := torch.get_num_threads()):
+        return ()
+    return (f"calibrated with {calibrated} threads, but torch would use {present} here (OMP_NUM_THREADS)",)
 
 
 def resolve(draft: ModelDraft, config: EngineConfig, device: DeviceMemory) -> tuple[EngineConfig, MemoryPlan]:

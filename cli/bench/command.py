@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +17,6 @@ from llmsched.cli.bench.load_options import LoadOptions, with_load_options
 from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.options import ServerFlags, with_server_options, with_slo_options
-from llmsched.cli.bench.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.simulated import open_simulated
 from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
@@ -26,7 +28,6 @@ from llmsched.engine.progress import Progress
 
 @with_engine_options(exclude=("seed",))
 @with_server_options
-@with_output_options
 @with_mode_options
 @with_slo_options
 @with_load_options(num_prompts=100, input_len=128, output_len=64)
@@ -53,17 +54,20 @@ def bench(
         str | None,
         typer.Option(
             "--simulate",
-            metavar="GPU",
+            metavar="GPU|local",
             show_default=False,
-            help="Run the scheduler alone, on a virtual clock, as on this GPU (l4, h100, ...); of MODEL only its "
-            "config.json is needed.",
+            help="Run the scheduler alone, on a virtual clock, as on this GPU (l4, h100, ...), or as here with local, "
+            "after `llmsched calibrate`; of MODEL only its config.json is needed.",
         ),
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well.")
+    ] = None,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
     load_options: LoadOptions,
     slo: Slo,
     modes: Modes,
-    outputs: Outputs,
     server: ServerFlags,
     engine_options: EngineOptions,
 ) -> None:
@@ -81,7 +85,6 @@ def bench(
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
       llmsched bench Qwen/Qwen3-8B --simulate h100 --request-rate 20 --num-prompts 1000
     """
-    outputs.check(one_run=modes.compare is None and not modes.find_knee)
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
         if target is not None and target.startswith(("http://", "https://")):
@@ -91,7 +94,12 @@ def bench(
         else:
             refuse_server_flags(server)
             result = _bench_model(resolve_model(target), simulate, plan, modes, engine_options, progress)
-    outputs.give_out(result)
+    if save is not None:
+        _write(save, result.report)
+    if as_json_:
+        render.emit_json(result.report)
+    else:
+        result.show()
     if not result.well:
         raise typer.Exit(1)
 
@@ -121,3 +129,10 @@ def _bench_server(
     if modes.find_knee:
         return asyncio.run(bench_knee(opening, modes, plan, progress))
     return asyncio.run(bench_once(opening, url, plan, progress))
+
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise LlmschedError(f"--save {path}: {problem.strerror}") from problem

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Unpack
 
+from llmsched.cli import render
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
@@ -18,17 +19,24 @@ from llmsched.cli.bench.record import RequestRecord
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.cli.bench.virtual import simulate_load
 from llmsched.cli.options import EngineOptions
-from llmsched.engine.blueprint import Blueprint, gpu_blueprint
+from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
 
+#: What --simulate takes for the device of this machine.
+LOCAL = "local"
+
 
 def make_blueprint(config: EngineConfig, device: str, progress: Progress = silent) -> Blueprint:
-    """The engine that `config` would give on the GPU of that name. Raises ModelError and ConfigError."""
-    return gpu_blueprint(open_draft(config.model, progress), config, device)
+    """The engine that `config` would give on the GPU of that name, or with "local" on this machine's device.
+
+    Raises ModelError and ConfigError, the latter also where this machine was not calibrated for the model.
+    """
+    draft = open_draft(config.model, progress)
+    return local_blueprint(draft, config) if device == LOCAL else gpu_blueprint(draft, config, device)
 
 
 def simulate_workload(
@@ -72,6 +80,8 @@ async def open_simulated(
         raise LlmschedError(f"--warmup {plan.warmup}: there is nothing to warm up on a virtual clock; leave it out")
     config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
     blueprint = make_blueprint(config, device, progress)
+    for note in blueprint.notes:
+        render.warn(note)
 
     async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
         return simulate_workload(blueprint, workload, slo, timeout=plan.timeout, progress=progress)

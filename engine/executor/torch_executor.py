@@ -23,6 +23,12 @@ from llmsched.engine.model.paths import paged_model
 from llmsched.engine.model.probe import position_limit
 from llmsched.engine.request import SamplingParams, Sequence
 
+#: How the steps of the warm-up sample: with all there is. And how most requests do.
+_EVERYTHING = SamplingParams(
+    temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
+)
+_GREEDY = SamplingParams(temperature=0)
+
 
 class TorchExecutor:
     """One model and its KV cache on one device. Not thread-safe: the engine's thread alone calls it.
@@ -187,12 +193,22 @@ class TorchExecutor:
             return None
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def _dummy_row(self, row: int, num_tokens: int) -> ScheduledRow:
-        """A row of the warm-up, sampling with everything switched on. Rows may share blocks: the result is not used."""
-        sampling = SamplingParams(
-            temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
-        )
-        sequence = Sequence(str(row), [0] * num_tokens, num_tokens, sampling, seed=row, stop_ids=frozenset())
-        width = -(-num_tokens // self.block_size)
+    def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
+        """A step with rows of (context, new tokens), greedy, that copies `num_swapped` blocks out and in again.
+
+        To be computed for its time alone: it overwrites the cache, so nothing may be served before or after.
+        """
+        dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
+        pairs = [(number, number) for number in range(num_swapped)]
+        return StepPlan(dummies, swap_out=pairs, swap_in=pairs)
+
+    def _dummy_row(
+        self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
+    ) -> ScheduledRow:
+        """A row of no sequence: its result is not used. Rows share blocks where there are not enough."""
+        end = start + num_tokens
+        ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
+        sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())
+        width = -(-end // self.block_size)
         blocks = (np.arange(width, dtype=np.int32) + row * width) % self.num_blocks
-        return ScheduledRow(sequence, 0, num_tokens, blocks, sample=True)
+        return ScheduledRow(sequence, start, num_tokens, blocks, sample=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,12 @@ class ModelDraft:
     recall: Recall | None = None
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def digest(self) -> str:
+        """Stands for the content of config.json: equal for models of the same shape."""
+        text = json.dumps(self.content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def plan(self, config: EngineConfig, device: DeviceMemory) -> MemoryPlan:
         """The plan for these settings on this device, with its `problem` if it does not fit.
 
@@ -65,6 +73,16 @@ class ModelDraft:
         """The type of KV."""
         dtype = self.dtype(config, device)
         return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
+
+
+def model_name(spec: str) -> str:
+    """What a model is called that is not loaded: the directory's or file's name, or the hub id."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    if path.suffix == ".json":
+        return path.resolve().parent.name
+    return path.stem if path.suffix == ".gguf" else spec
 
 
 def open_draft(spec: str, progress: Progress = silent, weights: Weights | None = None) -> ModelDraft:
