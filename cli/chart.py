@@ -86,8 +86,13 @@ def _round_step(rough: float) -> float:
 def axes(chart: Chart) -> tuple[Axis, Axis]:
     """The axes of a chart; y begins at 0 unless it is logarithmic."""
     shown = [point for series in layers(chart) for point in series.points]
-    heights = [y for _, y in shown] + [value for _, value in chart.limits]
+    heights = [y for _, y in shown] + [value for _, value in limits(chart)]
     return axis((x for x, _ in shown), log=chart.log_x), axis(heights, log=chart.log_y, from_zero=True)
+
+
+def limits(chart: Chart) -> list[tuple[str, float]]:
+    """The limits that can be drawn."""
+    return [(name, value) for name, value in chart.limits if math.isfinite(value) and (value > 0 or not chart.log_y)]
 
 
 def layers(chart: Chart) -> list[Series]:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from llmsched.cli import render
+from llmsched.cli.bench.detailed import read_request
+from llmsched.cli.bench.story import saved_entries, seen
 from llmsched.engine.errors import LlmschedError
+
+_URL = "http://127.0.0.1:8000"
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="The id in the server's answer (cmpl-...).")],
-    url: Annotated[str, typer.Option("--url", help="The server.")] = "http://127.0.0.1:8000",
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID", help="The id in the server's answer (cmpl-...); of a file, also the index."
+        ),
+    ],
+    url: Annotated[str, typer.Option("--url", help="The server.")] = _URL,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="What bench --save-detailed wrote, instead of a server."),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="Key of the server; default: LLMSCHED_API_KEY.", show_default=False)
     ] = None,
@@ -28,7 +42,16 @@ def explain(
     Examples:
       llmsched explain cmpl-0c2f5a9e
       llmsched explain chatcmpl-77ab --url http://gpu-box:8000 --json
+      llmsched bench demo --save-detailed run.jsonl; llmsched explain 17 --file run.jsonl
     """
+    if file is not None:
+        if url != _URL:
+            raise LlmschedError("--url and --file do not go together: the file needs no server")
+        try:
+            explain_saved(read_request(file, request_id), as_json)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise LlmschedError(f"{file}: its request {request_id!r} is damaged ({problem})") from problem
+        return
     answer = _fetch(url, request_id, api_key or os.environ.get("LLMSCHED_API_KEY"))
     if as_json:
         render.emit_json(answer)
@@ -62,10 +85,28 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
             raise LlmschedError(f"{url} does not answer as an llmsched server: status {response.status_code}")
 
 
+def explain_saved(request: dict[str, Any], as_json: bool) -> None:
+    """Tell about a request of a bench run: what the client saw, and what the scheduler decided if that is known."""
+    entries = saved_entries(request)
+    if as_json:
+        render.emit_json({**request, "entries": entries})
+        return
+    decisions = request.get("decisions")
+    name = f"request {request['index']}" + (f" ({request['id']})" if request["id"] else "")
+    rows = [(_when(entry), entry["what"], told(entry)) for entry in entries]
+    render.table(
+        f"{name}: {summary(decisions) if decisions else seen(request)}",
+        ("ms after it was due", "what", "why"),
+        rows,
+        text_columns=3,
+    )
+    if not decisions:
+        render.note("the target did not tell what its scheduler decided")
+
+
 def _when(entry: dict[str, Any]) -> str:
-    if entry["count"] == 1:
-        return f"{entry['at_ms']:.1f}"
-    return f"{entry['at_ms']:.1f} to {entry['until_ms']:.1f}"
+    at, until = f"{entry['at_ms']:.1f}", f"{entry['until_ms']:.1f}"
+    return at if at == until else f"{at} to {until}"
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> str:
@@ -123,7 +164,7 @@ def _preempted(details: dict[str, Any]) -> str:
     return f"{reason}; {details['lost_tokens']} tokens to compute again, about {cost}"
 
 
-#: What the scheduler's ledger notes -> how it is told.
+#: What the scheduler's ledger notes, and what a saved run has seen -> how it is told.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
     "held back": lambda d: str(d["reason"]),
@@ -135,5 +176,8 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "admitted": _admitted,
     "preempted": _preempted,
     "computed": lambda d: f"up to token {d['up_to']} of {d['of']}",
+    "longest stall": lambda d: f"{render.human_seconds(d['lasted_ms'] / 1e3)} without a token",
+    "failed": lambda d: f"{d['reason']}: {d['detail']}" if d["detail"] else str(d["reason"]),
+    "complete": lambda d: f"{d['output_tokens']} tokens",
     "finished": lambda d: f"{d['reason']}, {d['output_tokens']} tokens",
 }

@@ -32,6 +32,9 @@ COMMANDS = {
         "llmsched.cli.kv_budget.command", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."
     ),
     "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
+    "workload": Entry(
+        "llmsched.cli.workload.command", "workload", "Analyse a trace: lengths, arrivals, shared prefixes, settings."
+    ),
     "calibrate": Entry(
         "llmsched.cli.calibrate", "calibrate", "Measure what steps cost here, for bench --simulate local."
     ),

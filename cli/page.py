@@ -17,6 +17,7 @@ td, th { padding: .15em .8em .15em 0; text-align: right; } td:first-child, th:fi
 th { border-bottom: 1px solid; } figure { margin: 1em 0 2em; } figcaption { font-weight: 600; }
 .warning { border-left: 4px solid #d9622b; padding-left: .8em; }
 dt { font-weight: 600; float: left; margin-right: .6em; } dd { margin: 0 0 .3em 0; }
+pre { overflow-x: auto; font-size: .85em; }
 """
 
 
@@ -48,6 +49,10 @@ class Page:
     def terms(self, definitions: Mapping[str, str]) -> None:
         pairs = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in definitions.items())
         self._body.append(f"<dl>{pairs}</dl>")
+
+    def code(self, text: str) -> None:
+        """A long text that is folded away until somebody wants it."""
+        self._body.append(f"<details><summary>show</summary><pre>{escape(text)}</pre></details>")
 
     def html(self) -> str:
         """The page, ready to be written to a file."""

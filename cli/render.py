@@ -93,11 +93,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
     console = stdout()
     look = box.SIMPLE_HEAD if console.is_terminal else None
-    drawn = Table(title=Text(title), title_justify="left", box=look, pad_edge=False, header_style="bold")
+    drawn = Table(box=look, pad_edge=False, header_style="bold", show_header=any(columns))
     for index, column in enumerate(columns):
         drawn.add_column(Text(column), justify="left" if index < text_columns else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
+    # Not the table's own title, which would be wrapped at the table's width.
+    console.print(Text(title, style="italic"), soft_wrap=True)
     console.print(drawn)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, number, thin
+from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, limits, number, thin
 
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
@@ -48,7 +48,7 @@ def _svg(chart: Chart) -> str:
         ]
         if places:
             parts.append(_mark(shown[index], places, _colour(index), chart.stacked))
-    for name, value in chart.limits:
+    for name, value in limits(chart):
         if 0 <= (share := y_axis.place(value)) <= 1:
             parts.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" {_level(share)}/>')
             parts.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from llmsched.cli.chart import Axis, Chart, Series, axes, layers, number
+from llmsched.cli.chart import Axis, Chart, Series, axes, layers, limits, number
 
 #: One mark per series, then from the beginning; for streams that take any character, and for those that do not.
 MARKS = "●+◆○*"
@@ -17,7 +17,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
     """The lines of a chart: title, grid with ticks, legend. `width` and `height` are of the grid, in characters."""
     x_axis, y_axis = axes(chart)
     grid = [[" "] * width for _ in range(height)]
-    for _, value in chart.limits:
+    for _, value in limits(chart):
         if 0 <= (share := y_axis.place(value)) <= 1:
             grid[_row(share, height)] = [_LIMIT] * width
     shown = layers(chart)
@@ -65,5 +65,5 @@ def _tick_line(x_axis: Axis, width: int) -> str:
 
 def _legend(chart: Chart, marks: str) -> str:
     parts = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]
-    parts += [f"{_LIMIT} {name}" for name, _ in chart.limits]
+    parts += [f"{_LIMIT} {name}" for name, _ in limits(chart)]
     return f"{'  '.join(parts)}   ({chart.y} over {chart.x})"

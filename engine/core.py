@@ -42,7 +42,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The ledger of one sequence (choice `index` of its request), queued at `start` by the engine's clock."""
+    """The ledger of one sequence (choice `index` of its request), which arrived at `start` by the engine's clock."""
 
     index: int
     start: float

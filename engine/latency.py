@@ -38,6 +38,10 @@ DEFINITIONS: Mapping[str, str] = {
 }
 
 
+#: Tokens per second that a reader takes in: about 450 English words a minute, which few people exceed.
+READER_SPEED = 10.0
+
+
 class Arrival(NamedTuple):
     """Tokens that became visible together: how many (0: the chunk carried none) and when."""
 
@@ -183,7 +187,8 @@ def _share(name: str) -> float | None:
 class Slo:
     """Targets in seconds; None: not asked for. `itl` is held against `itl_statistic` of a request's own ITL samples.
 
-    Raises LlmschedError if that is no statistic.
+    `reader_speed` (tokens per second) is that of the reader who judges the pauses; it is no target.
+    Raises LlmschedError for what is no statistic, and for a speed that is not above 0.
     """
 
     ttft: float | None = None
@@ -191,9 +196,12 @@ class Slo:
     tpot: float | None = None
     e2e: float | None = None
     itl_statistic: str = "p99"
+    reader_speed: float = READER_SPEED
 
     def __post_init__(self) -> None:
         _share(self.itl_statistic)
+        if not 0 < self.reader_speed < math.inf:
+            raise LlmschedError(f"reader_speed is {self.reader_speed:g}; allowed is above 0 tokens per second")
 
     def given(self) -> dict[str, float]:
         """The targets that were set, by name."""

@@ -1,6 +1,7 @@
 """Tuned profiles: the settings that `tune` found, in a TOML file that a person can read and `serve --profile` loads.
 
 created = 2026-01-31T12:00:00+00:00
+measured = true            false: found by simulation
 reason = "256 gives the most tokens per second of the values that meet the SLOs"
 trials = [ { max_num_batched_tokens = 128, ... }, ... ]     the whole curve
 
@@ -8,7 +9,7 @@ trials = [ { max_num_batched_tokens = 128, ... }, ... ]     the whole curve
 max_num_batched_tokens = 256
 
 [slo]  [workload]  [model]  [device]  [versions]            what the choice is good for
-[memory]                   actual / predicted bytes, written by `serve --profile` when it starts
+[memory]                   actual / predicted bytes, written by `tune`, and by `serve --profile` when it starts
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory")
 #: The table [memory] up to the next one.
 _MEMORY = re.compile(r"^\[memory\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
-_KEYS = {"created", "reason", "trials", *_TABLES}
+_KEYS = {"created", "measured", "reason", "trials", *_TABLES}
 
 
 class ProfileError(ValueError):
@@ -57,6 +58,7 @@ class TunedProfile:
     memory: Mapping[str, Scalar] = field(default_factory=dict)
     trials: tuple[Mapping[str, Scalar], ...] = ()
     reason: str = ""
+    measured: bool = True
     created: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
 
 
@@ -84,6 +86,22 @@ def list_profiles() -> list[str]:
     return sorted(path.stem for path in profile_dir().glob("*.toml"))
 
 
+def latest_profile(model: str, device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
+    """Name and content of the newest profile in profile_dir() that was found for a model on a device.
+
+    A file there that is no profile is passed over.
+    """
+    found = []
+    for name in list_profiles():
+        try:
+            profile = load_profile(name)
+        except ProfileError:
+            continue
+        if profile.model.get("name") == model and dict(profile.device) == dict(device):
+            found.append((name, profile))
+    return max(found, key=lambda each: each[1].created.timestamp(), default=None)
+
+
 def load_profile(name_or_path: str) -> TunedProfile:
     """Read a profile. Raises ProfileError when it is not there or not a profile, naming the key."""
     path = profile_path(name_or_path)
@@ -100,7 +118,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
     """Write a profile, replacing an older one at once or not at all. Returns its path; raises ProfileError."""
     path = profile_path(name_or_path)
-    content = {"created": profile.created, "reason": profile.reason}
+    content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
     content["trials"] = [dict(trial) for trial in profile.trials]
     write_file(path, tomli_w.dumps(content))
@@ -146,10 +164,12 @@ def _validated(path: Path, content: Mapping[str, Any]) -> TunedProfile:
     reason, created = content.get("reason", ""), content.get("created", datetime.fromtimestamp(0, UTC))
     if not isinstance(reason, str):
         raise ProfileError(f"profile {path}: reason is not a text")
+    if not isinstance(measured := content.get("measured", True), bool):
+        raise ProfileError(f"profile {path}: measured is neither true nor false")
     if not isinstance(created, datetime):
         raise ProfileError(f"profile {path}: created is not a date and time such as 2026-01-31T12:00:00Z")
     tables = {table: content.get(table, {}) for table in _TABLES}
-    return TunedProfile(**tables, trials=tuple(trials), reason=reason, created=created)
+    return TunedProfile(**tables, trials=tuple(trials), reason=reason, measured=measured, created=created)
 
 
 def _check_table(path: Path, name: str, table: Any) -> None:

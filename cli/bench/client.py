@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import httpx
 
 from llmsched.cli.bench.answer import read_answer, shorten
 from llmsched.cli.bench.load import PlannedRequest
+from llmsched.cli.bench.metrics import ServerMetrics
 from llmsched.cli.bench.prompts import Encode
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
+from llmsched.cli.bench.sampling import Memory, Sample
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Timeline
 
 Endpoint = Literal["completions", "chat"]
 
@@ -27,12 +32,14 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
 class Target(Protocol):
     """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag.
 
-    `encode` is how it sees the texts of a trace; None: it is sent them as they are.
+    `encode` is how it sees the texts of a trace; None: it is sent them as they are. `sample_interval` is how often
+    (seconds) its state may be asked for without being in the way.
     """
 
     name: str
     in_process: bool
     encode: Encode | None
+    sample_interval: float
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
@@ -40,6 +47,18 @@ class Target(Protocol):
 
     async def preemptions(self) -> int | None:
         """Preemptions since the target started; None where it does not tell."""
+        ...
+
+    async def state(self) -> Sample | None:
+        """What it does now, by the event loop's clock; None where it does not tell."""
+        ...
+
+    async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
+        """What its scheduler decided about each of its latest requests; None for one that it does not tell about."""
+        ...
+
+    def memory(self) -> Memory | None:
+        """What its memory is divided into; None where it does not tell."""
         ...
 
 
@@ -67,6 +86,7 @@ class HttpTarget:
 
     in_process = False
     encode: Encode | None = None
+    sample_interval = 1.0
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url
@@ -145,13 +165,26 @@ class HttpTarget:
         return body
 
     async def preemptions(self) -> int | None:
+        return None if (metrics := await self._metrics()) is None else metrics.preemptions()
+
+    async def state(self) -> Sample | None:
+        metrics = await self._metrics()
+        return None if metrics is None else metrics.sample(asyncio.get_running_loop().time())
+
+    async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
+        return [None] * len(request_ids)
+
+    def memory(self) -> Memory | None:
+        return None
+
+    async def _metrics(self) -> ServerMetrics | None:
         if not self._answers_lookups:
             return None
         try:
             response = await self._client.get(f"{self._root}/metrics", timeout=self._options.lookup_timeout)
         except httpx.RequestError:
             return None
-        return _preemptions_in(response.text) if response.status_code == httpx.codes.OK else None
+        return ServerMetrics.of(response.text) if response.status_code == httpx.codes.OK else None
 
 
 def _first_model(response: httpx.Response) -> dict[str, Any]:
@@ -161,22 +194,6 @@ def _first_model(response: httpx.Response) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError):
         return {}
     return first if isinstance(first, dict) else {}
-
-
-def _preemptions_in(metrics: str) -> int | None:
-    """The counter that llmsched and vLLM call <prefix>:num_preemptions, summed over its labels."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    try:
-        values = [
-            sample.value
-            for family in text_string_to_metric_families(metrics)
-            for sample in family.samples
-            if sample.name.endswith((":num_preemptions_total", ":num_preemptions"))
-        ]
-    except ValueError:
-        return None
-    return int(sum(values)) if values else None
 
 
 def _detail(problem: Exception) -> str:

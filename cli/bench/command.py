@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,6 +14,7 @@ from llmsched.cli.bench.load_options import LoadOptions, with_load_options
 from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.options import ServerFlags, with_server_options, with_slo_options
+from llmsched.cli.bench.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.simulated import open_simulated
 from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
@@ -28,6 +26,7 @@ from llmsched.engine.progress import Progress
 
 @with_engine_options(exclude=("seed",))
 @with_server_options
+@with_output_options
 @with_mode_options
 @with_slo_options
 @with_load_options(num_prompts=100, input_len=128, output_len=64)
@@ -60,14 +59,11 @@ def bench(
             "after `llmsched calibrate`; of MODEL only its config.json is needed.",
         ),
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well.")
-    ] = None,
-    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
     load_options: LoadOptions,
     slo: Slo,
     modes: Modes,
+    outputs: Outputs,
     server: ServerFlags,
     engine_options: EngineOptions,
 ) -> None:
@@ -85,6 +81,7 @@ def bench(
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
       llmsched bench Qwen/Qwen3-8B --simulate h100 --request-rate 20 --num-prompts 1000
     """
+    outputs.check(one_run=modes.compare is None and not modes.find_knee)
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
         if target is not None and target.startswith(("http://", "https://")):
@@ -94,12 +91,7 @@ def bench(
         else:
             refuse_server_flags(server)
             result = _bench_model(resolve_model(target), simulate, plan, modes, engine_options, progress)
-    if save is not None:
-        _write(save, result.report)
-    if as_json_:
-        render.emit_json(result.report)
-    else:
-        result.show()
+    outputs.give_out(result)
     if not result.well:
         raise typer.Exit(1)
 
@@ -129,10 +121,3 @@ def _bench_server(
     if modes.find_knee:
         return asyncio.run(bench_knee(opening, modes, plan, progress))
     return asyncio.run(bench_once(opening, url, plan, progress))
-
-
-def _write(path: Path, report: Mapping[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise LlmschedError(f"--save {path}: {problem.strerror}") from problem

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from llmsched.cli.bench.load import PlannedRequest
 from llmsched.cli.bench.prompts import Encode, TokenizerEncode
 from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.sampling import Memory, Sample
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.progress import Progress
 from llmsched.engine.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from llmsched.engine.core import Engine
+    from llmsched.engine.core import Engine, Timeline
     from llmsched.engine.service import AsyncEngine
 
 
@@ -49,6 +50,7 @@ class EngineTarget:
     _numbers = itertools.count()
 
     in_process = True
+    sample_interval = 0.1
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.model.name
@@ -82,3 +84,32 @@ class EngineTarget:
 
     async def preemptions(self) -> int:
         return self._engine.stats().num_preemptions
+
+    async def state(self) -> Sample | None:
+        try:
+            use = await self._engine.kv_use()
+        except EngineDeadError:
+            return None
+        stats, total = self._engine.stats(), max(1, use.total)
+        return Sample(
+            asyncio.get_running_loop().time(),
+            stats.num_running,
+            stats.num_waiting,
+            kv_held=use.held / total,
+            kv_empty=use.empty / total,
+            kv_cached=use.cached / total,
+        )
+
+    async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
+        try:
+            told = await self._engine.explain(request_ids)
+        except EngineDeadError:
+            return [None] * len(request_ids)
+        return [choices[0] if choices else None for choices in told]
+
+    def memory(self) -> Memory | None:
+        if (plan := self._engine.plan) is None:
+            return None
+        weights = plan.measured.weights if plan.measured else plan.weights_bytes
+        other = plan.context_bytes + plan.state_bytes
+        return Memory(weights, plan.activation_bytes, other, plan.num_blocks * plan.block_bytes)

@@ -13,6 +13,7 @@ from llmsched.cli.bench.interval import p99_interval
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
 from llmsched.cli.bench.record import RequestRecord
+from llmsched.cli.bench.sampling import Memory, Sample
 from llmsched.cli.bench.steady import steady, steady_window
 from llmsched.engine.latency import (
     Arrival,
@@ -31,9 +32,6 @@ from llmsched.engine.latency import (
 #: The client is late when the P99 of its lag exceeds both of these.
 LAG_LIMIT_S = 0.02
 LAG_LIMIT_SHARE = 0.1
-
-#: Tokens per second of the reader who judges the pauses: about 450 English words a minute, which few people exceed.
-READER_SPEED = 10.0
 
 #: Stalls that are kept, the longest ones, one per request.
 WORST_STALLS = 5
@@ -72,6 +70,9 @@ class Measurement:
     or, where that is None, from the first token (completed request) to the last. `p99_intervals` has the 95 % bootstrap
     interval of the P99 of ttft, itl, tpot and e2e. `loop_lag` is how late the client's event loop came round to what
     was due, None if nobody looked.
+
+    What the figures were taken from follows: all `records`, with times of a clock that stood at `start` when the run
+    began, the `served` ones with their tokens placed, and the target's state over time.
     """
 
     completed: int
@@ -106,6 +107,11 @@ class Measurement:
     reading: Reading | None = None
     steady_window: tuple[float, float] | None = None
     loop_lag: Summary | None = None
+    start: float = 0.0
+    records: tuple[RequestRecord, ...] = ()
+    served: tuple[Served, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +146,16 @@ def measure(
     *,
     preemptions: int | None = None,
     count_tokens: CountTokens | None = None,
-    reader_speed: float = READER_SPEED,
     loop_lags: Sequence[float] | None = None,
     own_process: bool = True,
+    samples: Sequence[Sample] = (),
+    memory: Memory | None = None,
 ) -> Measurement:
     """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
 
     `loop_lags` are seconds by which the client's event loop was late. They make a run invalid if the client has a
-    process of its own; in the target's they are part of what the target takes.
+    process of its own; in the target's they are part of what the target takes. `samples` have times of the records'
+    clock.
     """
     done = [one for record in records if (one := served(record, count_tokens))]
     failed = len(records) - len(done)
@@ -155,12 +163,12 @@ def measure(
     start = min((record.scheduled for record in records), default=0.0)
     duration = max(ends) - start if ends else 0.0
     latencies = [one.latency for one in done]
-    samples = _samples(latencies)
+    figures = _samples(latencies)
     tokens = [arrival for one in done for arrival in one.arrivals]
     completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
     output_tokens = sum(arrival.tokens for arrival in tokens)
     window = steady_window(records, done)
-    ttft, itl = samples.summary("ttft"), samples.summary("itl")
+    ttft, itl = figures.summary("ttft"), figures.summary("itl")
     lag = summarise([r.sent - r.ready for r in records if r.sent is not None and r.ready is not None])
     loop_lag = None if loop_lags is None else summarise(loop_lags)
     sent = [record.sent for record in records if record.sent is not None]
@@ -181,8 +189,8 @@ def measure(
         requests_per_s_steady=steady(completions, window, duration),
         ttft=ttft,
         itl=itl,
-        tpot=samples.summary("tpot"),
-        e2e=samples.summary("e2e"),
+        tpot=figures.summary("tpot"),
+        e2e=figures.summary("e2e"),
         connect=summarise([r.connected - r.sent for r in records if r.connected is not None and r.sent is not None]),
         worst_stall=max((x.worst_stall for x in latencies if x.worst_stall is not None), default=None),
         prefix_hit_rate=_hit_rate(done),
@@ -195,11 +203,16 @@ def measure(
         token_counts=counted_by,
         warnings=tuple(_warnings(late, done, counted_by, ttft.count, itl.count)),
         latencies=tuple(latencies),
-        p99_intervals=samples.p99_intervals(),
+        p99_intervals=figures.p99_intervals(),
         stalls=_worst_stalls(done, start),
-        reading=_reading(done, failed, reader_speed),
+        reading=_reading(done, failed, slo.reader_speed),
         steady_window=None if window is None else (window[0] - start, window[1] - start),
         loop_lag=loop_lag,
+        start=start,
+        records=tuple(records),
+        served=tuple(done),
+        samples=tuple(sample._replace(time=sample.time - start) for sample in samples),
+        memory=memory,
     )
 
 

@@ -9,7 +9,7 @@ from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import measure
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
 from llmsched.cli.bench.report import Subject, as_json, show
-from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.engine.progress import Progress
 
@@ -27,7 +27,8 @@ async def bench_once(
         figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
         subject = Subject(url, url, plan.workload, plan.slo, plan.warmup or 0)
     well = not figures.failed and figures.completed > 0
-    return Result(as_json(subject, figures), lambda: show(subject, figures), well)
+    report = as_json(subject, figures)
+    return Result(report, lambda: show(subject, figures), well, [report], Measured(subject, figures))
 
 
 def _none_sent(workload: Load, why: str) -> list[RequestRecord]:

@@ -11,12 +11,34 @@ import typer
 from llmsched.cli.bench.client import Endpoint
 from llmsched.cli.options import duration as parse_duration
 from llmsched.cli.options import with_options
-from llmsched.engine.latency import Slo
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import READER_SPEED, Slo
 
 R = TypeVar("R")
 
 _SLO = "SLOs"
 _SERVER = "Server (with a URL)"
+
+
+@dataclass(frozen=True, slots=True)
+class ItlTarget:
+    """A limit in seconds for one statistic of a request's gaps between tokens."""
+
+    statistic: str
+    limit: float
+
+
+def parse_itl_target(text: str | ItlTarget) -> ItlTarget:
+    """A duration, or a statistic and a duration with a colon between them: 50ms, p99:50ms, mean:30ms, max:1s."""
+    if isinstance(text, ItlTarget):
+        return text
+    statistic, colon, limit = text.rpartition(":")
+    target = ItlTarget(statistic if colon else "p99", parse_duration(limit))
+    try:
+        Slo(itl=target.limit, itl_statistic=target.statistic)
+    except LlmschedError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    return target
 
 
 def _slo(figure: str, meaning: str) -> typer.models.OptionInfo:
@@ -36,13 +58,41 @@ class SloFlags:
     """The flags of the latency targets."""
 
     slo_ttft: Annotated[float | None, _slo("ttft", "the time to the first token")] = None
-    slo_itl: Annotated[float | None, _slo("itl", "the gap between tokens (P99)")] = None
+    slo_itl: Annotated[
+        ItlTarget | None,
+        typer.Option(
+            "--slo-itl",
+            parser=parse_itl_target,
+            metavar="[STATISTIC:]DURATION",
+            show_default=False,
+            help="Target for the gaps between the tokens of a request: 50ms or p99:50ms is their P99; p50 to p99.9, "
+            "mean and max can be asked for likewise.",
+            rich_help_panel=_SLO,
+        ),
+    ] = None
     slo_tpot: Annotated[float | None, _slo("tpot", "the time per output token")] = None
     slo_e2e: Annotated[float | None, _slo("e2e", "the time to the last token")] = None
+    reader_speed: Annotated[
+        float,
+        typer.Option(
+            "--reader-speed",
+            metavar="TOKENS_PER_SECOND",
+            help="How fast the reader is who tells which pauses are noticed; 10 is more than most people read.",
+            rich_help_panel=_SLO,
+        ),
+    ] = READER_SPEED
 
     def slo(self) -> Slo:
-        """The targets."""
-        return Slo(self.slo_ttft, self.slo_itl, self.slo_tpot, self.slo_e2e)
+        """The targets. Raises LlmschedError for a reader of no speed."""
+        itl = self.slo_itl
+        return Slo(
+            self.slo_ttft,
+            None if itl is None else itl.limit,
+            self.slo_tpot,
+            self.slo_e2e,
+            "p99" if itl is None else itl.statistic,
+            self.reader_speed,
+        )
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:

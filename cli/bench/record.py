@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Timeline
 
 
 class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
@@ -39,7 +43,8 @@ class RequestRecord:
     `scheduled` is when it should have been sent; `ready` when a slot of --max-concurrency was free (never before
     scheduled); `sent` when the client did send; `connected` when a new connection stood (None: an open one was used);
     `end` when the response was over or failed. `asked_tokens` are what the target was told to make, come what may, None
-    if it may end before; `request_id` and `finish_reason` are what the target says.
+    if it may end before; `request_id` and `finish_reason` are what the target says, `timeline` is what its scheduler
+    decided (None: it does not tell).
     """
 
     index: int
@@ -54,13 +59,14 @@ class RequestRecord:
     asked_tokens: int | None = None
     request_id: str | None = None
     finish_reason: str | None = None
+    timeline: Timeline | None = None
 
     @property
     def completed(self) -> bool:
         return self.end is not None and self.failure is None
 
     def moved(self, seconds: float, places: int) -> RequestRecord:
-        """The same `seconds` later, with an index larger by `places`."""
+        """The same `seconds` later, its index larger by `places`; without the timeline, whose clock is another's."""
 
         def later(time: float | None) -> float | None:
             return None if time is None else time + seconds
@@ -74,4 +80,5 @@ class RequestRecord:
             connected=later(self.connected),
             end=later(self.end),
             chunks=[replace(chunk, time=chunk.time + seconds) for chunk in self.chunks],
+            timeline=None,
         )

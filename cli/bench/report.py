@@ -7,9 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llmsched.cli import render
+from llmsched.cli.bench import tables
+from llmsched.cli.bench.charts import distributions, latency_over_time
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement, Reading, RequestStall
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
+
+#: Requests from which on a chart shows more than the table does.
+_ENOUGH_TO_DRAW = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,123 +95,45 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
 
 def show(subject: Subject, figures: Measurement) -> None:
     """Print the measurement for a person."""
-    work = subject.workload
-    render.say(
-        f"{subject.kind} {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, "
-        f"seed {work.seed}"
-    )
+    render.say(headline(subject))
     if not subject.measured:
-        render.say(_how_sure(subject))
-    rows = [_latency_row(figures, name) for name in ("ttft", "itl", "tpot", "e2e")]
-    columns = ["", "mean", "P50", "P95", "P99", "P99 (95 % sure)", "max", "samples"]
-    render.table("latency in ms", columns, rows)
-    render.table("", ["", ""], _total_rows(figures))
-    if figures.goodput:
-        _show_goodput(subject.slo, figures)
-    _show_pauses(figures)
-    for name in _defined(subject.slo, figures):
-        render.say(f"{name}: {DEFINITIONS[name]}")
+        render.say(how_sure(subject))
+    render.table(*tables.latency_table(figures))
+    render.table(*tables.totals_table(figures))
+    for table in (tables.slo_table(subject.slo, figures), tables.stall_table(figures)):
+        if table is not None:
+            render.table(*table)
+    if (sentence := tables.reading_sentence(figures)) is not None:
+        render.say(sentence)
+    if figures.completed >= _ENOUGH_TO_DRAW:
+        render.chart(latency_over_time(figures, subject.slo))
+        render.chart(distributions(figures))
+    for name, meaning in tables.definitions(subject.slo, figures).items():
+        render.say(f"{name}: {meaning}")
     if figures.token_counts:
         render.say(f"token counts: {figures.token_counts}")
-    total = figures.completed + figures.failed
-    for reason, count in figures.failures.items():
-        detail = figures.failure_examples[reason]
-        render.error(f"{count} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}")
+    for sentence in tables.failures(figures):
+        render.error(sentence)
     for warning in figures.warnings:
         render.warn(warning)
 
 
-def _how_sure(subject: Subject) -> str:
+def headline(subject: Subject) -> str:
+    """What was done to whom."""
+    work = subject.workload
+    return (
+        f"{subject.kind} {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, "
+        f"seed {work.seed}"
+    )
+
+
+def how_sure(subject: Subject) -> str:
     """How far the times of simulated steps are to be trusted."""
     if subject.calibration_error is not None:
         return f"step times: fitted to this device, {subject.calibration_error:.1%} off where not fitted to (median)"
     if subject.published_error is not None:
         return f"step times: a roofline, {subject.published_error:.0%} off published TPOT in the median"
     return "step times: a roofline that no measurement of such a GPU has been held against"
-
-
-def _total_rows(figures: Measurement) -> list[list[str]]:
-    asked = "" if figures.asked_rate is None else f" (asked {figures.asked_rate:g})"
-    return [
-        ["completed / failed", f"{figures.completed} / {figures.failed}"],
-        ["duration", f"{figures.duration:.2f} s"],
-        ["output tokens/s", _rate(figures.output_tokens_per_s)],
-        ["  without ramp and drain", _rate(figures.output_tokens_per_s_steady)],
-        ["requests/s", _rate(figures.requests_per_s)],
-        ["  without ramp and drain", _rate(figures.requests_per_s_steady)],
-        ["sent requests/s", _rate(figures.achieved_rate) + asked],
-        ["prefix hit rate", "n/a" if figures.prefix_hit_rate is None else f"{figures.prefix_hit_rate:.1%}"],
-        ["preemptions", "n/a" if figures.preemptions is None else str(figures.preemptions)],
-        ["worst stall", "n/a" if figures.worst_stall is None else render.human_seconds(figures.worst_stall)],
-        ["client lag P99", "n/a" if figures.client_lag.p99 is None else render.human_seconds(figures.client_lag.p99)],
-    ]
-
-
-def _show_goodput(slo: Slo, figures: Measurement) -> None:
-    assert figures.goodput is not None
-    good = figures.goodput
-    rows = [
-        [
-            f"{name.upper()} {slo.itl_statistic}" if name == "itl" else name.upper(),
-            f"{limit * 1e3:g} ms",
-            f"{good.attainment[name]:.1%}",
-            str(good.missed[name]),
-            str(good.missed_alone[name]),
-        ]
-        for name, limit in slo.given().items()
-    ]
-    missed = figures.completed - round(good.attainment["all"] * (figures.completed + figures.failed))
-    rows.append(["all", "", f"{good.attainment['all']:.1%}", str(missed), ""])
-    render.say(f"goodput {good.requests_per_s:.3g} requests/s")
-    render.table("", ["SLO", "limit", "met by", "requests that missed it", "and no other"], rows)
-
-
-def _show_pauses(figures: Measurement) -> None:
-    """The worst stalls, and what a reader would have noticed."""
-    if figures.stalls:
-        rows = [
-            [
-                str(one.request),
-                render.human_seconds(one.stall.seconds),
-                f"{one.stall.at:.2f}",
-                str(one.stall.tokens_before),
-            ]
-            for one in figures.stalls
-        ]
-        render.table("worst stalls", ["request", "length", "after s of the run", "after its token"], rows)
-    if (reading := figures.reading) is not None:
-        longest = "" if reading.waits.max is None else f", at worst for {render.human_seconds(reading.waits.max)}"
-        render.say(
-            f"a reader at {reading.tokens_per_s:g} tokens/s would have waited in {reading.interrupted:.1%} of requests "
-            f"for {reading.late_tokens:.1%} of tokens{longest}"
-        )
-
-
-def _defined(slo: Slo, figures: Measurement) -> list[str]:
-    """The definitions that belong under the tables."""
-    names = ["TTFT", "ITL", "TPOT", "E2E", "percentiles"]
-    names += ["P99 interval"] if any(figures.p99_intervals.values()) else []
-    names += ["steady"] if figures.output_tokens_per_s_steady is not None else []
-    names += ["goodput"] if figures.goodput else []
-    names += ["SLO of ITL"] if slo.itl is not None else []
-    names += ["stall"] if figures.stalls else []
-    return names + (["reading"] if figures.reading else [])
-
-
-def _latency_row(figures: Measurement, name: str) -> list[str]:
-    summary: Summary = getattr(figures, name)
-    interval = figures.p99_intervals.get(name)
-    known = [_ms(value) for value in (summary.mean, summary.p50, summary.p95, summary.p99)]
-    between = "n/a" if interval is None else f"{_ms(interval[0])} to {_ms(interval[1])}"
-    return [name.upper(), *known, between, _ms(summary.max), str(summary.count)]
-
-
-def _ms(seconds: float | None) -> str:
-    return "n/a" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def _rate(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.2f}"
 
 
 def _latency(figures: Measurement, name: str) -> dict[str, Any]:

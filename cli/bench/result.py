@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.report import Subject
+from llmsched.cli.chart import Chart
+
+
+class Measured(NamedTuple):
+    """One run: what was measured, and its figures."""
+
+    subject: Subject
+    figures: Measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The report as JSON, how to `show` it to a person, and whether all went `well` (else exit code 1)."""
+    """The report as JSON, how to `show` it to a person, and whether all went `well` (else exit code 1).
+
+    `rows` are the reports of the single runs, for a table of them. `run` is the one to be shown in detail, if there is
+    one, and `charts` are what a page has before it.
+    """
 
     report: Mapping[str, Any]
     show: Callable[[], None]
     well: bool
+    rows: Sequence[Mapping[str, Any]]
+    run: Measured | None = None
+    charts: Sequence[Chart] = ()

@@ -11,6 +11,7 @@ from llmsched.cli.bench.load import Load, run_load
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.placing import CountTokens
 from llmsched.cli.bench.record import RequestRecord
+from llmsched.cli.bench.sampling import Memory, Sample, sampled
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
@@ -20,13 +21,16 @@ _WARMUP_SEED_OFFSET = 1_000_003
 
 class Run(NamedTuple):
     """What came of a load: a record of each request, how many were preempted (None: the target does not tell), by how
-    many seconds the client's event loop was late, and whether that has a process of its own.
+    many seconds the client's event loop was late, whether that has a process of its own, and the target's state over
+    time.
     """
 
     records: list[RequestRecord]
     preemptions: int | None
     loop_lags: list[float]
     own_process: bool
+    samples: Sequence[Sample] = ()
+    memory: Memory | None = None
 
     def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
         """The figures; see `measure`."""
@@ -38,6 +42,8 @@ class Run(NamedTuple):
             count_tokens=count_tokens,
             loop_lags=self.loop_lags,
             own_process=self.own_process,
+            samples=self.samples,
+            memory=self.memory,
         )
 
 
@@ -63,14 +69,21 @@ async def send_workload(
     planned = workload.plan(ids, target.encode)
     total = 0 if workload.stop_after else len(planned)
     ended = 0
+    untold: list[RequestRecord] = []
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
         ended += 1
+        untold.append(record)
         progress("requests", ended, total)
 
+    async def state() -> Sample | None:
+        if target.in_process:
+            await _ask_timelines(target, untold)
+        return await target.state()
+
     before = await target.preemptions()
-    async with loop_lags() as lags:
+    async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
         records = await run_load(
             planned,
             target.send,
@@ -80,9 +93,19 @@ async def send_workload(
             stop_after=workload.stop_after,
             on_end=count,
         )
+    await _ask_timelines(target, untold)
     after = await target.preemptions()
-    preempted = after - before if before is not None and after is not None else None
-    return Run(records, preempted, lags, own_process=not target.in_process)
+    preemptions = after - before if before is not None and after is not None else None
+    return Run(records, preemptions, lags, not target.in_process, samples, target.memory())
+
+
+async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
+    """Put on the records what the target tells of them, and empty the list. A target forgets what is long past."""
+    known = [record for record in ended if record.request_id is not None]
+    ended.clear()
+    timelines = await target.timelines([record.request_id or "" for record in known])
+    for record, timeline in zip(known, timelines, strict=True):
+        record.timeline = timeline
 
 
 async def warm_up(

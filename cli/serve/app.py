@@ -24,8 +24,9 @@ from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from llmsched.cli.serve.sse import EventStream
-from llmsched.cli.serve.timeline import timeline_body, timelines_of
+from llmsched.cli.serve.timeline import timelines_of
 from llmsched.cli.serve.tokens import TokenWriter
+from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
 

@@ -1,9 +1,8 @@
-"""The scheduler's decisions about a request as JSON."""
+"""The scheduler's decisions about all that a request asked for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from llmsched.cli.serve.generation import prompt_ids
 from llmsched.cli.serve.protocol import MAX_CHOICES
@@ -22,24 +21,3 @@ async def timelines_of(engine: AsyncEngine, request_id: str) -> list[Timeline]:
         for number, prompt in enumerate(several)
         for timeline in prompt
     ]
-
-
-def timeline_body(timeline: Timeline) -> dict[str, Any]:
-    """Entries of one choice; times are milliseconds since the request was queued."""
-    return {
-        "index": timeline.index,
-        "entries": [
-            {
-                "at_ms": _milliseconds(entry.time - timeline.start),
-                "until_ms": _milliseconds(entry.until - timeline.start),
-                "what": entry.what,
-                "count": entry.count,
-                "details": entry.details,
-            }
-            for entry in timeline.entries
-        ],
-    }
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(1e3 * seconds, 3)

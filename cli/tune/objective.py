@@ -1,32 +1,28 @@
-"""Which setting is best: the most throughput among those that meet the SLOs. Pure."""
+"""Which setting is best: the most goodput or throughput among those that meet the SLOs. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from llmsched.cli.bench.measure import Measurement
-from llmsched.engine.latency import Slo, Summary, summarise
+from llmsched.cli.tune.evidence import FIGURES, Run, percentile, pooled
+from llmsched.cli.tune.space import Demand, Setting, describe
+from llmsched.cli.tune.standing import Standing, standing
+from llmsched.engine.latency import Slo, Summary
 
-#: Throughputs closer than this share are equal; how far repeats of one setting lie apart may raise it to the second.
-NOISE_FLOOR = 0.03
-NOISE_CEILING = 0.10
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One point of the search."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
+Goal = Literal["goodput", "throughput"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a setting gave, all its rounds together. Times are in seconds, None without a sample.
+    """What a setting gave, all its runs together. Times are in seconds, None without a sample.
 
-    `output_tokens_per_s` is the mean over rounds of the rate from the first token to the last, `spread` how far the
-    rounds lie from it, as a share. `reason` says why the setting is not feasible.
+    Rates leave out the ramp and are means over the runs, weighted with their requests; `spread` is how far the longest
+    runs lie from their mean, as a share. `held` has the figure that is held against each SLO, `attainment` the share of
+    requests that met it, and "all". `rounds` counts the runs, `longest` is the number of requests of the longest.
+    `reason` says why the setting is not feasible or, where `skipped`, why it was not measured.
     """
 
     setting: Setting
@@ -35,108 +31,205 @@ class Trial:
     tpot: Summary
     e2e: Summary
     output_tokens_per_s: float | None
+    goodput_rps: float | None
+    held: Mapping[str, float]
+    attainment: Mapping[str, float]
     spread: float
     completed: int
     failed: int
     rounds: int
+    longest: int
     reason: str | None
+    skipped: bool = False
 
     @property
     def feasible(self) -> bool:
         return self.reason is None
 
+    def miss(self, slo: Slo) -> float:
+        """The worst figure that has a limit, as a multiple of it; 0 if there is none."""
+        limits = slo.given()
+        return max((held / limits[name] if limits[name] else math.inf for name, held in self.held.items()), default=0.0)
 
-def failed_trial(setting: Setting, reason: str) -> Trial:
-    """A setting that gave no figures."""
-    nothing = summarise([])
-    return Trial(setting, nothing, nothing, nothing, nothing, None, 0.0, 0, 0, 0, reason)
 
-
-def judge(setting: Setting, rounds: Sequence[Measurement], slo: Slo) -> Trial:
-    """One trial from the rounds of a setting. Errors, empty outputs and a missed SLO make it infeasible."""
-    latencies = [latency for measured in rounds for latency in measured.latencies]
-    rates = [rate for measured in rounds if (rate := _throughput(measured)) is not None]
-    mean = sum(rates) / len(rates) if rates else None
+def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
+    """One trial from the runs of a setting. Errors, empty outputs and a missed SLO make it infeasible."""
+    longest = max((run.requests for run in runs), default=0)
+    met = {name: sum(run.met.get(name, 0) for run in runs) for run in runs for name in run.met}
+    total = sum(run.completed + run.failed for run in runs)
+    figures = {name: pooled([run.samples[name] for run in runs if name in run.samples]) for name in FIGURES}
     trial = Trial(
         setting=setting,
-        ttft=summarise([latency.ttft for latency in latencies]),
-        itl=summarise([gap for latency in latencies for gap in latency.itl]),
-        tpot=summarise([latency.tpot for latency in latencies if latency.tpot is not None]),
-        e2e=summarise([latency.e2e for latency in latencies]),
-        output_tokens_per_s=mean,
-        spread=(max(rates) - min(rates)) / 2 / mean if mean else 0.0,
-        completed=sum(measured.completed for measured in rounds),
-        failed=sum(measured.failed for measured in rounds),
-        rounds=len(rounds),
+        ttft=figures["ttft"],
+        itl=figures["itl"],
+        tpot=figures["tpot"],
+        e2e=figures["e2e"],
+        output_tokens_per_s=_mean([(run.tokens_per_s, run.requests) for run in runs]),
+        goodput_rps=_mean([(run.goodput_rps, run.requests) for run in runs]),
+        held=_held(runs, slo),
+        attainment={name: count / total for name, count in met.items()} if total else {},
+        spread=_spread([run.tokens_per_s for run in runs if run.requests == longest]),
+        completed=sum(run.completed for run in runs),
+        failed=sum(run.failed for run in runs),
+        rounds=len(runs),
+        longest=longest,
         reason=None,
     )
-    reason = _failures(rounds) or _missed(trial, slo)
-    return trial if reason is None else _with_reason(trial, reason)
+    broken = next((run.problem for run in runs if run.problem is not None), None)
+    return replace(trial, reason=broken or _missed(trial, slo))
 
 
-def noise_of(trials: Sequence[Trial]) -> float:
-    """The share by which two throughputs must differ to be told apart: the median spread, within bounds."""
-    spreads = sorted(trial.spread for trial in trials if trial.output_tokens_per_s)
-    typical = spreads[len(spreads) // 2] if spreads else 0.0
-    return min(max(typical, NOISE_FLOOR), NOISE_CEILING)
+class Evidence:
+    """All runs so far, by setting, in the order in which settings are to be preferred where they are equal."""
+
+    def __init__(self, slo: Slo, goal: Goal) -> None:
+        self.slo = slo
+        self.goal: Goal = goal if slo.given() else "throughput"
+        self.runs: dict[Setting, list[Run]] = {}
+        self.skipped: dict[Setting, str] = {}
+
+    def consider(self, settings: Sequence[Setting]) -> None:
+        """Settings that come next; those known already keep their place."""
+        for setting in settings:
+            self.runs.setdefault(setting, [])
+
+    def add(self, run: Run) -> None:
+        self.runs.setdefault(run.setting, []).append(run)
+
+    def forget(self, round_index: int) -> None:
+        """Take out the runs of a round that tell nothing of the settings, but not that one of them did not work."""
+        for setting, runs in self.runs.items():
+            self.runs[setting] = [run for run in runs if run.round_index != round_index or run.problem]
+
+    def trial(self, setting: Setting) -> Trial:
+        trial = judge(setting, self.runs.get(setting, ()), self.slo)
+        if setting in self.skipped and not trial.rounds:
+            return replace(trial, reason=self.skipped[setting], skipped=True)
+        return trial if trial.rounds else replace(trial, reason="not measured: the time was over", skipped=True)
+
+    def trials(self) -> list[Trial]:
+        """All settings considered, in order of preference."""
+        return [self.trial(setting) for setting in self.runs]
+
+    def score(self, run: Run) -> float | None:
+        """What is to be maximised, of one run; None where it has none."""
+        return None if run.problem else run.goodput_rps if self.goal == "goodput" else run.tokens_per_s
+
+    def standing(self) -> Standing:
+        return standing([run for runs in self.runs.values() for run in runs], self.score)
+
+    def demand(self) -> Demand | None:
+        """The most that any run asked of the engine; None if no run could tell."""
+        known = [run.demand for runs in self.runs.values() for run in runs if run.demand is not None]
+        if not known:
+            return None
+        return Demand(
+            max(demand.running for demand in known),
+            max(demand.kv_share for demand in known),
+            any(demand.preempted for demand in known),
+        )
+
+    def contenders(self) -> list[Trial]:
+        """The feasible trials of those measured longest: one that went out early, on a short run, is none."""
+        feasible = [trial for trial in self.trials() if trial.feasible]
+        longest = max((trial.longest for trial in feasible), default=0)
+        return [trial for trial in feasible if trial.longest == longest]
+
+    def best(self) -> Trial | None:
+        """The contender with the highest score, the first of those equal within noise; None if none is feasible."""
+        contenders = {trial.setting: trial for trial in self.contenders()}
+        return contenders[self.standing().best(list(contenders))] if contenders else None
+
+    def leader(self) -> Trial | None:
+        """Where the search goes on from: the highest score whatever the noise, else the nearest miss."""
+        contenders = {trial.setting: trial for trial in self.contenders()}
+        return contenders[self.standing().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
+
+    def nearest_miss(self) -> Trial | None:
+        """Of trials that worked but missed an SLO the one that missed it by the least; None if there is none."""
+        missed = [t for t in self.trials() if not t.feasible and not t.skipped and not t.failed and t.completed]
+        return min(missed, key=lambda trial: trial.miss(self.slo), default=None)
 
 
-def choose(trials: Sequence[Trial]) -> Trial | None:
-    """The feasible trial with the most throughput; of those equal within noise the first. None if none is feasible."""
-    good = [trial for trial in trials if trial.feasible]
-    if not good:
-        return None
-    enough = (1 - noise_of(good)) * max(trial.output_tokens_per_s or 0.0 for trial in good)
-    return next(trial for trial in good if (trial.output_tokens_per_s or 0.0) >= enough)
-
-
-def explain(trials: Sequence[Trial], slo: Slo) -> str:
+def explain(evidence: Evidence) -> str:
     """The choice in a sentence."""
-    best = choose(trials)
+    trials, best = [trial for trial in evidence.trials() if not trial.skipped], evidence.best()
+    settings = [trial.setting for trial in trials]
     if best is None:
-        return f"none of the {len(trials)} values tried is feasible; relax the SLOs or lower the load"
+        nearest = evidence.nearest_miss()
+        advice = "relax the SLOs or lower the load"
+        if nearest is None:
+            return f"none of the {len(trials)} settings tried works; the reason stands with each"
+        name = describe(nearest.setting, settings)
+        return f"none of the {len(trials)} settings tried is feasible; nearest is {name}: {nearest.reason}; {advice}"
     good = [trial for trial in trials if trial.feasible]
-    met = "meet the SLOs" if slo.given() else "work (no SLO was given)"
-    fastest = max(good, key=lambda trial: trial.output_tokens_per_s or 0.0)
-    chosen = f"max_num_batched_tokens {best.setting.max_num_batched_tokens}: {_rate(best)}"
-    among = f"the {len(good)} of {len(trials)} values that {met}"
-    if fastest is best:
-        return f"{chosen} is the most of {among}"
+    met = "meet the SLOs" if evidence.slo.given() else "work (no SLO was given)"
+    chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, evidence.goal)}"
     return (
-        f"{chosen} is the smallest value within the noise ({noise_of(good):.0%}) of the most of {among}, "
-        f"{_rate(fastest)} with {fastest.setting.max_num_batched_tokens}"
+        f"{chosen} {_rank(best, good, evidence, settings)} of the {len(good)} of {len(trials)} settings that {met}"
+        + (_faster(best, trials, evidence, settings))
     )
 
 
-def _rate(trial: Trial) -> str:
-    return f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
+def rate_in_words(trial: Trial, goal: Goal) -> str:
+    """What is maximised."""
+    tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
+    return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 
 
-def _throughput(measured: Measurement) -> float | None:
-    steady = measured.output_tokens_per_s_steady
-    return measured.output_tokens_per_s if steady is None else steady
+def _rank(best: Trial, good: Sequence[Trial], evidence: Evidence, settings: list[Setting]) -> str:
+    table = evidence.standing()
+    rivals = [trial.setting for trial in good if trial.longest == best.longest]
+    ahead = max(rivals, key=lambda setting: table.share(setting, best.setting))
+    if ahead == best.setting:
+        return "is the most"
+    return f"is within the noise ({table.noise(ahead, best.setting):.0%}) of the most ({describe(ahead, settings)})"
 
 
-def _failures(rounds: Sequence[Measurement]) -> str | None:
-    failed, total = sum(m.failed for m in rounds), sum(m.failed + m.completed for m in rounds)
-    if failed:
-        measured = next(m for m in rounds if m.failures)
-        reason = next(iter(measured.failures))
-        detail = measured.failure_examples.get(reason, "")
-        return f"{failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
-    if not any(m.output_tokens for m in rounds):
-        return "no request had any output"
-    return None
+def _faster(best: Trial, trials: Sequence[Trial], evidence: Evidence, settings: list[Setting]) -> str:
+    """What was faster, but not feasible."""
+    rate = best.output_tokens_per_s or 0.0
+    faster = [t for t in trials if not t.feasible and not t.failed and (t.output_tokens_per_s or 0.0) > rate]
+    if not faster:
+        return ""
+    fastest = max(faster, key=lambda trial: trial.output_tokens_per_s or 0.0)
+    name = describe(fastest.setting, settings)
+    return f"; {name} gave {fastest.output_tokens_per_s:.1f} tokens/s, but its {fastest.reason}"
+
+
+def held_statistic(name: str, slo: Slo) -> str:
+    """Which statistic of all samples is held against an SLO: P99, unless another was asked for."""
+    return slo.itl_statistic if name == "itl" else "p99"
+
+
+def figure_name(name: str, slo: Slo) -> str:
+    """P99 TTFT, mean ITL and the like."""
+    which = held_statistic(name, slo)
+    return f"{which.upper() if which.startswith('p') else which} {name.upper()}"
+
+
+def _held(runs: Sequence[Run], slo: Slo) -> dict[str, float]:
+    figures = {
+        name: percentile([run.samples[name] for run in runs if name in run.samples], held_statistic(name, slo))
+        for name in slo.given()
+    }
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _missed(trial: Trial, slo: Slo) -> str | None:
     missed = [
-        f"P99 {name.upper()} {figure * 1e3:.0f} ms is above {limit * 1e3:g} ms"
-        for name, limit in slo.given().items()
-        if (figure := getattr(trial, name).p99) is not None and figure > limit
+        f"{figure_name(name, slo)} {figure * 1e3:.0f} ms is above {limit * 1e3:g} ms"
+        for name, figure in trial.held.items()
+        if figure > (limit := slo.given()[name])
     ]
     return ", ".join(missed) or None
 
 
-def _with_reason(trial: Trial, reason: str) -> Trial:
-    return Trial(**{f.name: getattr(trial, f.name) for f in fields(trial)} | {"reason": reason})
+def _mean(weighted: Sequence[tuple[float | None, int]]) -> float | None:
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
+
+
+def _spread(rates: Sequence[float | None]) -> float:
+    known = [rate for rate in rates if rate]
+    return (max(known) - min(known)) / 2 / (sum(known) / len(known)) if known else 0.0

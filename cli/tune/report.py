@@ -1,95 +1,119 @@
-"""What a sweep found: as a table, as JSON, and as a profile."""
+"""What a search found: as a table, as JSON, and as a profile."""
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.load import Load
-from llmsched.cli.tune.objective import Trial, choose, explain
-from llmsched.engine.device import device_memory
+from llmsched.cli.tune.job import Outcome
+from llmsched.cli.tune.objective import Trial, explain
+from llmsched.cli.tune.space import KNOBS, knob_in_words
+from llmsched.cli.tune.subject import versions_table
 from llmsched.engine.latency import DEFINITIONS, Slo
-from llmsched.engine.model.info import ModelInfo
 from llmsched.profiles.tuned import Scalar, TunedProfile, profile_dir
 
 
-def as_json(model: str, trials: Sequence[Trial], workload: Load, slo: Slo, profile: Path | None) -> dict[str, Any]:
-    """The sweep for scripts. Times are in milliseconds; null is what a trial could not tell."""
-    best = choose(trials)
+def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
+    """The search for scripts. Times are in milliseconds; null is what a trial could not tell."""
+    evidence, task = outcome.evidence, outcome.task
+    best, nearest = evidence.best(), evidence.nearest_miss()
     return {
-        "measured": True,
-        "model": model,
+        "measured": outcome.subject.measured,
+        "model": outcome.subject.name,
+        "device": dict(outcome.subject.device),
         "best": None if best is None else asdict(best.setting),
-        "explanation": explain(trials, slo),
-        "trials": [_trial_json(trial) for trial in trials],
+        "nearest_miss": None if best is not None or nearest is None else _trial_json(nearest),
+        "explanation": explain(evidence),
+        "maximize": evidence.goal,
+        "knobs": list(task.knobs),
+        "trials": [_trial_json(trial) for trial in evidence.trials()],
+        "notes": list(outcome.notes),
+        "runs": sum(len(runs) for runs in evidence.runs.values()),
+        "duration_s": outcome.seconds,
         "profile": None if profile is None else str(profile),
-        "slo": _slo_table(slo),
-        "workload": workload.parameters(),
+        "slo": _slo_table(task.slo),
+        "workload": task.load.parameters(),
         "definitions": dict(DEFINITIONS),
     }
 
 
-def show(model: str, trials: Sequence[Trial], workload: Load, slo: Slo, profile: Path | None) -> None:
+def show(outcome: Outcome, profile: Path | None) -> None:
     """Print the curve, the choice and where the profile is."""
-    best = choose(trials)
+    evidence, subject, load = outcome.evidence, outcome.subject, outcome.task.load
+    origin = "MEASURED" if subject.measured else "SIMULATED"
     render.say(
-        f"MEASURED {model} (in process): {workload.describe_requests()} a round, "
-        f"{workload.describe()}, seed {workload.seed}"
+        f"{origin} {subject.name} ({subject.where}): up to {load.describe_requests()} a run, {load.describe()}, "
+        f"seed {load.seed}"
     )
-    columns = ["", "max_num_batched_tokens", "rounds", "tokens/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
+    trials = evidence.trials()
+    _show_table(trials, evidence.best())
+    for trial in trials:
+        if trial.reason is not None:
+            render.say(f"{_name(trial, trials)}: {trial.reason}")
+    render.say(explain(evidence))
+    for name in ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady"):
+        render.say(f"{name}: {DEFINITIONS[name]}")
+    for note in outcome.notes:
+        render.note(note)
+    if profile is not None:
+        render.say(f"profile: {profile} (use it with `llmsched serve --profile {_profile_word(profile)}`)")
+
+
+def _show_table(trials: Sequence[Trial], best: Trial | None) -> None:
+    knobs = _varied(trials)
+    columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
     rows = [
         [
-            "best" if trial is best else "" if trial.feasible else "no",
-            str(trial.setting.max_num_batched_tokens),
+            _mark(trial, best),
+            *(knob_in_words(knob, getattr(trial.setting, knob)) for knob in knobs),
             str(trial.rounds),
+            str(trial.completed + trial.failed),
             _figure(trial.output_tokens_per_s, 1),
+            _figure(trial.goodput_rps, 1, digits=3),
             *(_figure(summary.p99, 1e3) for summary in (trial.ttft, trial.itl, trial.tpot)),
         ]
         for trial in trials
     ]
     render.table("", columns, rows)
-    for trial in trials:
-        if trial.reason is not None:
-            render.say(f"{trial.setting.max_num_batched_tokens} is not feasible: {trial.reason}")
-    render.say(explain(trials, slo))
-    for name in ("TTFT", "ITL", "TPOT", "percentiles"):
-        render.say(f"{name}: {DEFINITIONS[name]}")
-    if profile is not None:
-        render.say(f"profile: {profile} (use it with `llmsched serve --profile {_profile_word(profile)}`)")
 
 
-def make_profile(
-    model: ModelInfo,
-    device: str,
-    trials: Sequence[Trial],
-    best: Trial,
-    workload: Load,
-    slo: Slo,
-    given: Mapping[str, Any],
-) -> TunedProfile:
-    """The profile of the best trial. `given` are the engine flags of the sweep; they hold for the profile as well."""
+def _mark(trial: Trial, best: Trial | None) -> str:
+    if best is not None and trial.setting == best.setting:
+        return "best"
+    return "skipped" if trial.skipped else "" if trial.feasible else "no"
+
+
+def _varied(trials: Sequence[Trial]) -> list[str]:
+    """The token budget, and the knobs of which more than one value was tried."""
+    return [k for k in KNOBS if k == KNOBS[0] or len({getattr(trial.setting, k) for trial in trials}) > 1]
+
+
+def _name(trial: Trial, trials: Sequence[Trial]) -> str:
+    return ", ".join(f"{knob} {knob_in_words(knob, getattr(trial.setting, knob))}" for knob in _varied(trials))
+
+
+def make_profile(outcome: Outcome, best: Trial, given: Mapping[str, Any]) -> TunedProfile:
+    """The profile of the best trial. `given` are the engine flags of the search; they hold for the profile as well."""
+    subject, task = outcome.subject, outcome.task
     settings = {name: value for name, value in given.items() if isinstance(value, Scalar)}
+    settings = {name: value for name, value in settings.items() if name not in KNOBS}
     return TunedProfile(
-        engine={**settings, **asdict(best.setting)},
-        slo=_slo_table(slo),
-        workload={name: value for name, value in workload.parameters().items() if value is not None},
-        model={"name": model.name, "architecture": model.architecture},
-        device={"kind": device, "name": device_memory(device).name, "cores": os.cpu_count() or 0},
-        versions={
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("llmsched", "torch", "transformers")},
-        },
+        engine={**settings, **best.setting.known()},
+        slo=_slo_table(task.slo),
+        workload={name: value for name, value in task.load.parameters().items() if isinstance(value, Scalar)},
+        model=subject.model,
+        device=subject.device,
+        versions=versions_table(),
+        memory=subject.memory,
         trials=tuple(
-            {name: _readable(value) for name, value in _trial_json(trial).items() if value is not None}
-            for trial in trials
+            {name: _readable(value) for name, value in _trial_json(trial).items() if isinstance(value, Scalar)}
+            for trial in outcome.evidence.trials()
         ),
-        reason=explain(trials, slo),
+        reason=explain(outcome.evidence),
+        measured=subject.measured,
     )
 
 
@@ -101,17 +125,24 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
         "p99_tpot_ms": _milliseconds(trial.tpot.p99),
         "p99_e2e_ms": _milliseconds(trial.e2e.p99),
         "output_tokens_per_s": trial.output_tokens_per_s,
+        "goodput_rps": trial.goodput_rps,
+        "attainment": dict(trial.attainment) or None,
         "spread": trial.spread,
         "completed": trial.completed,
         "failed": trial.failed,
         "rounds": trial.rounds,
+        "longest_run": trial.longest,
         "feasible": trial.feasible,
+        "skipped": trial.skipped,
         "reason": trial.reason,
     }
 
 
 def _slo_table(slo: Slo) -> dict[str, Scalar]:
-    return {f"{name}_ms": limit * 1e3 for name, limit in slo.given().items()}
+    table: dict[str, Scalar] = {f"{name}_ms": limit * 1e3 for name, limit in slo.given().items()}
+    return (
+        {**table, "itl_statistic": slo.itl_statistic} if slo.itl is not None and slo.itl_statistic != "p99" else table
+    )
 
 
 def _readable(value: Scalar) -> Scalar:
@@ -122,8 +153,8 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def _figure(value: float | None, factor: float) -> str:
-    return "n/a" if value is None else f"{value * factor:.1f}"
+def _figure(value: float | None, factor: float, digits: int = 1) -> str:
+    return "n/a" if value is None else f"{value * factor:.{digits}f}"
 
 
 def _profile_word(path: Path) -> str:

@@ -1,21 +1,82 @@
-"""Which settings to try. Pure."""
+"""The search: one knob after the other, each from what the one before it found."""
 
 from __future__ import annotations
 
-from llmsched.engine.errors import LlmschedError
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llmsched.cli.tune.objective import Evidence
+from llmsched.cli.tune.race import Race
+from llmsched.cli.tune.space import Setting, headroom_settings, seqs_settings, target_settings
 
 
-def powers_of_two(low: int, high: int) -> list[int]:
-    """Both bounds and the powers of two between them, ascending, each once.
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Where to search: the knobs, the token budgets, the setting to start from, the largest headroom allowed."""
 
-    Raises LlmschedError unless 1 <= low <= high.
-    """
-    if not 1 <= low <= high:
-        raise LlmschedError(f"the sweep from {low} to {high} is empty; the lower bound is 1 or more, the upper no less")
-    between = (1 << power for power in range(low.bit_length(), high.bit_length()))
-    return sorted({low, *between, high})
+    knobs: tuple[str, ...]
+    budgets: tuple[int, ...]
+    start: Setting
+    max_headroom: float
 
 
-def largest_useful(concurrency: int, input_len: int) -> int:
-    """The power of two that holds all prompts of a load at once: a larger step would find nothing to fill it with."""
-    return 1 << (concurrency * input_len - 1).bit_length()
+async def search(space: Space, race: Race) -> list[str]:
+    """Race the values of each knob. The result is in `race.evidence`; returned is what was left out, and why."""
+    evidence, notes = race.evidence, []
+    first = [space.start]
+    if "max_num_batched_tokens" in space.knobs:
+        first = [replace(space.start, max_num_batched_tokens=tokens) for tokens in space.budgets]
+    await race("max_num_batched_tokens", first)
+    for knob in space.knobs:
+        if knob == "max_num_batched_tokens":
+            continue
+        settings = _next(knob, space, evidence)
+        if isinstance(settings, str):
+            notes.append(f"{knob} was left as it is: {settings}")
+        elif race.out_of_time:
+            notes.append(f"{knob} was left as it is: the time was over")
+        else:
+            await race(knob, settings)
+    await _look_around(space, race)
+    await race.final()
+    if race.disturbed_rounds:
+        notes.append(f"the machine changed under {race.disturbed_rounds} of the first rounds, which were run again")
+    if race.out_of_time:
+        notes.append("the time was over before the search was: longer runs or more repeats may change the choice")
+    return notes
+
+
+async def _look_around(space: Space, race: Race) -> None:
+    """With other knobs changed another budget may be the best: try its neighbours until the middle one is."""
+    leader = race.evidence.leader()
+    if leader is None or "max_num_batched_tokens" not in space.knobs:
+        return
+    if replace(leader.setting, max_num_batched_tokens=space.start.max_num_batched_tokens) == space.start:
+        return
+    for _ in range(len(space.budgets)):
+        index = bisect_left(space.budgets, leader.setting.max_num_batched_tokens)
+        around = space.budgets[max(0, index - 1) : index + 2]
+        settings = [replace(leader.setting, max_num_batched_tokens=tokens) for tokens in around]
+        if race.out_of_time or all(race.evidence.runs.get(setting) for setting in settings):
+            return
+        await race("max_num_batched_tokens again", settings)
+        leader = race.evidence.leader() or leader
+
+
+def _next(knob: str, space: Space, evidence: Evidence) -> Sequence[Setting] | str:
+    """The settings of the next race, the incumbent first; else why there is none."""
+    incumbent = evidence.leader()
+    demand = evidence.demand()
+    if incumbent is None or demand is None:
+        return "no setting works so far"
+    start = incumbent.setting
+    if knob == "max_num_seqs":
+        found = seqs_settings(start, demand)
+        return found if len(found) > 1 else f"no more than {demand.running} requests ran at a time"
+    if knob == "headroom":
+        found = headroom_settings(start, demand, space.max_headroom)
+        used = f"at most {demand.kv_share:.0%} of KV blocks were in use"
+        return found if len(found) > 1 else f"KV was never scarce ({used})"
+    found = target_settings(start, evidence.slo, space.budgets[-1])
+    return found if len(found) > 1 else "it needs an SLO of ITL or TPOT (--slo-itl, --slo-tpot)"

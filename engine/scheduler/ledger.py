@@ -16,7 +16,7 @@ Detail = int | float | str
 @dataclass(slots=True)
 class Entry:
     """One decision. `time` and `until` are seconds of the engine's clock: the same decision, taken again and again, is
-    one entry with a `count`.
+    one entry with a `count`; one that took its time has a count of 1.
     """
 
     time: float
@@ -36,6 +36,10 @@ class Ledger:
         self._clock = clock
         self._living: dict[str, list[Entry]] = {}
         self._ended: OrderedDict[str, list[Entry]] = OrderedDict()
+
+    def begin(self, request_id: str, arrival_time: float, **details: Detail) -> None:
+        """Write down that a request was queued, which began when it arrived: a step may have been in between."""
+        self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
         """Write down a decision. One that repeats the last is merged with it and keeps the newest numbers.

@@ -82,7 +82,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool alone (see `fits_alone`)."""
         request.rank = initial_rank(request, self.config)
-        self.ledger.note(request.request_id, "queued", ahead=len(self.waiting), running=len(self.running))
+        self.ledger.begin(request.request_id, request.arrival_time, ahead=len(self.waiting), running=len(self.running))
         self.waiting.add(request, short=self.door.is_short(request))
         self.door.changed()
 

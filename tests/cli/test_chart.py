@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from html_pages import parsed
 
 from llmsched.cli import render, svg
 from llmsched.cli.chart import Chart, Series, axis, distribution, layers, number, thin
@@ -14,42 +14,6 @@ from llmsched.cli.page import Page
 from llmsched.cli.text_chart import draw
 
 LINE = Chart("Line", "s", "ms", (Series("a", [(0.0, 0.0), (10.0, 10.0)]),))
-
-
-class Tags(HTMLParser):
-    """Fails on a tag that is not closed in its turn; notes whatever would be fetched."""
-
-    VOID = frozenset({"meta", "line", "path", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.fetched: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def parsed(html: str) -> Tags:
-    tags = Tags()
-    tags.feed(html)
-    tags.close()
-    assert tags.open == []
-    return tags
 
 
 @pytest.mark.parametrize(
@@ -126,6 +90,12 @@ def test_limits_are_drawn_and_named() -> None:
     lines = draw(Chart("", "x", "y", LINE.series, limits=(("SLO", 10.0),)), width=11, height=3)
     assert lines[1] == "10 |--------ooo"
     assert lines[-1].strip() == "o a  - SLO   (y over x)"
+
+
+def test_limits_without_a_place_are_left_out() -> None:
+    chart = Chart("", "x", "y", LINE.series, log_y=True, limits=(("zero", 0.0), ("endless", float("inf"))))
+    assert "zero" not in draw(chart)[-1]
+    assert 'class="limit"' not in svg.figure(chart)
 
 
 def test_nothing_can_be_drawn_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,4 +33,5 @@ async def bench_variants(model: str, options: EngineOptions, modes: Modes, plan:
     warmup = 1 if plan.warmup is None else plan.warmup
     task = Task(plan.workload, plan.slo, plan.timeout, warmup, rounds)
     report = as_json(await compare(configure(base, variants), task, progress), task)
-    return Result(report, lambda: show(report), all(not run["failed"] and run["completed"] for run in report["runs"]))
+    well = all(not run["failed"] and run["completed"] for run in report["runs"])
+    return Result(report, lambda: show(report), well, report["runs"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 
 from llmsched.cli.bench.client import TargetUnreachableError
-from llmsched.cli.bench.knee.report import as_json, show
+from llmsched.cli.bench.knee.report import as_json, charts, show
 from llmsched.cli.bench.knee.run import Wish, check, explore
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.report import as_json as run_as_json
+from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
@@ -30,6 +31,9 @@ async def bench_knee(
         async with opening as opened:
             found = await explore(opened, plan, wish, progress)
             report = as_json(opened, plan, found)
+            subject = opened.subject(plan.workload, found.slo)
+            rows = [run_as_json(subject, point.figures) for point in found.points]
+            run = None if found.at_knee is None else Measured(subject, found.at_knee)
     except TargetUnreachableError as problem:
         raise LlmschedError(f"nobody answers, so there is no knee to find: {problem}") from problem
-    return Result(report, lambda: show(report), found.knee.verdict != "never met")
+    return Result(report, lambda: show(report), found.knee.verdict != "never met", rows, run, charts(report))

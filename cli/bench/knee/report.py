@@ -9,6 +9,7 @@ from llmsched.cli.bench import report
 from llmsched.cli.bench.knee.run import Found, Point
 from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.cli.chart import Chart, Series
 
 _KEPT = (
     *("completed", "failed", "valid", "duration_s", "achieved_rate", "requests_per_s", "output_tokens_per_s"),
@@ -72,12 +73,37 @@ def show(document: dict[str, Any]) -> None:
     rows = [_row(point) for point in sorted(document["points"], key=lambda point: point["rate"])]
     render.table("latency in ms", columns, rows, text_columns=0)
     render.say(verdict(document))
+    if len(rows) > 2:
+        render.chart(charts(document)[0])
     for name in ("TTFT", "ITL", "E2E", "goodput"):
         render.say(f"{name}: {document['definitions'][name]}")
     if not all(point["valid"] for point in document["points"]):
         render.warn(
             "at some rates nothing was served, or the client itself was late: those figures are not the target's"
         )
+
+
+def charts(document: dict[str, Any]) -> list[Chart]:
+    """Rate against latency and against goodput, with the knee as it was found."""
+    points = sorted(document["points"], key=lambda point: point["rate"])
+    slo = document["slo"]
+
+    def line(name: str, percentile: str) -> Series:
+        found = [(point["rate"], point[name][percentile]) for point in points]
+        label = f"{name.removesuffix('_ms').upper()} {percentile.upper()}"
+        return Series(label, [(rate, value) for rate, value in found if value is not None])
+
+    limits = tuple((f"SLO of {name.upper()}", slo[f"{name}_ms"]) for name in ("ttft", "tpot") if f"{name}_ms" in slo)
+    latencies = (line("ttft_ms", "p99"), line("ttft_ms", "p50"), line("itl_ms", "p99"), line("tpot_ms", "p99"))
+    met = [(point["rate"], 100 * point["attainment"]["all"]) for point in points if point["attainment"]]
+    rates = [(point["rate"], point["goodput_rps"]) for point in points if point["goodput_rps"] is not None]
+    goal = (("asked for", 100 * document["attainment_goal"]),)
+    asked = "requests/s asked for"
+    return [
+        Chart(verdict(document), asked, "ms, logarithmic", latencies, log_y=True, limits=limits),
+        Chart("requests that met every SLO", asked, "% of requests", (Series("met", met),), limits=goal),
+        Chart("goodput", asked, "requests/s", (Series("goodput", rates),)),
+    ]
 
 
 def verdict(document: dict[str, Any]) -> str:

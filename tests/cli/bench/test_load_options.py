@@ -76,9 +76,9 @@ def test_a_shipped_trace_goes_by_its_name() -> None:
 
 def test_a_shipped_shape_can_be_changed() -> None:
     chat = make(workload="chat").parameters()
-    assert (chat["input_len"], chat["prefix_len"], chat["num_prompts"]) == ("lognormal:400,0.9,4096", 200, 100)
+    assert (chat["input_len"], chat["prefix_len"], chat["num_prompts"]) == ("lognormal:500,0.7,4096", 100, 100)
     changed = make(workload="chat", input_len="256", max_concurrency=2).parameters()
-    assert (changed["input_len"], changed["prefix_len"], changed["max_concurrency"]) == (256, 200, 2)
+    assert (changed["input_len"], changed["prefix_len"], changed["max_concurrency"]) == (256, 100, 2)
 
 
 @pytest.mark.parametrize(

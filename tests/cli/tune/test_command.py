@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import CommandLine, Outcome
 
-from llmsched.cli.tune import sweep
+from llmsched.cli.tune import runner
+from llmsched.cli.tune.evidence import Run
+from llmsched.cli.tune.space import Setting
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
-from llmsched.profiles.tuned import load_profile
+from llmsched.profiles.tuned import load_profile, save_profile
 
 QUICK = ("--num-prompts", "4", "--input-len", "40", "--output-len", "4", "--rounds", "1", "--device", "cpu")
 SMALL = ("--num-gpu-blocks-override", "64", "--min-num-batched-tokens", "16", "--max-num-batched-tokens", "50")
@@ -33,19 +37,25 @@ def test_the_winner_is_written_and_can_be_loaded(tune: Callable[..., Outcome], t
     outcome = tune("--slo-ttft", "10min", "--output", "quick", "--json")
     assert outcome.code == 0
     report = outcome.json
-    assert [trial["max_num_batched_tokens"] for trial in report["trials"]] == [16, 32, 50]
+    assert sorted({trial["max_num_batched_tokens"] for trial in report["trials"]}) == [16, 32, 50]
     assert all(trial["feasible"] and trial["reason"] is None for trial in report["trials"])
     assert all(trial["p99_itl_ms"] > 0 and trial["p99_ttft_ms"] > 0 for trial in report["trials"])
     assert report["best"]["max_num_batched_tokens"] in (16, 32, 50)
+    assert report["best"].keys() == {"max_num_batched_tokens", "max_num_seqs", "headroom", "target_itl"}
     assert report["profile"] == str(tmp_path / "profiles" / "quick.toml")
 
     profile = load_profile("quick")
-    assert profile.engine == {**report["best"], "num_gpu_blocks_override": 64, "device": "cpu"}
+    known = {name: value for name, value in report["best"].items() if value is not None}
+    assert profile.engine == {**known, "num_gpu_blocks_override": 64, "device": "cpu"}
     assert EngineConfig(**profile.engine).max_num_batched_tokens == report["best"]["max_num_batched_tokens"]
     assert profile.slo == {"ttft_ms": 600_000.0}
     assert profile.model["architecture"] == "LlamaForCausalLM"
-    assert [trial["max_num_batched_tokens"] for trial in profile.trials] == [16, 32, 50]
+    assert [trial["max_num_seqs"] for trial in profile.trials] == [t["max_num_seqs"] for t in report["trials"]]
     assert profile.reason == report["explanation"]
+    assert profile.workload["fingerprint"] == report["workload"]["fingerprint"]
+    assert profile.measured
+    assert profile.memory["kv_ratio"] == 1.0
+    assert not list((tmp_path / "profiles").glob("*.jsonl"))
 
 
 def test_no_value_meets_the_slo(tune: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -53,15 +63,17 @@ def test_no_value_meets_the_slo(tune: Callable[..., Outcome], tmp_path: Path) ->
     assert outcome.code == 1
     report = outcome.json
     assert report["best"] is report["profile"] is None
+    assert report["nearest_miss"]["p99_ttft_ms"] > 0
+    assert "nearest is max_num_batched_tokens" in report["explanation"]
     assert all("P99 TTFT" in trial["reason"] for trial in report["trials"])
-    assert not (tmp_path / "profiles").exists()
+    assert not list((tmp_path / "profiles").iterdir())
 
 
 def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = tune("--output", str(tmp_path / "here.toml"))
     assert outcome.code == 0
     assert "max_num_batched_tokens" in outcome.out
-    assert "3 of 3 values that work (no SLO was given)" in outcome.out
+    assert "settings that work (no SLO was given)" in outcome.out
     assert f"serve --profile {tmp_path / 'here.toml'}" in outcome.out
     assert "no SLO given" in outcome.err
 
@@ -69,20 +81,20 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
 def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """F18: the sweep goes on with an engine that is built anew."""
     built: list[EngineConfig] = []
-    running_engine, reconfigure = sweep.running_engine, Engine.reconfigure
+    build, reconfigure = runner.build_engine, Engine.reconfigure
 
     def counting(config: EngineConfig, progress: object) -> object:
         built.append(config)
-        return running_engine(config, progress)  # type: ignore[arg-type]
+        return build(config, progress)  # type: ignore[arg-type]
 
-    def deadly(engine: Engine, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        if max_num_batched_tokens == 32:
+    def deadly(engine: Engine, **limits: Any) -> None:
+        if limits["max_num_batched_tokens"] == 32:
             raise MemoryError("out of memory")
-        reconfigure(engine, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        reconfigure(engine, **limits)
 
-    monkeypatch.setattr(sweep, "running_engine", counting)
+    monkeypatch.setattr(runner, "build_engine", counting)
     monkeypatch.setattr(Engine, "reconfigure", deadly)
-    report = tune("--json").json
+    report = tune("--json", "--knobs", "max_num_batched_tokens", "--rounds", "2").json
     assert [trial["feasible"] for trial in report["trials"]] == [True, False, True]
     assert "out of memory" in report["trials"][1]["reason"]
     assert len(built) == 2
@@ -91,18 +103,18 @@ def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], mon
 def test_the_sweep_ends_at_what_fits(
     command: CommandLine, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running_engine = sweep.running_engine
+    build = runner.build_engine
 
     def small_machine(config: EngineConfig, progress: object) -> object:
         if (config.max_num_batched_tokens or 0) > 64:
             raise ConfigError("gpu_memory_utilization", "no room")
-        return running_engine(config, progress)  # type: ignore[arg-type]
+        return build(config, progress)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sweep, "running_engine", small_machine)
+    monkeypatch.setattr(runner, "build_engine", small_machine)
     model = (str(tiny_model("llama")), "--num-gpu-blocks-override", "64")
     outcome = command("tune", *model, *QUICK, "--json")
     assert outcome.code == 0
-    assert [trial["max_num_batched_tokens"] for trial in outcome.json["trials"]] == [32, 64]
+    assert {trial["max_num_batched_tokens"] for trial in outcome.json["trials"]} == {32, 64}
     assert "max_num_batched_tokens 128 does not fit (gpu_memory_utilization: no room)" in outcome.err
 
     refused = command("tune", *model, *QUICK, "--max-num-batched-tokens", "128")
@@ -117,9 +129,61 @@ def test_the_sweep_ends_at_what_fits(
         (("--output", "no good"), "--output: profile 'no good'"),
         (("--slo-ttft", "800"), "needs a unit"),
         (("--request-rate", "nan"), "--request-rate is nan"),
+        (("--knobs", "max_num_seqs,speed"), "'speed' is none of max_num_batched_tokens"),
+        (("--knobs", ","), "names no knob"),
+        (("--resume",), "there is no unfinished search at"),
+        (("--maximize", "luck"), "luck"),
     ],
 )
 def test_bad_usage_is_exit_code_2(tune: Callable[..., Outcome], arguments: tuple[str, ...], message: str) -> None:
     outcome = tune(*arguments)
     assert outcome.code == 2
     assert message in outcome.err
+
+
+def test_a_server_is_refused_with_the_reason(command: CommandLine) -> None:
+    outcome = command("tune", "http://localhost:8000")
+    assert outcome.code == 2
+    assert "the settings of a running server cannot be changed from here" in outcome.err
+
+
+def test_an_interrupted_search_says_how_to_go_on_and_does(
+    tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = runner.EngineRunner.run
+    ran: list[int] = []
+
+    async def interrupted(self: runner.EngineRunner, setting: Setting, requests: int, round_index: int) -> Run:
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(setting.max_num_batched_tokens)
+        return await measured(self, setting, requests, round_index)
+
+    monkeypatch.setattr(runner.EngineRunner, "run", interrupted)
+    stopped = tune("--output", "quick")
+    assert stopped.code == 130
+    assert "--resume goes on from here" in stopped.err
+    assert (tmp_path / "profiles" / "quick.state.jsonl").exists()
+
+    other = tune("--output", "quick", "--resume", "--slo-itl", "1s")
+    assert other.code == 2
+    assert "another SLOs" in other.err
+
+    monkeypatch.setattr(runner.EngineRunner, "run", measured)
+    outcome = tune("--output", "quick", "--resume", "--json")
+    assert outcome.code == 0
+    assert {trial["max_num_batched_tokens"] for trial in outcome.json["trials"]} == {16, 32, 50}
+    assert not (tmp_path / "profiles" / "quick.state.jsonl").exists()
+
+
+def test_it_begins_from_the_last_profile_of_the_model(tune: Callable[..., Outcome]) -> None:
+    assert tune("--output", "first", "--max-num-seqs", "3").code == 0
+    profile = load_profile("first")
+    save_profile(replace(profile, engine={**profile.engine, "max_num_batched_tokens": 24, "headroom": 0.2}), "first")
+    outcome = tune("--json")
+    assert outcome.json["notes"][0] == "the search began from profile first"
+    assert {trial["max_num_batched_tokens"] for trial in outcome.json["trials"]} == {16, 24, 32, 50}
+    assert {trial["headroom"] for trial in outcome.json["trials"]} == {0.2}
+    cold = tune("--json", "--no-warm-start").json
+    assert {trial["max_num_batched_tokens"] for trial in cold["trials"]} == {16, 32, 50}
+    assert {trial["headroom"] for trial in cold["trials"]} == {0.1}

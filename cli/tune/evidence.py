@@ -1,0 +1,151 @@
+"""What is kept of a run of one setting, small enough to be written down after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.tune.space import Demand, Setting
+from llmsched.engine.latency import RequestLatency, Summary, statistic, summarise
+
+FIGURES = ("ttft", "itl", "tpot", "e2e")
+
+#: Samples of a figure that a run keeps: of more, evenly spaced order statistics.
+MAX_SAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The distribution of one figure in seconds: sorted values, each of which stands for `each` samples."""
+
+    values: tuple[float, ...] = ()
+    each: int = 1
+    total: float = 0.0
+    most: float = 0.0
+
+
+def thinned(samples: Iterable[float]) -> Samples:
+    """Samples to keep: all, or every k-th of them in order of size."""
+    ordered = sorted(samples)
+    if not ordered:
+        return Samples()
+    each = -(-len(ordered) // MAX_SAMPLES)
+    kept = ordered[each // 2 :: each]
+    return Samples(tuple(round(value, 7) for value in kept), each, sum(ordered), ordered[-1])
+
+
+def pooled(parts: Sequence[Samples]) -> Summary:
+    """The distribution of all runs together."""
+    summary = summarise(_all(parts))
+    if not summary.count:
+        return summary
+    mean, most = sum(part.total for part in parts) / summary.count, max(part.most for part in parts)
+    return replace(summary, mean=mean, max=most)
+
+
+def percentile(parts: Sequence[Samples], name: str) -> float | None:
+    """One statistic (see `latency.statistic`) of all runs together; None without a sample."""
+    if name == "max":
+        return pooled(parts).max
+    return pooled(parts).mean if name == "mean" else statistic(_all(parts), name)
+
+
+def _all(parts: Sequence[Samples]) -> list[float]:
+    return [value for part in parts for value in part.values for _ in range(part.each)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a setting: `requests` of the load in round `round_index`, which took `seconds`.
+
+    `tokens_per_s` is the rate of output tokens without the ramp. `met` counts the requests that met each SLO, and
+    "all" of them; it is empty where there is none. `problem` says why the setting does not work, if it does not.
+    """
+
+    setting: Setting
+    round_index: int
+    requests: int
+    seconds: float = 0.0
+    completed: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+    tokens_per_s: float | None = None
+    met: Mapping[str, int] = field(default_factory=dict)
+    samples: Mapping[str, Samples] = field(default_factory=dict)
+    demand: Demand | None = None
+    problem: str | None = None
+
+    @property
+    def goodput_rps(self) -> float | None:
+        """Requests per second that met every SLO, at the rate without the ramp; None without an SLO or a rate."""
+        if "all" not in self.met or self.tokens_per_s is None or not self.output_tokens:
+            return None
+        return self.tokens_per_s * self.met["all"] / self.output_tokens
+
+
+def run_of(
+    setting: Setting,
+    round_index: int,
+    requests: int,
+    measured: Measurement,
+    *,
+    demand: Demand | None = None,
+    seconds: float = 0.0,
+) -> Run:
+    """What is kept of a measurement of `requests` of the load (of a load that a duration ends, fewer were sent)."""
+    total = measured.completed + measured.failed
+    attainment = measured.goodput.attainment if measured.goodput else {}
+    steady = measured.output_tokens_per_s_steady
+    return Run(
+        setting,
+        round_index,
+        requests,
+        seconds=seconds,
+        completed=measured.completed,
+        failed=measured.failed,
+        output_tokens=measured.output_tokens,
+        tokens_per_s=measured.output_tokens_per_s if steady is None else steady,
+        met={name: round(share * total) for name, share in attainment.items()},
+        samples={name: thinned(_samples(measured.latencies, name)) for name in FIGURES},
+        demand=demand,
+        problem=_problem(measured, total),
+    )
+
+
+def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> Run:
+    """A run that gave no figures."""
+    reason = " ".join(f"{type(problem).__name__}: {problem}".split())
+    return Run(setting, round_index, requests, problem=reason)
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """A run as JSON can hold it."""
+    return asdict(run)
+
+
+def from_json(content: Mapping[str, Any]) -> Run:
+    """The run of `to_json`. Raises TypeError, ValueError, KeyError or AttributeError for what is none."""
+    samples = {name: Samples(**{**part, "values": tuple(part["values"])}) for name, part in content["samples"].items()}
+    demand = content["demand"]
+    parts = {
+        "setting": Setting(**content["setting"]),
+        "samples": samples,
+        "demand": None if demand is None else Demand(**demand),
+    }
+    return Run(**{**content, **parts})
+
+
+def _samples(latencies: Sequence[RequestLatency], name: str) -> list[float]:
+    if name == "itl":
+        return [gap for latency in latencies for gap in latency.itl]
+    return [value for latency in latencies if (value := getattr(latency, name)) is not None]
+
+
+def _problem(measured: Measurement, total: int) -> str | None:
+    if measured.failed:
+        reason = next(iter(measured.failures), "no token came")
+        detail = measured.failure_examples.get(reason, "")
+        return f"{measured.failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
+    return None if measured.output_tokens else "no request had any output"

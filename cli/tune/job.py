@@ -1,0 +1,164 @@
+"""One search from a model to its result: the engine, where to start, what to keep on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmsched.cli import render
+from llmsched.cli.bench.load import Load
+from llmsched.cli.options import EngineOptions
+from llmsched.cli.tune.objective import Evidence, Goal
+from llmsched.cli.tune.race import Race, Rules, rung_lengths
+from llmsched.cli.tune.runner import EngineRunner
+from llmsched.cli.tune.search import Space, search
+from llmsched.cli.tune.space import KNOBS, Setting, largest_useful, powers_of_two
+from llmsched.cli.tune.state import Journal, Resumable, state_path
+from llmsched.cli.tune.subject import Subject, subject_of
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import device_memory
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import Progress
+from llmsched.profiles.tuned import TunedProfile, latest_profile
+
+if TYPE_CHECKING:
+    from llmsched.engine.service import AsyncEngine
+
+#: Largest step worth trying where no flag says so, by device: beyond it a step only gets longer.
+_LARGEST = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to find out: `knobs` are searched, the best settings measured up to `rounds` times.
+
+    `timeout` (of a request) and `time_limit` (of the search) are in seconds; `smallest` is the least token budget. The
+    state of the search lies beside `destination`, the profile that is to be written.
+    """
+
+    load: Load
+    slo: Slo
+    goal: Goal
+    knobs: tuple[str, ...]
+    timeout: float
+    rounds: int
+    time_limit: float
+    smallest: int
+    destination: Path
+    resume: bool = False
+    warm_start: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a search found; `notes` say what was left out, and why."""
+
+    subject: Subject
+    task: Task
+    evidence: Evidence
+    notes: tuple[str, ...]
+    seconds: float
+
+
+async def tune_engine(model: str, task: Task, options: EngineOptions, progress: Progress) -> Outcome:
+    """Search on an engine in this process. Raises ModelError, ConfigError, LlmschedError (of the state)."""
+    runner, engine = await _largest_engine(_config(model, task, options), task, options, progress)
+    try:
+        subject = subject_of(model, engine)
+        space, notes = _space(engine.config, task, subject)
+        journal = Journal(state_path(task.destination), _about(subject, task, space, options.given), resume=task.resume)
+        outcome = await run_search(subject, task, space, Resumable(runner, journal), progress)
+        journal.delete()
+    finally:
+        await runner.close()
+    return replace(outcome, notes=(*notes, *outcome.notes))
+
+
+async def run_search(subject: Subject, task: Task, space: Space, runner: Resumable, progress: Progress) -> Outcome:
+    """Search with a runner."""
+    now = asyncio.get_running_loop().time
+    start = now()
+    evidence = Evidence(task.slo, task.goal)
+    lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
+    race = Race(runner, evidence, Rules(lengths, task.rounds, task.time_limit), progress)
+    notes = await search(space, race)
+    return Outcome(subject, task, evidence, tuple(notes), now() - start)
+
+
+async def _largest_engine(
+    config: EngineConfig, task: Task, options: EngineOptions, progress: Progress
+) -> tuple[EngineRunner, AsyncEngine]:
+    """An engine for the largest step that fits into memory; a size that the user asked for is never lowered."""
+    while True:
+        runner = EngineRunner(config, task.load, task.slo, task.timeout, progress)
+        try:
+            return runner, await runner.engine()
+        except ConfigError as problem:
+            tokens = (config.max_num_batched_tokens or 0) // 2
+            if "max_num_batched_tokens" in options.given or tokens < task.smallest:
+                raise
+            render.note(f"max_num_batched_tokens {2 * tokens} does not fit ({problem}); the sweep ends at {tokens}")
+            config = replace(config, max_num_batched_tokens=tokens)
+
+
+def _config(model: str, task: Task, options: EngineOptions) -> EngineConfig:
+    """The engine for the largest step of the search; every setting is within what it reserves."""
+    load = task.load
+    kind = device_memory(options.given.get("device", "auto")).kind
+    useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
+    largest = max(task.smallest, min(_LARGEST[kind], useful))
+    return options.config(model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, load.num_requests)})
+
+
+def _space(config: EngineConfig, task: Task, subject: Subject) -> tuple[Space, list[str]]:
+    """Where to search, from the last profile of this model and device where there is one, and which that is."""
+    assert config.max_num_batched_tokens is not None
+    start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
+    budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
+    if task.warm_start and (found := latest_profile(subject.model["name"], subject.device)) is not None:
+        name, profile = found
+        start = _warm(start, profile, config)
+        if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
+            budgets = sorted({*budgets, start.max_num_batched_tokens})
+        notes.append(f"the search began from profile {name}")
+    return Space(task.knobs, tuple(budgets), start, config.max_headroom), notes
+
+
+def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
+    """The profile's values of the knobs, where this engine allows them and no flag has set another default."""
+    plain = EngineConfig()
+    known: dict[str, Any] = {}
+    for knob in KNOBS:
+        value = profile.engine.get(knob)
+        untouched = knob == "max_num_batched_tokens" or getattr(config, knob) == getattr(plain, knob)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not untouched:
+            continue
+        most = getattr(config, knob) if knob in ("max_num_batched_tokens", "max_num_seqs") else None
+        if most is None or value <= most:
+            known[knob] = value
+    try:
+        replace(config, **known)
+    except ConfigError:
+        return start
+    return replace(start, **known)
+
+
+def _about(subject: Subject, task: Task, space: Space, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for a search to go on."""
+    return {
+        "model": subject.model,
+        "device": subject.device,
+        "workload": task.load.parameters()["fingerprint"],
+        "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
+        "goal": task.goal,
+        "knobs": list(task.knobs),
+        "token budgets": list(space.budgets),
+        "number of rounds": task.rounds,
+        "engine settings": {name: str(value) for name, value in sorted(given.items())},
+        "version": version("llmsched"),
+    }

@@ -1,0 +1,80 @@
+"""Settings that a cost model says are hopeless. Pure.
+
+The model is held to what it said of the settings that were measured: its common error is taken out, and the more its
+errors differ the more it is forgiven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from llmsched.cli.tune.evidence import Run
+from llmsched.cli.tune.objective import Evidence, Trial, figure_name, judge
+from llmsched.cli.tune.space import Setting
+
+#: How far behind the best, or beyond a limit, a prediction must be to count, as a share, for a model without errors.
+MARGIN = 0.15
+#: Beyond this the model is not believed at all.
+MOST_ERROR = 0.5
+
+
+class Bias(NamedTuple):
+    """How measured figures lie to predicted ones: the logarithm of their typical ratio, and the worst share off it."""
+
+    shift: float
+    error: float
+
+
+def hopeless(settings: Sequence[Setting], predicted: Mapping[Setting, Run], evidence: Evidence) -> dict[Setting, str]:
+    """Which of the settings need not be measured, with the reason. `predicted` has measured settings as well."""
+    table = evidence.standing()
+    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and evidence.score(predicted[s])]
+    bias = _bias([table.effects[s] - math.log(evidence.score(predicted[s]) or 1.0) for s in known])
+    if bias is None or bias.error > MOST_ERROR:
+        return {}
+    trials = {setting: judge(setting, [run], evidence.slo) for setting, run in predicted.items()}
+    late = _late(settings, trials, known, evidence)
+    good = [s for s in predicted if s not in late and evidence.score(predicted[s])]
+    best = max(
+        (table.effects[s] if s in known else _score(predicted[s], evidence) + bias.shift for s in good), default=0.0
+    )
+    margin = MARGIN + 2 * bias.error
+    found = {}
+    for setting in settings:
+        if setting in late:
+            found[setting] = late[setting]
+        elif setting in predicted and (behind := best - _score(predicted[setting], evidence) - bias.shift) > margin:
+            found[setting] = f"not measured: predicted {-math.expm1(-behind):.0%} less {evidence.goal} than the best"
+    return found
+
+
+def _late(
+    settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], evidence: Evidence
+) -> dict[Setting, str]:
+    """Settings predicted to miss an SLO by more than the model is off in that figure."""
+    found: dict[Setting, str] = {}
+    for name, limit in evidence.slo.given().items():
+        pairs = [(evidence.trial(s).held.get(name), trials[s].held.get(name)) for s in known]
+        bias = _bias([math.log(measured / said) for measured, said in pairs if measured and said])
+        if bias is None or bias.error > MOST_ERROR:
+            continue
+        for setting in settings:
+            said = trials[setting].held.get(name, 0.0) * math.exp(bias.shift) if setting in trials else 0.0
+            if said > limit * (1 + MARGIN + 2 * bias.error):
+                figure = f"predicted {figure_name(name, evidence.slo)} {said * 1e3:.0f} ms"
+                found.setdefault(setting, f"not measured: {figure} is far above {limit * 1e3:g} ms")
+    return found
+
+
+def _score(run: Run, evidence: Evidence) -> float:
+    score = evidence.score(run)
+    return math.log(score) if score else -math.inf
+
+
+def _bias(differences: Sequence[float]) -> Bias | None:
+    if len(differences) < 2:
+        return None
+    shift = sum(differences) / len(differences)
+    return Bias(shift, max(abs(difference - shift) for difference in differences))

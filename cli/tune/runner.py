@@ -1,0 +1,95 @@
+"""Measuring settings on an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from llmsched.cli.bench.inprocess import EngineTarget, running
+from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.prompts import usable_ids
+from llmsched.cli.bench.run import run_workload, warm_up
+from llmsched.cli.tune.evidence import Run, run_of
+from llmsched.cli.tune.portion import Portion
+from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.watch import StepWatch
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Engine
+    from llmsched.engine.service import AsyncEngine
+
+_WARMUP_OUTPUT_LEN = 4
+_IDLE_POLL_S = 0.01
+
+
+def build_engine(config: EngineConfig, progress: Progress) -> Engine:
+    """See llmsched.engine.build, which takes a while to import."""
+    from llmsched.engine.build import build_engine as build
+
+    return build(config, progress)
+
+
+class EngineRunner:
+    """A Runner on one engine that is reconfigured between runs, and built anew only if it died.
+
+    Every run starts with an empty prefix cache, so none gains from the prompts of another.
+    """
+
+    def __init__(self, config: EngineConfig, load: Load, slo: Slo, timeout: float, progress: Progress) -> None:
+        self._config = config
+        self._load = load
+        self._slo = slo
+        self._timeout = timeout
+        self._progress = progress
+        self._stack = AsyncExitStack()
+        self._engine: AsyncEngine | None = None
+        self._watch: StepWatch | None = None
+        self._ids: list[int] = []
+        self._warm: set[Setting] = set()
+
+    async def engine(self) -> AsyncEngine:
+        """The engine, built if there is none that works. Raises ModelError and ConfigError."""
+        if self._engine is not None and not self._engine.healthy:
+            await self.close()
+        if self._engine is None:
+            engine = build_engine(self._config, self._progress)
+            self._watch = StepWatch(engine)
+            self._engine = await self._stack.enter_async_context(running(engine))
+            self._ids = usable_ids(engine.tokenizer, engine.model.vocab_size)
+            self._warm.clear()
+        return self._engine
+
+    async def close(self) -> None:
+        self._engine = None
+        await self._stack.aclose()
+
+    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+        engine = await self.engine()
+        assert self._watch is not None
+        start = asyncio.get_running_loop().time()
+        await _until_idle(engine)
+        await engine.reconfigure(**setting.limits())
+        target = EngineTarget(engine)
+        if setting not in self._warm:
+            await warm_up(target, self._load, 1, ids=self._ids, timeout=self._timeout, output_len=_WARMUP_OUTPUT_LEN)
+            self._warm.add(setting)
+        await engine.reset_prefix_cache()
+        self._watch.reset()
+        load = Portion(self._load.with_seed(self._load.seed + round_index), requests)
+        figures = await run_workload(target, load, self._slo, ids=self._ids, timeout=self._timeout, progress=silent)
+        seconds = asyncio.get_running_loop().time() - start
+        return run_of(setting, round_index, requests, figures, demand=self._watch.demand(), seconds=seconds)
+
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+        return {}
+
+
+async def _until_idle(engine: AsyncEngine) -> None:
+    """Wait for requests that a timeout has aborted to leave the engine."""
+    while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
+        await asyncio.sleep(_IDLE_POLL_S)

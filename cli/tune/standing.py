@@ -1,0 +1,118 @@
+"""Which settings are ahead and how surely, from runs taken in rounds on a machine that drifts. Pure.
+
+Every setting of a round had the same requests at nearly the same time, so what a round has in common is taken out: log
+score = setting + round + noise, by least squares weighted with the requests of a run (a two-way layout with empty
+cells; Scheffe, The Analysis of Variance, 1959).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmsched.cli.tune.evidence import Run
+from llmsched.cli.tune.space import Setting
+
+#: Scores closer than the first share are equal; uncertainty may raise it to the second.
+NOISE_FLOOR = 0.02
+NOISE_CEILING = 0.04
+
+#: What it is enough to be sure of: that no other setting is ahead of the chosen one by more than this share.
+REGRET = 0.03
+
+#: Noise that runs of the most requests are taken to have at least: few repeats may agree by luck.
+_LEAST_SIGMA = 0.003
+
+#: Two-sided 95 % quantiles of Student's t by degrees of freedom.
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Settings by their score, the drift of rounds taken out. `effects` are logarithms, -inf for a score of 0."""
+
+    effects: dict[Setting, float]
+    _columns: dict[Setting, int]
+    _covariance: np.ndarray
+    _dof: int
+
+    def best(self, settings: Sequence[Setting]) -> Setting:
+        """The first of those whose score nobody exceeds by more than noise."""
+        top = max(settings, key=self._effect)
+        ahead = self._effect(top)
+        return next(s for s in settings if s == top or ahead - self._effect(s) <= -math.log1p(-self.noise(top, s)))
+
+    def ranked(self, settings: Sequence[Setting]) -> list[Setting]:
+        """The settings, highest score first, whatever the noise."""
+        return sorted(settings, key=self._effect, reverse=True)
+
+    def noise(self, one: Setting, other: Setting) -> float:
+        """The share by which two scores must differ to be told apart: their standard error, within bounds."""
+        return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
+
+    def settled(self, settings: Sequence[Setting]) -> bool:
+        """Whether it is sure (95 %) that no setting is ahead of the best by more than REGRET."""
+        best = self.best(settings)
+        return all(
+            self._effect(s) - self._effect(best) + self._t() * self._error(s, best) < math.log1p(REGRET)
+            for s in settings
+            if s != best
+        )
+
+    def share(self, setting: Setting, of: Setting) -> float:
+        """Score of one setting as a share of another's."""
+        return math.exp(self._effect(setting) - self._effect(of))
+
+    def _effect(self, setting: Setting) -> float:
+        return self.effects.get(setting, -math.inf)
+
+    def _t(self) -> float:
+        if not self._dof:
+            return math.inf
+        return _T95[max(dof for dof in _T95 if dof <= self._dof)]
+
+    def _error(self, one: Setting, other: Setting) -> float:
+        """Standard error of the difference of two effects; without repeats nothing is known of it."""
+        if one == other or one not in self._columns or other not in self._columns:
+            return 0.0
+        if not self._dof:
+            return math.inf
+        a, b = self._columns[one], self._columns[other]
+        c = self._covariance
+        return math.sqrt(max(0.0, c[a, a] + c[b, b] - 2 * c[a, b]))
+
+
+def standing(runs: Sequence[Run], score: Callable[[Run], float | None]) -> Standing:
+    """The standing of all settings that have a run with a score."""
+    scored = [(run, value) for run in runs if (value := score(run)) is not None]
+    zero = {run.setting for run, value in scored if value <= 0}
+    scored = [(run, value) for run, value in scored if run.setting not in zero]
+    settings = list(dict.fromkeys(run.setting for run, _ in scored))
+    rounds = list(dict.fromkeys(run.round_index for run, _ in scored))
+    columns = {setting: index for index, setting in enumerate(settings)}
+    design = np.zeros((len(scored), len(settings) + max(0, len(rounds) - 1)))
+    for row, (run, _) in enumerate(scored):
+        design[row, columns[run.setting]] = 1
+        if after_first := rounds.index(run.round_index):
+            design[row, len(settings) + after_first - 1] = 1
+    logs = np.array([math.log(value) for _, value in scored])
+    weights = np.array([float(run.requests) for run, _ in scored])
+    fit, covariance, dof = _weighted(design, logs, weights)
+    effects = {setting: float(fit[index]) for setting, index in columns.items()}
+    return Standing({**effects, **dict.fromkeys(zero, -math.inf)}, columns, covariance, dof)
+
+
+def _weighted(design: np.ndarray, logs: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Coefficients, their covariance and the degrees of freedom that are left."""
+    if not len(logs):
+        return np.zeros(0), np.zeros((0, 0)), 0
+    weights = weights / weights.max()
+    inverse = np.linalg.pinv(design.T @ (weights[:, None] * design))
+    fit = inverse @ (design.T @ (weights * logs))
+    dof = len(logs) - int(np.linalg.matrix_rank(design))
+    residual = float((weights * (logs - design @ fit) ** 2).sum())
+    variance = max(residual / dof, _LEAST_SIGMA**2) if dof else math.inf
+    return fit, inverse * (variance if dof else 0.0), dof

@@ -1,0 +1,57 @@
+"""What is tuned: a model on a device, as profiles name them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from llmsched.engine.device import device_memory
+from llmsched.engine.kv.reconcile import ratios
+from llmsched.profiles.tuned import Scalar
+
+if TYPE_CHECKING:
+    from llmsched.engine.service import AsyncEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """`name` is the model as it was called on the command line, `model` and `device` are as a profile has them.
+
+    `memory` are actual / predicted bytes; `measured` is False for a simulation.
+    """
+
+    name: str
+    model: Mapping[str, str]
+    device: Mapping[str, Scalar]
+    memory: Mapping[str, Scalar]
+    measured: bool = True
+
+    @property
+    def where(self) -> str:
+        """Where the figures come from, in words."""
+        return "in process" if self.measured else f"on {self.device['name']}"
+
+
+def subject_of(name: str, engine: AsyncEngine) -> Subject:
+    """The model and device of an engine."""
+    return Subject(
+        name,
+        model={"name": engine.model.name, "architecture": engine.model.architecture},
+        device=device_table(engine.config.device),
+        memory={} if engine.plan is None else ratios(engine.plan),
+    )
+
+
+def device_table(device: str) -> dict[str, Scalar]:
+    """This machine's device of a kind ("cpu" or "cuda"), as profiles name it."""
+    return {"kind": device, "name": device_memory(device).name, "cores": os.cpu_count() or 0}
+
+
+def versions_table() -> dict[str, Scalar]:
+    """Versions of what a figure depends on."""
+    packages = ("llmsched", "torch", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

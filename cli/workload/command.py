@@ -1,0 +1,122 @@
+"""`llmsched workload`: what a load is like, and which settings follow from that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmsched.cli import render
+from llmsched.cli.bench.load_flags import LoadFlags
+from llmsched.cli.bench.load_options import make_load
+from llmsched.cli.bench.prompts import Encode, TokenizerEncode
+from llmsched.cli.bench.traces.formats import TraceFormat
+from llmsched.cli.bench.traces.read import read_trace
+from llmsched.cli.bench.traces.times import TimestampUnit
+from llmsched.cli.workload.advice import advise
+from llmsched.cli.workload.figures import arrival_figures, length_figures
+from llmsched.cli.workload.prefixes import prefix_figures
+from llmsched.cli.workload.report import Analysis, as_json, show
+from llmsched.cli.workload.sample import Sample, sample_load, sample_trace
+from llmsched.engine.errors import LlmschedError
+from llmsched.profiles.shipped import workloads
+
+#: Requests that are drawn of a synthetic load.
+_DRAWN = 1000
+
+
+def workload(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|NAME",
+            help=f"A trace, as for bench --trace, or a load that is shipped: {', '.join(workloads())}.",
+        ),
+    ],
+    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens of one KV block.")] = 16,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="MODEL",
+            show_default=False,
+            help="Whose tokens to count in texts; without it, a word is a token.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, show_default=False, help="Only the first requests, by time.")
+    ] = None,
+    trace_format: Annotated[
+        TraceFormat | None,
+        typer.Option("--trace-format", show_default="what the file looks like", help="What FILE is."),
+    ] = None,
+    timestamp_unit: Annotated[
+        TimestampUnit | None,
+        typer.Option(
+            "--timestamp-unit",
+            show_default="the format's own, or what is unmistakable",
+            help="Unit of timestamps that are numbers.",
+        ),
+    ] = None,
+    turns: Annotated[
+        int, typer.Option("--turns", min=1, help="How many turns of each ShareGPT conversation are requests.")
+    ] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Analyse a load: lengths, arrivals, shared beginnings of prompts; and what max_model_len, headroom, prefix cache
+    and pins should be.
+
+    \b
+    Examples:
+      llmsched workload requests.jsonl --tokenizer Qwen/Qwen3-8B
+      llmsched workload mooncake-conversation --block-size 16
+      llmsched workload azure-code --json
+    """
+    shipped = workloads().get(name)
+    if shipped is not None and shipped.file is None:
+        _refuse_reading(name, limit, trace_format, timestamp_unit)
+        sample = sample_load(name, make_load(LoadFlags(workload=name), {"num_prompts": _DRAWN}))
+    else:
+        path = Path(name) if shipped is None or shipped.file is None else shipped.file
+        if shipped is None and not path.exists():
+            raise LlmschedError(f"{name} is neither a file nor a load that is shipped: {', '.join(workloads())}")
+        trace = read_trace(
+            path, trace_format, unit=timestamp_unit, turns=turns, limit=limit, name=name if shipped else None
+        )
+        encode = _encode(tokenizer) if tokenizer is not None and trace.of_text else None
+        if tokenizer is not None and not trace.of_text:
+            render.note(f"--tokenizer {tokenizer}: not needed, {name} states its lengths in tokens")
+        sample = sample_trace(trace, encode, tokenizer)
+    found = _analyse(sample, block_size)
+    if json_:
+        render.emit_json(as_json(found))
+    else:
+        show(found)
+
+
+def _refuse_reading(name: str, *flags: object) -> None:
+    if any(flag is not None for flag in flags):
+        raise LlmschedError(f"{name} is drawn, not read: --limit, --trace-format, --timestamp-unit are of no use to it")
+
+
+def _encode(model: str) -> Encode:
+    from llmsched.engine.model.load import load_tokenizer, locate
+
+    return TokenizerEncode(load_tokenizer(locate(model)))
+
+
+def _analyse(sample: Sample, block_size: int) -> Analysis:
+    known = [answer for answer in sample.outputs if answer is not None]
+    both = [given + answer for given, answer in zip(sample.inputs, sample.outputs, strict=True) if answer is not None]
+    prefixes = prefix_figures(sample, block_size)
+    return Analysis(
+        sample=sample,
+        block_size=block_size,
+        input=length_figures(sample.inputs),
+        output=length_figures(known),
+        total=length_figures(both),
+        arrivals=None if sample.offsets is None else arrival_figures(sample.offsets),
+        prefixes=prefixes,
+        advice=advise(sample, prefixes),
+    )

@@ -1,0 +1,249 @@
+"""What a bench writes: rows of CSV, every request in detail, and the story of one of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+from fake_server import FakeServer, Script, event, steady, token
+from virtual_time import run_virtual
+
+from llmsched.cli.bench.client import HttpOptions, HttpTarget
+from llmsched.cli.bench.csv_file import COLUMNS, append_csv
+from llmsched.cli.bench.detailed import detailed_lines
+from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.options import ItlTarget, parse_itl_target
+from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.report import Subject, as_json
+from llmsched.cli.bench.run import run_workload
+from llmsched.cli.bench.workload import Workload
+from llmsched.engine.core import Timeline
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+from llmsched.engine.scheduler.ledger import Entry
+
+WORK = Workload(num_prompts=3, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
+SLO = Slo(ttft=0.5, itl=0.15, itl_statistic="max")
+METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+def measured() -> Measurement:
+    """Three requests, sent every 0.1 s: a good one, one that stalls for 2 s, one that fails after a token."""
+    stalled = [(0.4, token()), (0.5, token()), (2.5, token() * 3 + b"data: [DONE]\n\n")]
+    scripts = [
+        steady(5, 0.4, 0.1),
+        Script(stalled, connect=0.2),
+        Script([(0.3, token()), (0.6, event({"error": {"message": "boom"}}))]),
+    ]
+
+    async def main() -> Measurement:
+        server = FakeServer(lambda number: scripts[number], metrics=lambda: METRICS)
+        target = HttpTarget(HttpOptions("http://fake"), transport=server)
+        try:
+            return await run_workload(target, WORK, SLO, ids=COMMON_IDS, timeout=9.0, progress=silent)
+        finally:
+            await target.close()
+
+    return run_virtual(main())
+
+
+def report_of(figures: Measurement, slo: Slo = SLO) -> dict[str, Any]:
+    return as_json(Subject("m", "http://fake", WORK, slo), figures)
+
+
+def saved(tmp_path: Path, figures: Measurement) -> Path:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(detailed_lines(report_of(figures), SLO, figures)))
+    return path
+
+
+def test_csv_has_a_row_per_run_below_one_header(tmp_path: Path) -> None:
+    path, report = tmp_path / "runs.csv", report_of(measured())
+    append_csv(path, [report])
+    append_csv(path, [report, report])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3
+    assert rows[0] == rows[1] == rows[2]
+    row = rows[0]
+    assert (row["completed"], row["failed"], row["measured"]) == ("2", "1", "true")
+    assert float(row["ttft_ms.p99"]) == report["ttft_ms"]["p99"]
+    assert float(row["slo.ttft_ms"]) == 500.0
+    assert row["slo.itl_statistic"] == "max"
+    assert json.loads(row["failures"]) == {"error event": 1}
+    assert json.loads(row["workload"]) == report["workload"]
+
+
+def test_csv_tells_zero_from_nothing(tmp_path: Path) -> None:
+    """F06: a goodput of 0.0 is written as 0.0, one that was not asked for is an empty cell."""
+    path, figures = tmp_path / "runs.csv", measured()
+    append_csv(path, [report_of(figures)])
+    without = report_of(figures, Slo())
+    without["goodput_rps"] = None
+    append_csv(path, [{**report_of(figures), "goodput_rps": 0.0, "attainment": {"all": 0.0}}, without])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["goodput_rps"] for row in rows[1:]] == ["0.0", ""]
+    assert [row["attainment.all"] for row in rows[1:2]] == ["0.0"]
+    assert rows[2]["slo.ttft_ms"] == rows[2]["preemptions"] == ""
+
+
+def test_every_column_is_in_the_report_of_some_run() -> None:
+    report = report_of(measured(), Slo(1.0, 1.0, 1.0, 1.0))
+    for column in COLUMNS:
+        value: Any = report
+        for name in column.split("."):
+            assert value is None or name in value or column.startswith("attainment."), column
+            value = None if value is None else value.get(name)
+
+
+def test_csv_with_other_columns_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(LlmschedError, match="other columns"):
+        append_csv(path, [report_of(measured())])
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_detailed_lines_hold_every_request_and_every_sample(tmp_path: Path) -> None:
+    figures = measured()
+    run, *others = [json.loads(line) for line in saved(tmp_path, figures).read_text().splitlines()]
+    assert run["report"]["completed"] == 2
+    requests = [line for line in others if line["kind"] == "request"]
+    assert [request["index"] for request in requests] == [0, 1, 2]
+    good, stalled, failed = requests
+    assert good["chunks"] == [[0.4, 1], [0.5, 1], [0.6, 1], [0.7, 1], [0.8, 1]]
+    assert (good["ttft_ms"], good["e2e_ms"], good["tpot_ms"]) == (400.0, 800.0, 100.0)
+    assert good["itl_ms"] == [100.0] * 4
+    assert good["met"] == {"ttft": True, "itl": True}
+    assert (stalled["scheduled_s"], stalled["sent_s"], stalled["connected_s"]) == (0.1, 0.1, 0.3)
+    assert stalled["met"] == {"ttft": False, "itl": False}
+    assert failed["failure"] == {"reason": "error event", "detail": failed["failure"]["detail"]}
+    assert "boom" in failed["failure"]["detail"]
+    assert failed["chunks"] == [[0.5, None]]
+    assert failed["ttft_ms"] is failed["met"] is failed["decisions"] is None
+    samples = [line for line in others if line["kind"] == "sample"]
+    assert [sample["time"] for sample in samples] == [1.0, 2.0]
+    assert samples[0] == {
+        **{"kind": "sample", "time": 1.0, "running": 2, "waiting": 1},
+        **{"kv_held": None, "kv_empty": None, "kv_cached": None},
+    }
+
+
+def test_the_story_of_a_request_that_stalled(command: CommandLine, tmp_path: Path) -> None:
+    path = saved(tmp_path, measured())
+    outcome = command("explain", "1", "--file", str(path))
+    assert outcome.code == 0
+    title, _, *rows = outcome.out.splitlines()
+    assert title.strip() == "request 1: first token after 600 ms, last of 5 after 2.70 s"
+    told = [" ".join(row.split()) for row in rows]
+    assert told == [
+        "0.0 due",
+        "0.0 sent",
+        "200.0 connected",
+        "600.0 first token",
+        "700.0 to 2700.0 longest stall 2.00 s without a token",
+        "2700.0 last token",
+        "2700.0 complete 5 tokens",
+    ]
+    assert "did not tell what its scheduler decided" in outcome.err
+    assert "failed error event:" in " ".join(command("explain", "2", "--file", str(path)).out.split())
+
+
+def test_decisions_count_from_when_the_request_was_due(command: CommandLine, tmp_path: Path) -> None:
+    figures = measured()
+    record = figures.records[0]
+    record.request_id = "bench-7"
+    entries = [
+        Entry(0.05, "queued", {"ahead": 2, "running": 1}, 0.15),
+        Entry(0.3, "admitted", {"running": 1, "cached_tokens": 0, "tokens": 8}, 0.3),
+        Entry(0.8, "finished", {"reason": "length", "output_tokens": 5}, 0.8),
+    ]
+    record.timeline = Timeline(0, 0.05, entries)
+    path = saved(tmp_path, figures)
+    rows = [" ".join(row.split()) for row in command("explain", "bench-7", "--file", str(path)).out.splitlines()]
+    assert rows[0] == "request 0 (bench-7): waited 250 ms, ended (length) after 750 ms with 5 tokens"
+    assert "50.0 to 150.0 queued 2 waiting, 1 running" in rows
+    assert "300.0 admitted 0 of 8 tokens were there, 1 running" in rows
+    document = command("explain", "bench-7", "--file", str(path), "--json").json
+    assert document["decisions"][0]["at_ms"] == 0.0
+    assert document["entries"][2]["at_ms"] == 50.0
+    assert document["arrived_s"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"kind":"run","format":"llmsched bench detailed 1"}\n', "has no request '1'"),
+        (b'{"completed": 3}\n', "is not what bench --save-detailed writes"),
+        (b"[]\n", "is not what bench --save-detailed writes"),
+        (b"\xff\xfe", "is not what bench --save-detailed writes"),
+        (b'{"kind":"run","format":"llmsched bench detailed 1"}\n{"kind":"request","index":1}\n', "is damaged"),
+        (b'{"kind":"run","format":"llmsched bench detailed 1"}\n{"kind', "is not what bench --save-detailed writes"),
+    ],
+)
+def test_a_wrong_file_ends_with_one_line(command: CommandLine, tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    outcome = command("explain", "1", "--file", str(path))
+    assert (outcome.code, outcome.out) == (2, "")
+    (line,) = outcome.err.splitlines()
+    assert message in line
+
+
+def test_a_missing_file_and_two_sources_are_refused(command: CommandLine, tmp_path: Path) -> None:
+    assert "No such file" in command("explain", "1", "--file", str(tmp_path / "none")).err
+    both = command("explain", "1", "--file", str(tmp_path / "none"), "--url", "http://x")
+    assert (both.code, "do not go together" in both.err) == (2, True)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--csv", "--save-detailed"])
+def test_files_that_cannot_be_written_are_refused_before_the_run(
+    command: CommandLine, tmp_path: Path, flag: str
+) -> None:
+    for path, why in ((tmp_path, "is a directory"), (tmp_path / "none" / "f", "has no directory")):
+        outcome = command("bench", "http://127.0.0.1:9", flag, str(path))
+        assert outcome.code == 2
+        assert f"{flag} {path}: {why}" in outcome.err
+    outcome = command("bench", "http://127.0.0.1:9", "--save-detailed", str(tmp_path / "f"), "--find-knee")
+    assert (outcome.code, "is of one run" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("50ms", ItlTarget("p99", 0.05)),
+        ("p99:50ms", ItlTarget("p99", 0.05)),
+        ("p99.9:1s", ItlTarget("p99.9", 1.0)),
+        ("mean:30ms", ItlTarget("mean", 0.03)),
+        ("max:1s", ItlTarget("max", 1.0)),
+    ],
+)
+def test_the_target_of_itl_names_its_statistic(text: str, target: ItlTarget) -> None:
+    assert parse_itl_target(text) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("p99:50", "needs a unit"), ("p100:5ms", "no statistic"), (":5ms", "no statistic"), ("p99", "is not a duration")],
+)
+def test_wrong_targets_of_itl_are_refused(command: CommandLine, text: str, message: str) -> None:
+    outcome = command("bench", "http://x", "--slo-itl", text)
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+def test_a_reader_needs_a_speed(command: CommandLine) -> None:
+    outcome = command("bench", "http://x", "--reader-speed", "0")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "reader_speed is 0; allowed is above 0" in outcome.err

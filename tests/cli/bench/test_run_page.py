@@ -1,0 +1,122 @@
+"""Charts of a run, and the page that has them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from html_pages import parsed
+
+from llmsched.cli.bench.charts import (
+    distributions,
+    latency_over_time,
+    memory_over_time,
+    queue_over_time,
+    requests_over_time,
+    run_charts,
+    throughput_over_time,
+)
+from llmsched.cli.bench.measure import Measurement, measure
+from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.report import Subject, as_json
+from llmsched.cli.bench.result import Measured, Result
+from llmsched.cli.bench.run_page import result_page
+from llmsched.cli.bench.sampling import Memory, Sample
+from llmsched.cli.bench.workload import Workload
+from llmsched.engine.latency import Slo
+
+GIB = 1 << 30
+MEMORY = Memory(weights=2 * GIB, activations=GIB, other=0, kv=8 * GIB)
+SAMPLES = [Sample(100.5, 1, 2, 0.5, 0.1, 0.25), Sample(101.0, 2, 0, 1.0, 0.0, 0.0)]
+
+
+def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
+    chunks = [Chunk(time, "x", 1) for time in times]
+    usage = Usage(8, 0, len(times))
+    return RequestRecord(index, scheduled, scheduled, scheduled, None, times[-1], chunks, usage)
+
+
+def run(samples: list[Sample] = SAMPLES, memory: Memory | None = MEMORY) -> Measurement:
+    """By a clock that stands at 100 when the run begins: two good requests, and one that fails after 3 s."""
+    failed = RequestRecord(2, 101.0, 101.0, 101.0, None, 104.0, failure=RequestFailed("timeout", "no end"))
+    records = [record(0, 100.0, [101.0, 101.5, 103.0]), record(1, 100.5, [102.0, 102.25]), failed]
+    return measure(records, Workload(), Slo(ttft=2.0), samples=samples, memory=memory)
+
+
+def test_latencies_stand_where_requests_were_due() -> None:
+    chart = latency_over_time(run(), Slo(ttft=2.0, tpot=0.0))
+    ttft, tpot, stall = chart.series
+    assert ttft.points == [(0.0, 1000.0), (0.5, 1500.0)]
+    assert tpot.points == [(0.0, 1000.0), (0.5, 250.0)]
+    assert stall.points == [(0.0, 1500.0), (0.5, 250.0)]
+    assert chart.limits == (("SLO of TTFT", 2000.0), ("SLO of TPOT", 0.0))
+
+
+def test_distributions_have_every_sample() -> None:
+    by_name = {series.name: series.points for series in distributions(run()).series}
+    assert by_name["TTFT"] == [(1000.0, 50.0), (1500.0, 100.0)]
+    assert [value for value, _ in by_name["ITL"]] == pytest.approx([250.0, 500.0, 1500.0])
+
+
+def test_requests_under_way_are_counted_as_the_client_sees_them() -> None:
+    answered, waiting = requests_over_time(run()).series
+    assert waiting.points == [(0.0, 1), (0.5, 2), (1.0, 1), (1.0, 2), (2.0, 1), (4.0, 0)]
+    assert answered.points[-1] == (4.0, 0)
+    assert max(count for _, count in answered.points) == 2
+
+
+def test_throughput_adds_up_to_the_tokens() -> None:
+    figures = run()
+    points = throughput_over_time(figures).series[0].points
+    assert sum(rate for _, rate in points) * figures.duration / len(points) == pytest.approx(figures.output_tokens)
+
+
+def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
+    figures = run()
+    chart = memory_over_time(figures.samples, figures.memory)
+    first = {series.name: series.points[0][1] for series in chart.series}
+    assert first == pytest.approx(
+        {
+            **{"weights": 2, "activations": 1, "KV used": 3.2, "KV reserved, still empty": 0.8},
+            **{"KV cached": 2, "KV free": 2},
+        }
+    )
+    assert [time for time, _ in chart.series[0].points] == pytest.approx([0.5, 1.0])
+    shares = memory_over_time(figures.samples, None)
+    assert shares.y == "% of KV memory"
+    assert sum(series.points[0][1] for series in shares.series) == pytest.approx(100.0)
+
+
+def test_the_scheduler_is_shown_as_it_says() -> None:
+    running, waiting = queue_over_time(run().samples).series
+    assert running.points == [(0.5, 1), (1.0, 2)]
+    assert waiting.points == [(0.5, 2), (1.0, 0)]
+
+
+def test_what_a_target_does_not_tell_is_not_drawn() -> None:
+    assert len(run_charts(run(), Slo())) == 6
+    assert len(run_charts(run([Sample(100.0, 1, 1)], None), Slo())) == 5
+    assert len(run_charts(run([], None), Slo())) == 4
+
+
+def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
+    figures, subject = run(), Subject("<model>", "in process", Workload(), Slo(ttft=2.0))
+    report = as_json(subject, figures)
+    html = result_page(Result(report, lambda: None, True, [report], Measured(subject, figures)))
+    tags = parsed(html)
+    assert tags.fetched == []
+    assert tags.seen.count("svg") == 6
+    assert "MEASURED <model> (in process)" in tags.text
+    assert "1 of 3 requests failed: timeout (no end)" in tags.text
+    assert "66.7%" in tags.text
+    assert "from the moment a request should have been sent" in tags.text
+    assert json.loads(tags.text[tags.text.index('{\n "measured"') :].strip())["completed"] == 2
+
+
+def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
+    failed = [RequestRecord(0, 0.0, failure=RequestFailed("connect", "refused"))]
+    subject, figures = Subject("u", "u", Workload(), Slo()), measure(failed, Workload(), Slo())
+    report = as_json(subject, figures)
+    tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(subject, figures))))
+    assert tags.seen.count("svg") == 0
+    assert "nothing to show" in tags.text

@@ -1,0 +1,49 @@
+"""What is kept of a run, and that it survives being written down."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from surface import made_run
+
+from llmsched.cli.tune.evidence import MAX_SAMPLES, Samples, failed_run, from_json, percentile, pooled, thinned, to_json
+from llmsched.cli.tune.space import Setting
+from llmsched.engine.latency import statistic, summarise
+
+
+def test_few_samples_are_all_kept() -> None:
+    kept = thinned([0.3, 0.1, 0.2])
+    assert kept == Samples((0.1, 0.2, 0.3), 1, pytest.approx(0.6), 0.3)
+    assert thinned([]) == Samples()
+    assert pooled([]).count == pooled([Samples()]).count == 0
+    assert percentile([Samples()], "p99") is None
+
+
+def test_many_samples_keep_their_distribution() -> None:
+    dice = random.Random(1)
+    all_of_them = [dice.lognormvariate(0, 1) for _ in range(10_007)]
+    kept = thinned(all_of_them)
+    assert len(kept.values) <= MAX_SAMPLES
+    exact, about = summarise(all_of_them), pooled([kept])
+    assert about.count == pytest.approx(exact.count, rel=0.002)
+    assert about.max == exact.max
+    for name in ("p50", "p95", "p99"):
+        assert getattr(about, name) == pytest.approx(getattr(exact, name), rel=0.02)
+    assert percentile([kept], "p90") == pytest.approx(statistic(all_of_them, "p90"), rel=0.02)
+
+
+def test_a_thinned_run_weighs_what_it_had() -> None:
+    """10,000 samples of 1 and 100 of 3: the median of all is 1, the mean near it."""
+    together = pooled([thinned([1.0] * 10_000), thinned([3.0] * 100)])
+    assert together.count == 10_100
+    assert together.p50 == 1.0
+    assert together.mean == pytest.approx(10_300 / 10_100)
+
+
+def test_a_run_survives_json() -> None:
+    setting = Setting(64, 8, 0.05, 0.02)
+    for run in (made_run(setting, 4, 2, 50.0), failed_run(setting, 1, 4, MemoryError("no\nroom"))):
+        assert from_json(json.loads(json.dumps(to_json(run)))) == run
+    assert failed_run(setting, 1, 4, MemoryError("no\nroom")).problem == "MemoryError: no room"

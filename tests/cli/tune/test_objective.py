@@ -1,0 +1,240 @@
+"""F18: which setting wins, and why the others did not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from surface import made_run
+
+from llmsched.cli.bench.measure import Measurement, measure
+from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.workload import Workload
+from llmsched.cli.tune.evidence import Run, run_of
+from llmsched.cli.tune.objective import Evidence, Goal, Trial, explain, judge
+from llmsched.cli.tune.race import Race, Rules
+from llmsched.cli.tune.space import Setting
+from llmsched.engine.latency import Slo
+
+SLO = Slo(ttft=1.0, itl=0.2)
+A, B, C, D, E = (Setting(tokens, 8) for tokens in (32, 64, 128, 256, 512))
+WORK = Workload(num_prompts=10, max_concurrency=1)
+
+
+def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05) -> Measurement:
+    """Ten requests, one every 1/rate seconds, each with `tokens` tokens."""
+    records = []
+    for index in range(10):
+        start = index / rate
+        chunks = [Chunk(start + ttft + gap * number, "x", 1) for number in range(tokens)]
+        end = start + 1 / rate
+        failure = None if tokens else RequestFailed("empty stream", "the request ended without a token")
+        usage = Usage(8, 0, tokens)
+        records.append(RequestRecord(index, start, start, start, None, end, chunks, usage, failure))
+    return measure(records, WORK, SLO)
+
+
+class Scripted:
+    """A Runner that measures what is written down."""
+
+    def __init__(self, outcomes: dict[Setting, Callable[[int], Measurement]]) -> None:
+        self.outcomes = outcomes
+        self.log: list[tuple[Setting, int]] = []
+
+    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+        self.log.append((setting, round_index))
+        return run_of(setting, round_index, requests, self.outcomes[setting](round_index))
+
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+        return {}
+
+
+def raced(
+    runner: Scripted, *, rounds: int = 1, goal: Goal = "throughput", lengths: tuple[int, ...] = (10,), slo: Slo = SLO
+) -> Evidence:
+    evidence = Evidence(slo, goal)
+
+    async def main() -> None:
+        race = Race(runner, evidence, Rules(lengths, rounds))
+        await race("all", list(runner.outcomes))
+        await race.final()
+
+    asyncio.run(main())
+    return evidence
+
+
+def out_of_memory(round_index: int) -> Measurement:
+    raise MemoryError("CUDA out of memory.\nTried to allocate 20 GiB")
+
+
+FAULT_18: dict[Setting, Callable[[int], Measurement]] = {
+    A: lambda n: figures(1.2),
+    B: lambda n: figures(12, tokens=0),
+    C: out_of_memory,
+    D: lambda n: figures(5, ttft=3.0),
+    E: lambda n: figures(1.21),
+}
+
+
+@pytest.mark.parametrize("goal", ["throughput", "goodput"])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("lengths", [(10,), (3, 5, 10)])
+def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths: tuple[int, ...]) -> None:
+    """F18."""
+    evidence = raced(Scripted(FAULT_18), rounds=rounds, goal=goal, lengths=lengths)
+    best = evidence.best()
+    assert best is not None
+    assert best.setting == A
+    assert [trial.reason for trial in evidence.trials()] == [
+        None,
+        "10 of 10 requests failed: empty stream (the request ended without a token)",
+        "MemoryError: CUDA out of memory. Tried to allocate 20 GiB",
+        "P99 TTFT 3000 ms is above 1000 ms",
+        None,
+    ]
+
+
+def test_none_feasible_is_said_with_the_reason_of_each() -> None:
+    """F18, F19."""
+    evidence = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C, D)}))
+    assert evidence.best() is None
+    nearest = evidence.nearest_miss()
+    assert nearest is not None
+    assert nearest.setting == D
+    assert explain(evidence) == (
+        "none of the 3 settings tried is feasible; nearest is max_num_batched_tokens 256: P99 TTFT 3000 ms is above "
+        "1000 ms; relax the SLOs or lower the load"
+    )
+    broken = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C)}))
+    assert broken.nearest_miss() is None
+    assert explain(broken) == "none of the 2 settings tried works; the reason stands with each"
+
+
+def test_the_nearest_miss_is_the_least_one() -> None:
+    evidence = raced(Scripted({A: lambda n: figures(1, gap=0.9), B: lambda n: figures(1, ttft=1.3)}))
+    nearest = evidence.nearest_miss()
+    assert nearest is not None
+    assert nearest.setting == B
+    assert nearest.miss(SLO) == pytest.approx(1.3)
+
+
+def test_a_missed_itl_and_a_partly_failed_run_are_infeasible() -> None:
+    def half(round_index: int) -> Measurement:
+        records = [RequestRecord(0, 0.0, 0.0, 0.0, None, 1.0, [Chunk(1.0, "x", 1)], Usage(8, 0, 1))]
+        broken = RequestRecord(1, 0.0, 0.0, 0.0, None, 1.0, failure=RequestFailed("timeout", "no end after 5 s"))
+        return measure([*records, broken], WORK, SLO)
+
+    evidence = raced(Scripted({A: lambda n: figures(1, gap=0.25), B: half}))
+    assert [trial.reason for trial in evidence.trials()] == [
+        "P99 ITL 250 ms is above 200 ms",
+        "1 of 2 requests failed: timeout (no end after 5 s)",
+    ]
+
+
+def test_the_statistic_of_the_slo_is_the_one_that_counts() -> None:
+    """Every tenth gap is long: the median meets what the P99 misses."""
+    run = made_run(A, 10, 0, 5.0)
+    gaps = sorted([0.1] * 81 + [0.5] * 9)
+    run.samples["itl"] = type(run.samples["itl"])(tuple(gaps), 1, sum(gaps), 0.5)  # type: ignore[index]
+    assert judge(A, [run], Slo(itl=0.2)).reason == "P99 ITL 500 ms is above 200 ms"
+    assert judge(A, [run], Slo(itl=0.2, itl_statistic="p50")).feasible
+    assert judge(A, [run], Slo(itl=0.2, itl_statistic="p95")).reason == "P95 ITL 500 ms is above 200 ms"
+    assert judge(A, [run], Slo(itl=0.13, itl_statistic="mean")).reason == "mean ITL 140 ms is above 130 ms"
+    assert judge(A, [run], Slo(itl=0.2, itl_statistic="max")).reason == "max ITL 500 ms is above 200 ms"
+
+
+def test_more_throughput_beyond_the_noise_wins() -> None:
+    evidence = raced(Scripted({A: lambda n: figures(1.0), B: lambda n: figures(1.2), C: lambda n: figures(1.1)}))
+    best = evidence.best()
+    assert best is not None
+    assert best.setting == B
+    assert explain(evidence).endswith("is the most of the 3 of 3 settings that meet the SLOs")
+
+
+def test_goodput_and_throughput_can_disagree() -> None:
+    """B makes more tokens, but a third of its requests has an ITL that is too long: SLOs of each request, not P99."""
+    slo, fast = Slo(itl=0.2, itl_statistic="p50"), made_run(B, 30, 0, 12.0, met={"itl": 20, "all": 20})
+    for goal, winner in (("throughput", B), ("goodput", A)):
+        evidence = Evidence(slo, goal)  # type: ignore[arg-type]
+        evidence.add(made_run(A, 30, 0, 10.0))
+        evidence.add(fast)
+        best = evidence.best()
+        assert best is not None
+        assert best.setting == winner
+    assert fast.goodput_rps == pytest.approx(12.0 / 10 * 20 / 30)
+    assert Evidence(Slo(), "goodput").goal == "throughput"
+
+
+def test_the_sentence_tells_of_a_tie() -> None:
+    evidence = raced(Scripted({A: lambda n: figures(1.2), E: lambda n: figures(1.21)}), rounds=3, slo=Slo())
+    first = evidence.trials()[0]
+    assert explain(evidence) == (
+        f"max_num_batched_tokens 32: {first.output_tokens_per_s:.1f} tokens/s is within the noise (2%) of the most "
+        "(max_num_batched_tokens 512) of the 2 of 2 settings that work (no SLO was given)"
+    )
+
+
+def test_the_sentence_tells_of_what_was_faster_but_too_late() -> None:
+    evidence = raced(Scripted({A: lambda n: figures(1.2), D: lambda n: figures(5, ttft=3.0)}))
+    fast = evidence.trials()[1]
+    assert explain(evidence).endswith(
+        f"; max_num_batched_tokens 256 gave {fast.output_tokens_per_s:.1f} tokens/s, but its P99 TTFT 3000 ms is above "
+        "1000 ms"
+    )
+
+
+def test_a_setting_that_breaks_in_a_later_round_is_infeasible() -> None:
+    def later(round_index: int) -> Measurement:
+        return out_of_memory(round_index) if round_index else figures(1.05)
+
+    evidence = raced(Scripted({A: lambda n: figures(1.0), B: later}), rounds=2)
+    best = evidence.best()
+    assert best is not None
+    assert best.setting == A
+    reason = evidence.trials()[1].reason
+    assert reason is not None
+    assert reason.startswith("MemoryError")
+
+
+def test_percentiles_are_of_all_runs_together() -> None:
+    """One run of two is slow: its samples are half of all, and P99 is theirs."""
+    evidence = Evidence(Slo(), "throughput")
+    for index in range(2):
+        evidence.add(run_of(A, index, 10, figures(1.0, ttft=0.1 + 0.5 * index)))
+    trial: Trial = evidence.trial(A)
+    assert trial.ttft.count == 20
+    assert trial.ttft.p50 == pytest.approx(0.35)
+    assert trial.ttft.p99 == pytest.approx(0.6)
+    assert trial.rounds == 2
+
+
+def test_how_far_runs_lie_apart_is_told() -> None:
+    """109 tokens in 9.5 s (11.5 a second) and in 8.68 s (12.6 a second): 4.5 % to either side."""
+    rates = [run_of(A, index, 10, figures(1.0 + 0.1 * index)) for index in range(2)]
+    assert judge(A, rates, Slo()).spread == pytest.approx(0.045, abs=0.005)
+    assert judge(A, rates[:1], Slo()).spread == 0.0
+
+
+def test_capacity_is_not_taken_from_the_ramp() -> None:
+    """F12: four tokens, at 10.0, 10.5, 11.0 and 11.5 s, are 2 a second."""
+
+    def slow_start(round_index: int) -> Measurement:
+        records = [
+            RequestRecord(n, 0.0, 0.0, 0.0, None, end, [Chunk(end, "x", 1)], Usage(8, 0, 1))
+            for n, end in enumerate([10.0, 10.5, 11.0, 11.5])
+        ]
+        return measure(records, WORK, SLO)
+
+    evidence = raced(Scripted({A: slow_start}), slo=Slo())
+    assert evidence.trials()[0].output_tokens_per_s == pytest.approx(2.0)
+
+
+def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
+    evidence = Evidence(SLO, "throughput")
+    evidence.add(made_run(A, 8, 0, 99.0))
+    evidence.add(made_run(B, 8, 0, 9.0))
+    evidence.add(made_run(B, 32, 1, 9.0))
+    best = evidence.best()
+    assert best is not None
+    assert best.setting == B

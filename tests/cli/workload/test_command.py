@@ -1,0 +1,93 @@
+"""`llmsched workload` as it is typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Ten requests, one a second, behind the same 40 words."""
+    system = " ".join(f"rule{number}" for number in range(40))
+    lines = [
+        {
+            "timestamp": f"2024-05-01T00:00:{second:02}Z",
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": f"question {second}"}],
+            "max_tokens": 10 + second,
+        }
+        for second in range(10)
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_a_log_of_texts_in_words(command: CommandLine, log: Path) -> None:
+    outcome = command("workload", str(log), "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    report = outcome.json
+    assert (report["requests"], report["format"]) == (10, "log")
+    assert report["tokens"].startswith("words")
+    assert report["input_len"]["mean"] == 42
+    assert report["output_len"]["mean"] == 14.5
+    assert report["arrivals"] == {"duration_s": 9, "rate": 1, "gap_cv": 0, "peak_over_mean": None}
+    assert report["prefixes"]["hit_rate"] == pytest.approx(9 * 32 / 420)
+    assert report["prefixes"]["coverage"][0] == {"tokens": 32, "share": 1, "exact": True}
+    assert report["prefixes"]["pin"] == {"tokens": 32, "requests": 10, "example": 0}
+    assert report["advice"]["max_model_len"] == 256
+    assert report["advice"]["prefix_caching"] is True
+
+
+def test_a_log_of_texts_in_a_models_tokens(command: CommandLine, log: Path, tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model("llama"))
+    report = command("workload", str(log), "--tokenizer", model, "--block-size", "1", "--json").json
+    assert report["tokens"] == f"of {model}"
+    assert report["input_len"]["mean"] > 42
+    assert report["prefixes"]["hit_rate"] > 0.8
+
+
+def test_as_text(command: CommandLine, log: Path) -> None:
+    outcome = command("workload", str(log))
+    assert outcome.code == 0
+    for part in ("10 requests", "P99/mean", "1.00", "ideal hit rate", "max_model_len 256", "headroom", "pays, up to"):
+        assert part in outcome.out
+    assert "to pin: the first 32 tokens of 100.0% of requests, as in 'rule0 rule1" in outcome.out
+
+
+def test_shipped_ones(command: CommandLine) -> None:
+    azure = command("workload", "azure-code", "--json").json
+    assert (azure["requests"], azure["prefixes"], azure["advice"]["prefix_caching"]) == (1000, None, None)
+    assert azure["arrivals"]["gap_cv"] > 5
+    mooncake = command("workload", "mooncake-synthetic", "--json").json
+    assert mooncake["prefixes"]["hit_rate"] == pytest.approx(0.43, abs=0.02)
+    agent = command("workload", "agent", "--json").json
+    assert (agent["requests"], agent["arrivals"]) == (1000, None)
+    assert "does not say what its prompts share" in command("workload", "azure-code").out
+    assert "does not pay" in command("workload", "batch").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere is neither a file nor a load that is shipped: azure-code,"),
+        (("chat", "--limit", "5"), "chat is drawn, not read"),
+        (("azure-code", "--timestamp-unit", "s"), "the timestamps are dates"),
+        (("azure-code", "--block-size", "0"), "--block-size"),
+        ((), "FILE|NAME"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
+    outcome = command("workload", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err
+    assert len(outcome.err.splitlines()) == 1
