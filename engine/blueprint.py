@@ -51,6 +51,7 @@ class Blueprint:
             self.plan.num_blocks,
             self.cost,
             swap=swap,
+            layout=self.plan.layout,
             per_swapped_block=self.swap_seconds(self.plan.block_bytes),
         )
         engine.reconfigure(**limits)

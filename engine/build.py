@@ -58,7 +58,15 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     executor, plan = _load(opened, config, plan, swap, progress)
     metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     return Engine(
-        config, opened.info, opened.tokenizer, executor, plan.num_blocks, plan=plan, swap=swap, metrics=metrics
+        config,
+        opened.info,
+        opened.tokenizer,
+        executor,
+        plan.num_blocks,
+        plan=plan,
+        swap=swap,
+        layout=plan.layout,
+        metrics=metrics,
     )
 
 
@@ -81,6 +89,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
         kv.pool.num_blocks,
         plan=engine.plan,
         swap=SwapSpace(kv.swap.num_slots, kv.swap.block_bytes),
+        layout=kv.layout,
     )
 
 
@@ -103,6 +112,7 @@ def _load(
             kv_dtype=getattr(torch, config.kv_cache_dtype),
             max_model_len=plan.max_model_len,
             num_swap_slots=swap.num_slots,
+            layout=plan.layout,
         )
     remedy = f"lower max_num_batched_tokens, max_num_seqs or {_FOR_BLOCKS[plan.device.kind]}"
     progress("warming up", 0, 1)

@@ -16,6 +16,7 @@ from llmsched.engine.changes import PromptChange, PromptChanges
 from llmsched.engine.config import EngineConfig, Limits, check_limits
 from llmsched.engine.errors import ConfigError, RequestError
 from llmsched.engine.executor.base import Executor
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.kv.swap import SwapSpace
@@ -54,7 +55,8 @@ class Engine:
 
     Not thread-safe; AsyncEngine runs it in a thread of its own. `config` is resolved: max_model_len and
     max_num_batched_tokens are set, and both together with max_num_seqs are within what `plan` reserved memory for.
-    `swap` are the slots that the executor has for preempted requests.
+    `swap` are the slots that the executor has for preempted requests, `layout` is how its cache is laid out (default:
+    all layers keep all tokens).
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Engine:
         *,
         plan: MemoryPlan | None = None,
         swap: SwapSpace | None = None,
+        layout: KVLayout | None = None,
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +83,7 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
         self._clock = clock
-        kv = make_kv(config, num_blocks, swap)
+        kv = make_kv(config, num_blocks, swap, layout)
         self.scheduler = make_scheduler(kv, config, clock)
         self._accounts = Accounts(self.scheduler, self.metrics)
         self._changes = PromptChanges(kv.misses.watch, tokenizer, self.metrics)

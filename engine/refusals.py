@@ -23,7 +23,7 @@ def check_length(scheduler: Scheduler, max_model_len: int, num_prompt_tokens: in
         raise RequestError(
             "max_tokens",
             f"{asked}: that needs more than the {kv.pool.num_blocks} KV blocks of {kv.block_size} tokens "
-            f"({kv.pool.num_blocks * kv.block_size} tokens) that this server has",
+            f"({kv.layout.longest(kv.pool.num_blocks)} tokens) that this server has",
             code="context_length_exceeded",
         )
 

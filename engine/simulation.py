@@ -14,6 +14,7 @@ from typing import Unpack, cast
 from llmsched.engine.config import EngineConfig, Limits, check_limits
 from llmsched.engine.executor.base import StepPlan
 from llmsched.engine.executor.simulated import SimulatedExecutor, StepCost, VirtualClock
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.refusals import check_length, check_queue
@@ -26,7 +27,8 @@ class SimulatedEngine:
     """The scheduler and KV manager of an engine on a virtual clock. Outputs are as long as max_tokens says.
 
     `config` is resolved: max_model_len and max_num_batched_tokens are set. `cost` says how long a step takes,
-    `per_swapped_block` how many seconds a block takes to or from host memory.
+    `per_swapped_block` how many seconds a block takes to or from host memory. `layout` is that of the KV cache
+    (default: all layers keep all tokens).
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class SimulatedEngine:
         cost: StepCost,
         *,
         swap: SwapSpace | None = None,
+        layout: KVLayout | None = None,
         per_swapped_block: float = 0.0,
     ) -> None:
         assert config.max_model_len is not None
         self.config = config
         self.clock = VirtualClock()
-        self.scheduler = make_scheduler(make_kv(config, num_blocks, swap), config, self.clock)
+        self.scheduler = make_scheduler(make_kv(config, num_blocks, swap, layout), config, self.clock)
         self._max_model_len = config.max_model_len
         self._executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
 

@@ -11,6 +11,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, gpu_device
 from llmsched.engine.kv import whatif
 from llmsched.engine.kv.draft import ModelDraft
+from llmsched.engine.kv.grouping import cache_layout
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.shape import ModelShape
 from llmsched.engine.kv.whatif import Change, Demand
@@ -102,8 +103,8 @@ class Findings:
 
     @property
     def cached_bytes_per_token(self) -> int:
-        """What one token takes in this engine's blocks."""
-        return self.plan.block_bytes // self.plan.block_size
+        """What one token takes in this engine's blocks, in all groups of layers."""
+        return self.plan.layout.num_groups * self.plan.block_bytes // self.plan.block_size
 
     @cached_property
     def concurrency(self) -> Concurrency | None:
@@ -116,7 +117,7 @@ class Findings:
             return None
         from llmsched.engine.kv.concurrency import Occupancy
 
-        occupancy = Occupancy(kept, plan.block_size, plan.num_blocks)
+        occupancy = Occupancy(kept, plan.layout, plan.num_blocks)
         rows = []
         for percentile in PERCENTILES:
             length = kept.percentile(percentile)
@@ -161,18 +162,28 @@ class Findings:
     def _notes_on_layers(self) -> list[str]:
         plan, notes = self.plan, []
         if plan.kv_bytes_per_token_window:
-            saved = human_bytes(plan.kv_bytes_per_token_window)
-            freed = self.shape.geometry.bytes_with_windows_freed(plan.max_model_len, plan.kv_dtype_bytes)
+            notes.append(self._note_on_windows())
+        cached = self.shape.geometry.cached_bytes_per_token(plan.kv_dtype_bytes)
+        if cached > plan.kv_bytes_per_token + plan.kv_bytes_per_token_window:
             notes.append(
-                f"one block table serves all layers, so layers with a window of {plan.window} tokens cost {saved} for "
-                f"every token of context: {human_bytes(plan.blocks_for(plan.max_model_len) * plan.block_bytes)} for a "
-                f"sequence of {plan.max_model_len:,}; freeing what is outside the window would make that "
-                f"{human_bytes(freed)}"
-            )
-        expanded = self.cached_bytes_per_token - plan.kv_bytes_per_token - plan.kv_bytes_per_token_window
-        if expanded > 0:
-            notes.append(
-                f"MLA is cached as full keys and values, {human_bytes(self.cached_bytes_per_token)} per token "
+                f"MLA is cached as full keys and values, {human_bytes(cached)} per token "
                 f"instead of the {human_bytes(plan.kv_bytes_per_token)} of its latents"
             )
         return notes
+
+    def _note_on_windows(self) -> str:
+        plan, length = self.plan, self.plan.max_model_len
+        held = human_bytes(plan.blocks_for(length) * plan.block_bytes)
+        cached = self.shape.geometry.cached_bytes_per_token(plan.kv_dtype_bytes)
+        if plan.layout.window_groups:
+            kept = -(-length // plan.block_size) * plan.block_size * cached
+            return (
+                f"layers with a window of {plan.window} tokens give back the blocks that have left it: a sequence of "
+                f"{length:,} tokens holds {held}, with all tokens in all layers it would hold {human_bytes(kept)}"
+            )
+        freed = self.shape.geometry.bytes_with_windows_freed(length, plan.kv_dtype_bytes)
+        reason = cache_layout(self.shape.geometry, plan.block_size, length).reason
+        return (
+            f"layers with a window of {plan.window} tokens keep all tokens, as {reason}: a sequence of {length:,} "
+            f"holds {held}, without what is outside the window it would be {human_bytes(freed)}"
+        )

@@ -57,8 +57,7 @@ def _formula(found: Findings) -> list[str]:
     """The arithmetic, each line with its numbers."""
     plan, geometry = found.plan, found.shape.geometry
     lines = [_group_line(group, plan.kv_dtype_bytes) for group in geometry.groups]
-    per_token = found.cached_bytes_per_token
-    lines.append(f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}")
+    lines.append(_block_line(plan))
     lines.append(
         f"weights    {human_bytes(plan.weights_bytes)} (from {found.shape.weights.source}), activations "
         f"{human_bytes(plan.activation_bytes)} for steps of {plan.max_num_batched_tokens} tokens, "
@@ -72,10 +71,29 @@ def _formula(found: Findings) -> list[str]:
         f"blocks = {plan.num_tokens:,} tokens; {plan.headroom_blocks:,} of them are headroom at admission"
     )
     lines.append(
-        f"sequences  {plan.num_blocks:,} blocks / ceil(({plan.max_model_len:,} - 1) / {plan.block_size}) = "
+        f"sequences  {plan.num_blocks:,} blocks / {_blocks_of_one(plan)} = "
         f"{plan.max_num_seqs:,} of {plan.max_model_len:,} tokens"
     )
     return lines
+
+
+def _block_line(plan: MemoryPlan) -> str:
+    """What a block is."""
+    layout, groups = plan.layout, ""
+    if layout.window_groups:
+        kinds = f"{layout.full_groups} full, {layout.window_groups} window"
+        groups = f", of one of {layout.num_groups} groups of layers ({kinds})"
+    per_token = plan.block_bytes // plan.block_size
+    return f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}{groups}"
+
+
+def _blocks_of_one(plan: MemoryPlan) -> str:
+    """The blocks of one sequence of max_model_len tokens, as a formula."""
+    layout, all_tokens = plan.layout, f"ceil(({plan.max_model_len:,} - 1) / {plan.block_size})"
+    if not layout.window_groups:
+        return all_tokens
+    window = f"min({all_tokens}, ceil(({layout.window:,} - 1) / {plan.block_size}) + 1)"
+    return f"({layout.full_groups} x {all_tokens} + {layout.window_groups} x {window})"
 
 
 def _kv_memory(found: Findings) -> str:

@@ -16,8 +16,9 @@ class ScheduledRow(NamedTuple):
     """One sequence's part of a step.
 
     Tokens `start .. start + num_tokens` of `sequence.token_ids` are computed; their KV goes to the same positions of
-    `block_table` (int32 block ids, position p lives in block_table[p // block_size]), which already covers them. The KV
-    of all positions before `start` is there. Only if `sample` is set do the tokens reach the end of the sequence and
+    `block_table` (int32 block ids [groups, width], of group g position p lives in block_table[g, p // block_size]),
+    which already covers them. The KV of all positions before `start` that a layer of the group sees is there; in front
+    of a group's window ids mean nothing. Only if `sample` is set do the tokens reach the end of the sequence and
     the last position's logits yield a new token.
     """
 

@@ -20,10 +20,10 @@ Int64 = npt.NDArray[np.int64]
 class PackedBatch:
     """T tokens of B rows, one row after the other.
 
-    input_ids, positions, slot_mapping [T]; block_tables [B, max_blocks] (0 beyond a row's context); cu_seqlens_q
-    [B + 1]; context_lens [B], the new tokens included. `logit_rows` are the packed tokens whose logits are needed:
-    first the last token of each row in `sampling_rows` (indices of the rows that sample), then the positions that
-    predict prompt tokens; `prompt_counts` [B] says how many of those each row has.
+    input_ids, positions [T]; slot_mapping [G, T] and block_tables [G, B, max_blocks] (0 beyond a row's context) for
+    each of G groups of layers; cu_seqlens_q [B + 1]; context_lens [B], the new tokens included. `logit_rows` are the
+    packed tokens whose logits are needed: first the last token of each row in `sampling_rows` (indices of the rows that
+    sample), then the positions that predict prompt tokens; `prompt_counts` [B] says how many of those each row has.
     """
 
     input_ids: Int64
@@ -46,13 +46,13 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
     contexts = starts + lengths
     widths = -(-contexts // block_size)
     input_ids = np.empty(bounds[-1], dtype=np.int64)
-    block_tables = np.zeros((len(rows), int(widths.max())), dtype=np.int32)
+    block_tables = np.zeros((len(rows[0].block_table), len(rows), int(widths.max())), dtype=np.int32)
     for index, row in enumerate(rows):
         input_ids[bounds[index] : bounds[index + 1]] = row.sequence.token_ids[row.start : row.start + row.num_tokens]
-        block_tables[index, : widths[index]] = row.block_table[: widths[index]]
+        block_tables[:, index, : widths[index]] = row.block_table[:, : widths[index]]
     owner = np.repeat(np.arange(len(rows)), lengths)
     positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[owner]
-    blocks = block_tables[owner, positions // block_size].astype(np.int64)
+    blocks = block_tables[:, owner, positions // block_size].astype(np.int64)
     sampling_rows = [index for index, row in enumerate(rows) if row.sample]
     prompt_counts = [num_prompt_predictions(row) for row in rows]
     predictions = [np.arange(bounds[i], bounds[i] + count) for i, count in enumerate(prompt_counts) if count]

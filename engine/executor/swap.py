@@ -21,8 +21,8 @@ Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """`num_slots` blocks of every layer in host memory, one slot like a block of the cache: the same type, so a copy
-    and its way back change nothing.
+    """`num_slots` blocks in host memory, one slot like a block of the cache: the same type, so a copy and its way back
+    change nothing.
 
     On a CPU a copy is a plain one. On a GPU host memory is page-locked and copies run on a stream of their own, after
     what the computing stream was given before, and before what it is given afterwards.

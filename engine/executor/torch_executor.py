@@ -18,6 +18,7 @@ from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
 from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.executor.swap import HostBlocks
 from llmsched.engine.kv.budget import LOGITS_BYTES
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.paths import paged_model
 from llmsched.engine.model.probe import position_limit
@@ -36,7 +37,8 @@ class TorchExecutor:
     The same row gives the same token alone and in a batch as far as matrix products do: their rounding depends on the
     number of rows, so logits differ by about 1e-6 (fp32) or a bf16 ulp between batch sizes; nothing else differs.
 
-    Raises ModelError when the model cannot be computed exactly, or not up to max_model_len tokens.
+    `layout` is how the cache is laid out (default: all layers keep all tokens). Raises ModelError when the model cannot
+    be computed exactly, or not up to max_model_len tokens, or does not fit the layout.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TorchExecutor:
         kv_dtype: torch.dtype,
         max_model_len: int | None = None,
         num_swap_slots: int = 0,
+        layout: KVLayout | None = None,
     ) -> None:
         limit = position_limit(model.config)
         if limit is not None and max_model_len is not None and max_model_len > limit:
@@ -57,10 +60,11 @@ class TorchExecutor:
                 f"share a batch cannot follow; max_model_len is {max_model_len}, choose {limit} or less"
             )
         self.device = torch.device(device)
+        self.layout = layout or KVLayout(block_size)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._model = paged_model(model)
-        self._cache = KVCache.allocate(self._model.layers, num_blocks, block_size, kv_dtype, self.device)
+        self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, kv_dtype, self.device)
         self._host = HostBlocks(self._cache, num_swap_slots, self.device) if num_swap_slots else None
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
@@ -211,4 +215,5 @@ class TorchExecutor:
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())
         width = -(-end // self.block_size)
         blocks = (np.arange(width, dtype=np.int32) + row * width) % self.num_blocks
-        return ScheduledRow(sequence, start, num_tokens, blocks, sample=True)
+        table = np.tile(blocks, (self.layout.num_groups, 1))
+        return ScheduledRow(sequence, start, num_tokens, table, sample=True)

@@ -14,8 +14,8 @@ MAX_ADVISED_UTILISATION = 0.95
 
 
 def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """Not a single block is left beside weights and activations."""
-    blocks = plan.blocks_for(config.max_model_len) if config.max_model_len else 1
+    """Not a single token's blocks are left beside weights and activations."""
+    blocks = plan.blocks_for(config.max_model_len or 1)
     need = plan.fixed_bytes + blocks * plan.block_bytes
     figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
     if plan.device.kind == "cpu":
@@ -44,7 +44,7 @@ def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
         f"one request of {plan.max_model_len} tokens needs {human_bytes(need)} of KV, "
         f"{human_bytes(plan.available_kv_bytes)} is available"
     )
-    remedies = [f"use at most {plan.num_tokens}"]
+    remedies = [f"use at most {plan.longest}"]
     if config.num_gpu_blocks_override is not None:
         remedies.append(f"raise num_gpu_blocks_override to at least {blocks}")
     elif config.kv_cache_memory_bytes is not None or plan.device.kind == "cpu":

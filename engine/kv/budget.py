@@ -3,10 +3,11 @@
     GPU   budget    = min(total x gpu_memory_utilization, total - what others hold)
           KV        = budget - weights - activations - context - recurrent state
     CPU   KV        = kv_cache_memory_bytes, else min(4 GiB, a quarter of the available memory)
-    both  blocks    = KV // (block_size x cached bytes per token)
+    both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
 
-A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token that is sampled is never computed. All
-blocks are usable; none is set aside.
+A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token that is sampled is never computed. Where
+layers with and without a window are cached in groups (engine/kv/layout.py), it needs so many in each of the latter, and
+at most ceil((window - 1) / block_size) + 1 in each of the former. All blocks are usable; none is set aside.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv import advice
 from llmsched.engine.kv.activations import LOGITS_BYTES, activation_bytes
+from llmsched.engine.kv.grouping import cache_layout
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.shape import ModelShape, model_shape
 
@@ -99,6 +101,7 @@ def _parts(
 ) -> MemoryPlan:
     """The plan without blocks: what everything else takes when no sequence is longer than `context`."""
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
+    cache = cache_layout(geometry, config.block_size, config.max_model_len or shape.max_position)
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
     return MemoryPlan(
         device=device,
@@ -113,8 +116,8 @@ def _parts(
         available_kv_bytes=0,
         dtype_bytes=dtype_bytes,
         kv_dtype_bytes=kv_dtype_bytes,
-        block_size=config.block_size,
-        block_bytes=config.block_size * geometry.cached_bytes_per_token(kv_dtype_bytes),
+        layout=cache.layout,
+        block_bytes=config.block_size * cache.bytes_per_token(kv_dtype_bytes),
         num_blocks=0,
         headroom=config.headroom if config.scheduling_policy == "fair" else 0.0,
         kv_bytes_per_token=geometry.kv_bytes_per_token(kv_dtype_bytes),
@@ -149,7 +152,7 @@ def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     plan = replace(plan, available_kv_bytes=available, num_blocks=available // plan.block_bytes)
     if wanted > room:
         return replace(plan, problem=advice.too_large(plan, config, wanted))
-    if plan.num_blocks == 0:
+    if plan.num_blocks < plan.blocks_for(1):
         return replace(plan, problem=advice.no_room(plan, config))
     return plan
 
@@ -162,10 +165,10 @@ def _with_length(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
         return plan
     if plan.max_position is not None and plan.blocks_for(plan.max_position) <= plan.num_blocks:
         return plan
-    if plan.num_blocks == 0:
+    if plan.longest == 0:
         return plan
     if plan.max_position is None:
         reason = "the config states no context length; max_model_len is what the KV memory holds for one request"
     else:
         reason = f"max_model_len is lowered from {plan.max_position} to what the KV memory holds for one request"
-    return replace(plan, max_model_len=plan.num_tokens, notes=(*plan.notes, reason))
+    return replace(plan, max_model_len=plan.longest, notes=(*plan.notes, reason))

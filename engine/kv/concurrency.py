@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.lengths import Lengths
 
 Masses = npt.NDArray[np.float64]
@@ -25,12 +26,12 @@ _MAX_UNITS = 1 << 14
 class Occupancy:
     """What sequences of some lengths hold of a pool of `num_blocks` blocks."""
 
-    def __init__(self, lengths: Lengths, block_size: int, num_blocks: int) -> None:
+    def __init__(self, lengths: Lengths, layout: KVLayout, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         unit = max(1, -(-num_blocks // _MAX_UNITS))
         self._units = num_blocks // unit
         #: Powers of two of the distribution of one sequence, cut off above the pool: [k] is that of 2^k sequences.
-        self._doubled = [_cut(_in_units(_held(lengths, block_size), unit), self._units)]
+        self._doubled = [_cut(_in_units(_held(lengths, layout), unit), self._units)]
 
     def preemption_probability(self, num_seqs: int) -> float:
         """The probability that `num_seqs` running sequences need more blocks than the pool has."""
@@ -55,7 +56,7 @@ class Occupancy:
         return self._doubled[power]
 
 
-def _held(lengths: Lengths, block_size: int) -> Masses:
+def _held(lengths: Lengths, layout: KVLayout) -> Masses:
     """Probability that one sequence, at a random step of its life, holds 0, 1, 2, ... blocks."""
     outputs = np.ones_like(lengths.prompts) if lengths.outputs is None else lengths.outputs
     # The last token of a sequence is sampled and never computed, so it takes no room.
@@ -64,7 +65,8 @@ def _held(lengths: Lengths, block_size: int) -> Masses:
     np.add.at(changes, first, 1)
     np.add.at(changes, first + outputs, -1)
     steps_with_tokens = np.cumsum(changes)
-    blocks = -(-np.arange(len(steps_with_tokens)) // block_size)
+    width = -(-np.arange(len(steps_with_tokens)) // layout.block_size)
+    blocks = layout.room(width * layout.block_size) // layout.block_size
     steps_with_blocks = np.bincount(blocks, weights=steps_with_tokens)
     return np.asarray(steps_with_blocks / steps_with_blocks.sum(), dtype=np.float64)
 

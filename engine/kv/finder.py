@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import TOKEN_BYTES, PrefixNode, PrefixTree, encode
 from llmsched.engine.kv.writers import Writers
@@ -17,29 +19,47 @@ MIN_COPIED = 4
 class PrefixHit(NamedTuple):
     """A known prefix; what was found goes stale when blocks are allocated.
 
-    `num_evictable` of the nodes' blocks are evictable now, so taking them uses up memory. The KV of the first
-    `num_tokens` tokens is there: in the nodes' blocks, and, where they go beyond those, in the first part of
-    `copy_from`. The first `num_alike` tokens are those of a cached prefix, whether or not their KV is worth copying.
+    `num_evictable` of the blocks that admission takes over from the nodes are evictable now, so taking them uses up
+    memory: all blocks of groups that keep all tokens, and those of groups with a window from nodes[window_start] on.
+    The KV of the first `num_tokens` tokens is there: in the nodes' blocks, and, where they go beyond those, in the
+    first part of `copy_from` (a block of each group). The first `num_alike` tokens are those of a cached prefix,
+    whether or not their KV is worth copying, or is still there in every group.
     """
 
     nodes: list[PrefixNode]
     num_evictable: int
     num_tokens: int = 0
-    copy_from: int | None = None
+    copy_from: list[int] | None = None
     num_alike: int = 0
+    window_start: int = 0
 
     @property
     def node(self) -> PrefixNode | None:
         return self.nodes[-1] if self.nodes else None
 
+    @property
+    def window_nodes(self) -> list[PrefixNode]:
+        return self.nodes[self.window_start :]
+
+    def blocks(self) -> list[int]:
+        """Blocks that admission takes over, beginnings first."""
+        return blocks_of(self.nodes, self.window_nodes)
+
 
 NO_HIT = PrefixHit([], 0)
+
+
+def blocks_of(nodes: Iterable[PrefixNode], window_nodes: Iterable[PrefixNode]) -> list[int]:
+    """The blocks of `nodes` in groups that keep all tokens, and those of `window_nodes` in groups with a window."""
+    blocks = [block for node in nodes for block in node.blocks]
+    return blocks + [block for node in window_nodes for block in node.window_blocks]
 
 
 class PrefixFinder:
     """Looks requests up. Requests with the same cache_salt alone see each other's blocks."""
 
-    def __init__(self, prefixes: PrefixTree, writers: Writers, pool: BlockPool) -> None:
+    def __init__(self, layout: KVLayout, prefixes: PrefixTree, writers: Writers, pool: BlockPool) -> None:
+        self._layout = layout
         self._prefixes = prefixes
         self._writers = writers
         self._pool = pool
@@ -48,19 +68,51 @@ class PrefixFinder:
         """The longest known prefix that leaves at least the last token to compute."""
         size, salt, most = self._prefixes.block_size, request.cache_salt, request.num_tokens - 1
         tokens = _encoded(request)
-        nodes = self._prefixes.match(tokens, salt, most // size)
-        last, start = nodes[-1] if nodes else None, len(nodes) * size
-        block = tokens[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
+        found = self._prefixes.match(tokens, salt, most // size)
+        nodes = found[: self._num_usable(found)] if self._layout.window_groups else found
+        start, end = len(nodes) * size, len(found) * size
+        block = tokens[end * TOKEN_BYTES : (end + size) * TOKEN_BYTES]
+        last = found[-1] if found else None
         child, alike = self._prefixes.closest(last, salt, block)
-        known, source = alike, child.block if child is not None else None
-        being_filled = self._writers.open_block(last, salt, block)
-        if being_filled is not None and being_filled[1] > known:
-            source, known = being_filled
+        source, known = self._to_copy(last, child, salt, block, alike) if start == end else (None, 0)
         known = min(known, most - start)
         if known < MIN_COPIED:
             source, known = None, 0
-        num_evictable = self._pool.count_cached([node.block for node in nodes])
-        return PrefixHit(nodes, num_evictable, start + known, source, start + alike)
+        window_start = self._layout.first_kept(start) if self._layout.window_groups else len(nodes)
+        if self._restores(request, found, start + known):
+            assert request.swapped is not None
+            nodes = found[: (request.swapped.num_tokens - 1) // size]
+            start, known, source, window_start = len(nodes) * size, 0, None, len(nodes)
+        num_evictable = self._pool.count_cached(blocks_of(nodes, nodes[window_start:]))
+        return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start)
+
+    def _num_usable(self, found: list[PrefixNode]) -> int:
+        """How many of the nodes a sequence can go on after: up to where a window's worth is there in every group."""
+        usable = present = 0
+        for count, node in enumerate(found, start=1):
+            present = present + 1 if node.window_blocks else 0
+            if present >= min(count, self._layout.num_behind):
+                usable = count
+        return usable
+
+    def _restores(self, request: Request, found: list[PrefixNode], num_tokens: int) -> bool:
+        """Whether groups with a window are to come from host memory: that has more than the hit's `num_tokens`."""
+        swapped = request.swapped
+        if swapped is None or not self._layout.window_groups:
+            return False
+        return swapped.first <= len(found) and swapped.num_tokens > num_tokens
+
+    def _to_copy(
+        self, last: PrefixNode | None, child: PrefixNode | None, salt: str, block: bytes, alike: int
+    ) -> tuple[list[int] | None, int]:
+        """Blocks behind `last` that begin as `block` does, one of each group, and for how many tokens."""
+        source, known = None, 0
+        if child is not None and (child.window_blocks or not self._layout.window_groups):
+            source, known = child.blocks + child.window_blocks, alike
+        being_filled = self._writers.open_block(last, salt, block)
+        if being_filled is not None and being_filled[1] > known:
+            source, known = being_filled
+        return source, known
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
         """Tokens beyond the hit that running requests are about to write, as whole blocks that then can be found."""

@@ -101,7 +101,7 @@ class Geometry:
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that this engine keeps per token: one block table serves all layers, so windows save nothing."""
+        """Bytes that this engine writes for one token."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.misses import Miss, Misses
 from llmsched.engine.kv.pins import Pins, most_pinned_blocks
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixTree, encode
-from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.kv.swap import Swapped, SwapSpace
 from llmsched.engine.kv.table import BlockTable, table_of
 from llmsched.engine.kv.use import KVUse, num_empty
 from llmsched.engine.kv.writers import Writers
@@ -24,6 +25,10 @@ class KVManager:
     found by others, and a found block is never written again: at least the last token of a request is always computed,
     into a block of its own. Where that block begins like one that is known, the known part is copied (`take_copies`).
 
+    Between two steps a request holds blocks for all its tokens in groups of layers that keep them, and in groups with a
+    window what KVLayout says of its computed tokens, or less where it has fewer. In a step those have to hold the
+    tokens of a chunk as well (`reach`). The layout is one group that keeps all tokens, unless given.
+
     At most `max_pinned_blocks` are ever pinned; the rest is what a single request can be sure of.
     """
 
@@ -34,16 +39,19 @@ class KVManager:
         enable_prefix_caching: bool = True,
         max_pinned_blocks: int = 0,
         swap: SwapSpace | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         self.block_size = block_size
+        self.layout = layout or KVLayout(block_size)
+        assert self.layout.block_size == block_size
         self.swap = swap or SwapSpace()
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixTree(block_size)
         self.pool = BlockPool(num_blocks, self._forget)
-        self.pins = Pins(self.pool, self.prefixes, max_pinned_blocks if enable_prefix_caching else 0)
+        self.pins = Pins(self.layout, self.pool, self.prefixes, max_pinned_blocks if enable_prefix_caching else 0)
         self.misses = Misses(self.prefixes)
         self._writers = Writers()
-        self._finder = PrefixFinder(self.prefixes, self._writers, self.pool)
+        self._finder = PrefixFinder(self.layout, self.prefixes, self._writers, self.pool)
         self._copies: dict[int, int] = {}
         self._now = 0.0
         self._held: list[list[int]] = []
@@ -60,8 +68,8 @@ class KVManager:
         return self.pins.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens: ceil(num_tokens / block_size)."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that a request of `num_tokens` tokens holds between two steps."""
+        return self.layout.num_blocks(num_tokens)
 
     # -- before admission -------------------------------------------------------------------------------------
 
@@ -89,7 +97,18 @@ class KVManager:
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
         """Available blocks that admitting the request with all its tokens would take."""
-        return self.num_blocks_for(request.num_tokens) - len(hit.nodes) + hit.num_evictable
+        layout, width = self.layout, self.layout.width(request.num_tokens)
+        missing = layout.full_groups * (width - len(hit.nodes)) + hit.num_evictable
+        if not layout.window_groups:
+            return missing
+        start = self._window_start(request, hit)
+        end = min(width, start + layout.num_behind + 1)
+        return missing + layout.window_groups * (end - start - len(hit.window_nodes))
+
+    def _window_start(self, request: Request, hit: PrefixHit) -> int:
+        """The first block that groups with a window have of a request when it is admitted."""
+        from_host = self._num_restorable(request, hit) > 0
+        return request.swapped.window_start if from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
         """Give the request blocks for all its tokens; those of the hit, and those in host memory, count as computed.
@@ -98,82 +117,149 @@ class KVManager:
         many blocks are copied back from host memory.
         """
         num_restored = self._num_restorable(request, hit)
-        source = hit.copy_from if num_restored == 0 else None
-        self.pool.acquire([node.block for node in hit.nodes], shared=request.num_preemptions == 0)
+        window_start = self._window_start(request, hit)
+        swapped = request.swapped if num_restored else None
+        if swapped is None:
+            self.swap.discard(request)
+        self.pool.acquire(hit.blocks(), shared=request.num_preemptions == 0)
+        source = hit.copy_from if swapped is None else None
         if source is not None:
             self.pool.touch(source)
-        request.num_computed_tokens = request.swapped.num_tokens if request.swapped is not None else hit.num_tokens
-        table = BlockTable(self.block_size, hit.nodes, request.num_computed_tokens, findable=self.enable_prefix_caching)
+        request.num_computed_tokens = hit.num_tokens if swapped is None else swapped.num_tokens
+        table = BlockTable(self.layout, hit.nodes, request.num_computed_tokens, findable=self.enable_prefix_caching)
+        if self.layout.window_groups:
+            table.open_window(window_start, hit.window_nodes)
         request.block_table = table
         request.encoded = b""
         self.grow(request)
-        if num_restored:
-            start = len(hit.nodes)
-            self.swap.restore(request, start, table.ids[start : start + num_restored].tolist())
+        if swapped is not None:
+            self._restore(request, swapped, len(hit.nodes))
         if source is not None:
-            self._copy(source, int(table.ids[len(hit.nodes)]))
+            self._copy(source, table, len(hit.nodes))
         if self.enable_prefix_caching:
             self._writers.add(request)
         return num_restored
 
     def _num_restorable(self, request: Request, hit: PrefixHit) -> int:
-        """How many blocks behind the hit host memory holds; if that is of no use, it is given up."""
+        """How many blocks host memory holds of the request that the hit does not; 0 if it is of no use."""
         swapped = request.swapped
-        if swapped is None:
+        if swapped is None or swapped.first > len(hit.nodes) or swapped.num_tokens <= hit.num_tokens:
             return 0
-        if swapped.first <= len(hit.nodes) and swapped.num_tokens > hit.num_tokens:
-            return swapped.first + len(swapped.slots) - len(hit.nodes)
-        self.swap.discard(request)
-        return 0
+        skipped = self.layout.full_groups * (len(hit.nodes) - swapped.first)
+        return len(swapped.all_slots) - skipped
 
-    def _copy(self, source: int, destination: int) -> None:
-        if source != destination:  # it may have been evicted just now, to become the destination
-            self._copies[destination] = source
-            self.swap.overwrite(destination)
+    def _restore(self, request: Request, swapped: Swapped, start: int) -> None:
+        """Copy what host memory holds of the request back, of groups that keep all tokens from block `start` on."""
+        table, end = table_of(request), self.layout.width(swapped.num_tokens)
+        slots = swapped.slots[self.layout.full_groups * (start - swapped.first) :] + swapped.window_slots
+        blocks = table.full_blocks(start, end)
+        if self.layout.window_groups:
+            blocks += table.window_blocks(swapped.window_start, end)
+        self.swap.restore(request, slots, blocks)
+
+    def _copy(self, sources: list[int], table: BlockTable, index: int) -> None:
+        """Copy a block of each group to block `index` of the table in the next step."""
+        blocks = table.column(index)
+        for group, source in enumerate(sources):
+            if source in blocks:  # it was evicted just now, to become a destination: it is its own then
+                other = blocks.index(source)
+                blocks[group], blocks[other] = source, blocks[group]
+        table.set_column(index, blocks)
+        for source, destination in zip(sources, blocks, strict=True):
+            if source != destination:
+                self._copies[destination] = source
+                self.swap.overwrite(destination)
 
     def num_growing(self, request: Request) -> int:
         """Blocks still missing for the request's tokens; 0 or less without them while num_tokens <= table.capacity."""
-        return self.num_blocks_for(request.num_tokens) - len(table_of(request))
+        layout, table = self.layout, table_of(request)
+        width = layout.width(request.num_tokens)
+        growing = layout.full_groups * (width - len(table))
+        if layout.window_groups:
+            growing += layout.window_groups * max(0, self._window_end(table, width) - table.window_end)
+        return growing
+
+    def _window_end(self, table: BlockTable, width: int) -> int:
+        """Where groups with a window end between two steps, for a request whose tokens take `width` blocks."""
+        return min(width, table.window_start + self.layout.num_behind + 1)
 
     def grow(self, request: Request) -> None:
         """Add the blocks that the request's tokens need; the caller has checked that they are available."""
         table = table_of(request)
-        if request.num_tokens > table.capacity:
-            table.extend(self.pool.allocate(self.num_growing(request)))
+        if request.num_tokens <= table.capacity:
+            return
+        width = self.layout.width(request.num_tokens)
+        if width > len(table):
+            table.extend(self.pool.allocate(self.layout.full_groups * (width - len(table))))
+        if self.layout.window_groups and (missing := self._window_end(table, width) - table.window_end) > 0:
+            table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
+
+    def reserve(self, request: Request, num_tokens: int) -> None:
+        """Add blocks as if the request had so many tokens, as far as there are any beyond what windows may need."""
+        layout, table = self.layout, table_of(request)
+        spare = self.pool.num_available - layout.window_groups * (layout.num_behind + 1)
+        width = min(layout.width(num_tokens), len(table) + max(0, spare) // layout.full_groups)
+        table.extend(self.pool.allocate(layout.full_groups * max(0, width - len(table))))
+
+    def reach(self, request: Request, end: int) -> int:
+        """Make room for the KV of the request's tokens before `end` in this step; returns before which there is.
+
+        That is `end`, unless groups with a window find no more blocks for a chunk: it is shorter then. At least one
+        token can always be computed.
+        """
+        table = table_of(request)
+        if end > table.capacity:
+            wanted = self.layout.width(end) - table.window_end
+            count = min(wanted, self.pool.num_available // self.layout.window_groups)
+            table.extend_window(self.pool.allocate(self.layout.window_groups * count))
+        return min(end, table.capacity)
 
     def commit(self, request: Request) -> None:
-        """Make the request's newly written whole blocks findable.
+        """Make the request's newly written whole blocks findable, and give back what has left the window.
 
-        Where another request has written the same prefix first, its block takes the place of ours.
+        Where another request has written the same prefix first, its blocks take the place of ours.
         """
         table = table_of(request)
         if request.num_computed_tokens < table.commit_at:
             return
-        self._writers.remove(request)
-        while request.num_computed_tokens >= table.commit_at:
-            self._commit_block(request, table)
-        self._writers.add(request)
-        if self.pins.num_waiting:
-            self.pins.advance()
+        num_whole = request.num_computed_tokens // self.block_size
+        if table.is_findable:
+            self._writers.remove(request)
+            while table.num_findable < num_whole:
+                self._commit_block(request, table)
+            self._writers.add(request)
+            if self.pins.num_waiting:
+                self.pins.advance()
+        if self.layout.window_groups:
+            start = self.layout.first_kept(request.num_computed_tokens)
+            if start > table.window_start:
+                self.pool.release(table.shrink_window(start))
+        table.commit_at = (num_whole + 1) * self.block_size
 
     def _commit_block(self, request: Request, table: BlockTable) -> None:
         index = table.num_findable
-        block = int(table.ids[index])
+        ours = table.column(index)
+        full = self.layout.full_groups
         key = encode(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
-        node = self.prefixes.insert(table.node, key, request.cache_salt, block)
-        if node.block == block:
-            self.pool.set_findable(block)
-        else:
-            self.pool.acquire([node.block])
-            self.pool.release([block])
-            table.replace(index, node.block)
+        node = self.prefixes.insert(table.node, key, request.cache_salt, ours[:full])
+        if node.blocks == ours[:full]:
+            self.pool.set_findable(node.blocks)
+        if index >= table.window_start and self.layout.window_groups and not node.window_blocks:
+            self.prefixes.add_window(node, ours[full:])
+            self.pool.set_findable(node.window_blocks)
+        theirs = node.blocks + (node.window_blocks if index >= table.window_start else ours[full:])
+        if theirs != ours:
+            changed = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if mine != other]
+            self.pool.acquire([other for _, other in changed])
+            self.pool.release([mine for mine, _ in changed])
+            table.set_column(index, theirs)
         table.advance(node)
 
     def release(self, request: Request) -> None:
         """Take back all blocks of a request that has ended or is preempted; what was written stays findable."""
         if self.enable_prefix_caching:
             self._writers.remove(request)
-        self.pool.release(reversed(table_of(request).ids.tolist()))
+        self.pool.release(table_of(request).held_blocks())
         request.block_table = None
         request.num_computed_tokens = 0
 
@@ -183,19 +269,27 @@ class KVManager:
         """Whole blocks of the request's beginning that are found again if it loses all its blocks now.
 
         Those that others hold as well, and with a `demand` of so many blocks (None: of all that can be had) those that
-        need not be evicted for it.
+        need not be evicted for it. With windows that is all or nothing: without the end, nothing can go on.
         """
         if not self._may_share(request):
             return 0
         findable = table_of(request).num_findable
         if demand is not None and demand <= self.pool.num_available:
             return findable
-        kept = 0 if demand is None else findable - (demand - self.pool.num_available)
+        if self.layout.window_groups:
+            return 0
+        full = self.layout.full_groups
+        kept = 0 if demand is None else findable - -(-(demand - self.pool.num_available) // full)
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
         """Blocks that `swap_out` would copy: those with KV, but for the first that others hold as well."""
-        return self.num_blocks_for(request.num_computed_tokens) - self._num_held_by_others(request)
+        return len(self._blocks_with_kv(request, self._num_held_by_others(request)))
+
+    def _blocks_with_kv(self, request: Request, first: int) -> list[int]:
+        table, end = table_of(request), self.layout.width(request.num_computed_tokens)
+        blocks = table.full_blocks(first, end)
+        return blocks + table.window_blocks(table.window_start, end) if self.layout.window_groups else blocks
 
     def swap_out(self, request: Request) -> None:
         """Take back all blocks of a request that is preempted, after copying its KV to host memory.
@@ -205,23 +299,25 @@ class KVManager:
         """
         table = table_of(request)
         assert request.num_computed_tokens > table.num_initial, "what is not written cannot be saved"
-        first, end = self._num_held_by_others(request), self.num_blocks_for(request.num_computed_tokens)
-        self.swap.save(request, first, table.ids[first:end].tolist())
+        first, num_tokens = self._num_held_by_others(request), request.num_computed_tokens
+        slots = self.swap.save(self._blocks_with_kv(request, first))
+        num_full = self.layout.full_groups * (self.layout.width(num_tokens) - first)
         self.release(request)
+        request.swapped = Swapped(first, num_tokens, slots[:num_full], table.window_start, slots[num_full:])
 
     def _num_held_by_others(self, request: Request) -> int:
         """How many of the first findable blocks others hold as well: running requests, or pins."""
         if not self._may_share(request):
             return 0
         table = table_of(request)
-        blocks = table.ids[: table.num_findable].tolist()
+        blocks = table.ids[0, : table.num_findable].tolist()
         return next((i for i, block in enumerate(blocks) if self.pool.ref_count(block) == 1), len(blocks))
 
     # -- static batches ---------------------------------------------------------------------------------------
 
     def hold(self, request: Request) -> None:
         """Keep the blocks of a request that ends from being used by others until `release_held`."""
-        blocks = table_of(request).ids.tolist()
+        blocks = table_of(request).held_blocks()
         self.pool.acquire(blocks)
         self._held.append(blocks)
         self._num_held_empty += num_empty(request)
@@ -229,7 +325,7 @@ class KVManager:
     def release_held(self) -> None:
         """Give back what `hold` kept."""
         for blocks in self._held:
-            self.pool.release(reversed(blocks))
+            self.pool.release(blocks)
         self._held.clear()
         self._num_held_empty = 0
 
@@ -284,7 +380,7 @@ class KVManager:
             held.update(blocks)
         holders = list(holders)
         for request in holders:
-            held.update(table_of(request).ids.tolist())
+            held.update(table_of(request).held_blocks())
         self.pool.check_integrity(held)
         if self.enable_prefix_caching:
             assert set(holders) == set(self._writers.requests()), "a request is not where it writes"
@@ -294,13 +390,18 @@ class KVManager:
     def _may_share(self, request: Request) -> bool:
         return self.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
-    def _forget(self, block: int) -> None:
-        self.misses.evicted(self.prefixes.remove(block), self._now)
+    def _forget(self, block: int) -> list[int]:
+        node, others = self.prefixes.remove(block)
+        if node is not None:
+            self.misses.evicted(node, self._now)
+        return others
 
 
-def make_kv(config: EngineConfig, num_blocks: int, swap: SwapSpace | None = None) -> KVManager:
+def make_kv(
+    config: EngineConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
+) -> KVManager:
     """The KV memory of an engine with a resolved `config` (max_model_len is set)."""
     assert config.max_model_len is not None
-    longest = -(-config.max_model_len // config.block_size)
-    pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, longest)
-    return KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap)
+    layout = layout or KVLayout(config.block_size)
+    pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
+    return KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap, layout)

@@ -36,7 +36,7 @@ class MissKind(StrEnum):
 class Miss(NamedTuple):
     """`position` is how many leading tokens are known: for DIVERGED the first token that is another one than cached.
 
-    `age` is for EVICTED: seconds since then.
+    `age` is for EVICTED: seconds since then, None where only layers with a window have lost their part.
     """
 
     kind: MissKind
@@ -82,6 +82,8 @@ class Misses:
             return Miss(MissKind.HIT, hit.num_tokens)
         if num_coming > 0:
             return Miss(MissKind.COMPUTING, hit.num_tokens)
+        if hit.num_alike >= start + size:  # known, but what a window needs of it is gone
+            return Miss(MissKind.EVICTED, hit.num_tokens)
         key = encode(request.token_ids[start : start + size])
         known, at = self._ghosts.get(self._prefixes.path_hash(hit.node, salt, key), (b"", 0.0))
         if known == key:  # the block itself is compared, those before it are vouched for by 64 bits of hash

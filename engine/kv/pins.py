@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from llmsched.engine.errors import RequestError
+from llmsched.engine.kv.finder import blocks_of
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixNode, PrefixTree, encode
 
@@ -43,17 +45,19 @@ class _Pin:
 
 
 class Pins:
-    """Holds a reference to every written block of each pinned prefix.
+    """Holds a reference to every written block of each pinned prefix; of groups with a window, to what whoever goes on
+    behind the prefix will see.
 
     A prefix that is not written yet is pinned block by block as requests write it (`advance`), so it does not matter
     whether it was known. Pinned blocks and those that pins wait for are never more than `max_blocks`; a block that
     several pins share counts once, as soon as it is written.
     """
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         #: Pins whose prefix is not completely written; with none, nothing is to be done after a step.
         self.num_waiting = 0
+        self._layout = layout
         self._pool = pool
         self._prefixes = prefixes
         self._pins: dict[str, _Pin] = {}
@@ -106,7 +110,7 @@ class Pins:
         if pin is None:
             raise RequestError("pin_id", f"there is no pin {pin_id!r}; there are {', '.join(self._pins) or 'none'}")
         self.num_waiting -= len(pin.nodes) < pin.num_blocks
-        blocks = [node.block for node in reversed(pin.nodes)]
+        blocks = self._blocks(pin, pin.nodes, 0)[::-1]
         self._holds.subtract(blocks)
         for block in blocks:
             if not self._holds[block]:
@@ -131,15 +135,34 @@ class Pins:
     def _extend(self, pin: _Pin) -> None:
         last = pin.nodes[-1] if pin.nodes else None
         new = self._prefixes.follow(last, pin.salt, pin.tokens, len(pin.nodes), pin.num_blocks)
-        blocks = [node.block for node in new]
+        if self._layout.window_groups:
+            new = self._complete(pin, new)
+        blocks = self._blocks(pin, new, len(pin.nodes))
         self._pool.acquire(blocks)
         self._holds.update(blocks)
         pin.nodes += new
 
+    def _window_start(self, pin: _Pin) -> int:
+        """The first block of which groups with a window are held."""
+        return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
+
+    def _complete(self, pin: _Pin, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """The nodes, as the next of the pin, up to the first that lacks a window that the pin is to hold."""
+        start = self._window_start(pin)
+        lacking = (i for i, node in enumerate(nodes) if len(pin.nodes) + i >= start and not node.window_blocks)
+        return nodes[: next(lacking, len(nodes))]
+
+    def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
+        """What the pin holds of its nodes from the one with index `first` on."""
+        if not self._layout.window_groups:
+            return blocks_of(nodes, ())
+        return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])
+
     def _check_room(self, pin: _Pin) -> None:
         known = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks)
-        wanted = pin.num_blocks - sum(node.block in self._holds for node in known)
-        taken = len(self._holds) + sum(other.num_blocks - len(other.nodes) for other in self._pins.values())
+        wanted = self._size(pin) - sum(block in self._holds for block in self._blocks(pin, known, 0))
+        others = (self._size(other) - len(self._blocks(other, other.nodes, 0)) for other in self._pins.values())
+        taken = len(self._holds) + sum(others)
         if taken + wanted > self.max_blocks:
             size = self._prefixes.block_size
             raise RequestError(
@@ -148,6 +171,11 @@ class Pins:
                 f"at most {self.max_blocks} may be; delete a pin, raise the share of pins, or lower max_model_len: a "
                 "request of that length must find room beside them",
             )
+
+    def _size(self, pin: _Pin) -> int:
+        """Blocks that the pin holds when its prefix is written."""
+        windowed = self._layout.window_groups * (pin.num_blocks - self._window_start(pin))
+        return self._layout.full_groups * pin.num_blocks + windowed
 
 
 def _state(pin: _Pin, block_size: int) -> PinState:

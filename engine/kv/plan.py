@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.geometry import Confidence
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.reconcile import MeasuredMemory
 
 
@@ -17,9 +17,9 @@ class MemoryPlan:
     is what was really taken, once an engine has started by this plan.
 
     kv_bytes_per_token counts layers whose KV grows for ever, kv_bytes_per_token_window those that read only the last
-    `window` tokens; a block holds block_size tokens of both, since one block table serves all layers. `state_bytes` is
-    reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
-    max_model_len is the resolved one.
+    `window` tokens. `layout` says in which groups the layers are cached: a block holds block_size tokens of one of
+    them. `state_bytes` is reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission
+    leaves free. max_model_len is the resolved one.
     """
 
     device: DeviceMemory
@@ -32,7 +32,7 @@ class MemoryPlan:
     available_kv_bytes: int
     dtype_bytes: int
     kv_dtype_bytes: int
-    block_size: int
+    layout: KVLayout
     block_bytes: int
     num_blocks: int
     headroom: float
@@ -59,9 +59,19 @@ class MemoryPlan:
         return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
 
     @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self.layout.block_size
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens of KV that all blocks hold."""
-        return self.num_blocks * self.block_size
+        """Tokens whose KV all blocks hold in every layer; with windows, long sequences can have more than that."""
+        return self.num_blocks // self.layout.num_groups * self.block_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits."""
+        return self.layout.longest(self.num_blocks)
 
     @property
     def max_num_seqs(self) -> int:
@@ -75,7 +85,7 @@ class MemoryPlan:
 
     def blocks_for(self, length: int) -> int:
         """Blocks of a sequence that ends with `length` tokens, prompt and output."""
-        return math.ceil(max(1, length - 1) / self.block_size)
+        return self.layout.num_blocks(max(1, length - 1))
 
     def num_seqs_at(self, length: int) -> int:
         """Sequences of `length` tokens each that fit at the same time; recurrent state bounds them as well."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 #: Shared cached blocks are late to go as long as they take up no more than this share of the pool. With a quarter, the
 #: Mooncake traces had more hits than under plain LRU at every pool size tried; without a bound, prefixes that nobody
@@ -27,10 +27,14 @@ class BlockPool:
     Ends leave before beginnings. Whoever holds or finds a block holds or finds all blocks in front of it, and releases
     the end of a sequence before its beginning. So a block in front of a shared one is shared, and of two blocks of the
     same rank the one behind was released, and is evicted or demoted, before the one in front. A demoted block comes
-    after all private ones, among them those behind it.
+    after all private ones, among them those behind it. (That is said of blocks that keep all tokens. What has left a
+    window may go at any time; whoever holds it holds the other blocks of the same tokens as well.)
+
+    `on_evict` is told of each block that is evicted, and returns others that are worth nothing without it: they are
+    cached, and become free.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], Sequence[int]]) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._ref_count = [0] * num_blocks
@@ -93,14 +97,16 @@ class BlockPool:
             if self._ref_count[block] == 0:
                 self._retire(block)
 
-    def touch(self, block: int) -> None:
-        """A cached block was of use though nobody holds it: it goes last in its rank. The blocks in front are held."""
-        if self._ref_count[block] == 0:
-            self._rank_of(block).move_to_end(block)
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Cached blocks were of use though nobody holds them: they go last in rank. The blocks in front are held."""
+        for block in blocks:
+            if self._ref_count[block] == 0:
+                self._rank_of(block).move_to_end(block)
 
-    def set_findable(self, block: int) -> None:
-        """The prefix tree points at this block from now on."""
-        self._findable[block] = 1
+    def set_findable(self, blocks: Iterable[int]) -> None:
+        """The prefix tree points at these blocks from now on."""
+        for block in blocks:
+            self._findable[block] = 1
 
     def drop_cached(self) -> None:
         """Evict every cached block."""
@@ -128,7 +134,10 @@ class BlockPool:
     def _evict(self) -> int:
         block, _ = (self._private or self._shared).popitem(last=False)
         self._findable[block] = self._is_shared[block] = 0
-        self._on_evict(block)
+        for other in self._on_evict(block):
+            del self._rank_of(other)[other]
+            self._findable[other] = self._is_shared[other] = 0
+            self._free.append(other)
         return block
 
     def check_integrity(self, held: dict[int, int]) -> None:

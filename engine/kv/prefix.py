@@ -26,37 +26,42 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 
 
 class PrefixNode:
-    """One cached block: `key` are its tokens (encoded), the path from the root is the whole prefix.
+    """The cached KV of one block of tokens: `key` are these (encoded), the path from the root is the whole prefix.
+
+    `blocks` are those of the groups of layers that keep all tokens, one each. `window_blocks` are those of the groups
+    with a window; they may be gone, which leaves the list empty: then nothing can follow on this block, or on one less
+    than a window behind it, but what is behind that can be found.
 
     The children are found by their tokens themselves: the dictionary hashes to filter and compares to decide, so two
     prefixes are equal only if every token is. `path_hash` stands for the whole path and its salt, to remember it by
     when it is gone.
     """
 
-    __slots__ = ("block", "children", "key", "parent", "path_hash")
+    __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
 
-    def __init__(self, key: bytes, block: int, parent: PrefixNode | None, path_hash: int) -> None:
+    def __init__(self, key: bytes, blocks: list[int], parent: PrefixNode | None, path_hash: int) -> None:
         self.key = key
-        self.block = block
+        self.blocks = blocks
+        self.window_blocks: list[int] = []
         self.parent = parent
         self.path_hash = path_hash
         self.children: dict[bytes, PrefixNode] = {}
 
 
 class Root(PrefixNode):
-    """The empty prefix under a salt; has no block."""
+    """The empty prefix under a salt; has no blocks."""
 
     __slots__ = ("salt",)
 
     def __init__(self, salt: str) -> None:
-        super().__init__(b"", -1, None, hash(salt))
+        super().__init__(b"", [], None, hash(salt))
         self.salt = salt
 
 
 class PrefixTree:
     """Tree over token ids at block granularity, one root per cache salt.
 
-    Invariants: a node's block holds the written KV of its tokens after those of its ancestors; a block has at most one
+    Invariants: a node's blocks hold the written KV of its tokens after those of its ancestors; a block has at most one
     node; a node is removed only when it has no children (the pool evicts ends before beginnings).
     """
 
@@ -113,29 +118,49 @@ class PrefixTree:
         """The `path_hash` that a child of `parent` (None: the salt's root) with these tokens has, or would have."""
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
-    def insert(self, parent: PrefixNode | None, key: bytes, salt: str, block: int) -> PrefixNode:
-        """Make a block with the tokens `key` findable below `parent` (None: the salt's root).
+    def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: list[int]) -> PrefixNode:
+        """Make blocks with the tokens `key` findable below `parent` (None: the salt's root).
 
-        Returns the node of these tokens: a new one for `block`, or the one that another sequence has put there before.
+        Returns the node of these tokens: a new one for `blocks`, or the one that another sequence has put there before.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
         node = parent.children.get(key)
         if node is None:
-            node = PrefixNode(key, block, parent, self.path_hash(parent, salt, key))
+            node = PrefixNode(key, blocks, parent, self.path_hash(parent, salt, key))
             parent.children[key] = node
-            self._node_of_block[block] = node
+            self._own(node, blocks)
         return node
 
-    def remove(self, block: int) -> PrefixNode:
-        """Forget a block that the pool evicts; returns its node."""
-        node = self._node_of_block.pop(block)
-        assert not node.children, f"block {block} evicted before the blocks behind it"
-        assert node.parent is not None
-        del node.parent.children[node.key]
-        if isinstance(node.parent, Root) and not node.parent.children:
-            del self._roots[node.parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
-        return node
+    def add_window(self, node: PrefixNode, blocks: list[int]) -> None:
+        """Give a node the blocks of groups with a window, of which it has none."""
+        assert not node.window_blocks
+        node.window_blocks = blocks
+        self._own(node, blocks)
+
+    def _own(self, node: PrefixNode, blocks: list[int]) -> None:
+        for block in blocks:
+            self._node_of_block[block] = node
+
+    def remove(self, block: int) -> tuple[PrefixNode | None, list[int]]:
+        """Forget a block that the pool evicts: with its node, or, if it is one of `window_blocks`, with those alone.
+
+        Returns the node if that is gone, and the other blocks that cannot be found any more.
+        """
+        node = self._node_of_block[block]
+        removed, gone = None, node.window_blocks
+        if block in gone:
+            node.window_blocks = []
+        else:
+            assert not node.children, f"block {block} evicted before the blocks behind it"
+            assert node.parent is not None
+            del node.parent.children[node.key]
+            if isinstance(node.parent, Root) and not node.parent.children:
+                del self._roots[node.parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
+            removed, gone = node, node.blocks + gone
+        for each in gone:
+            del self._node_of_block[each]
+        return removed, [each for each in gone if each != block]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
         """Whether, among the `most` newest salts, another one than `salt` has a prefix that begins with this block."""

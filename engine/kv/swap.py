@@ -29,14 +29,22 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
 
 
 class Swapped(NamedTuple):
-    """What host memory holds of a preempted request: the KV of its tokens up to `num_tokens`, from block `first` on.
+    """What host memory holds of a preempted request: the KV of its tokens up to `num_tokens`.
 
-    slots[i] has block first + i. The blocks in front were held by others too, and are left to the prefix cache.
+    slots[i] has the i-th block of those from index `first` on, of groups that keep all tokens. The blocks in front were
+    held by others too, and are left to the prefix cache. `window_slots` have those of groups with a window, from index
+    `window_start` on.
     """
 
     first: int
     num_tokens: int
     slots: list[int]
+    window_start: int = 0
+    window_slots: list[int] = []  # noqa: RUF012 (never changed)
+
+    @property
+    def all_slots(self) -> list[int]:
+        return self.slots + self.window_slots
 
 
 class SwapSpace:
@@ -58,22 +66,20 @@ class SwapSpace:
     def num_free(self) -> int:
         return len(self._free)
 
-    def save(self, request: Request, first: int, blocks: Sequence[int]) -> None:
-        """Copy the request's blocks from `first` on to slots in the next step; the caller has checked `num_free`.
+    def save(self, blocks: Sequence[int]) -> list[int]:
+        """Copy the blocks to slots in the next step; returns these. The caller has checked `num_free`.
 
         The blocks may change hands at once: slots are filled before anything else happens in a step.
         """
         slots = [self._free.pop() for _ in blocks]
         self._outs.update(zip(slots, blocks, strict=True))
-        request.swapped = Swapped(first, request.num_computed_tokens, slots)
+        return slots
 
-    def restore(self, request: Request, start: int, blocks: Sequence[int]) -> None:
-        """Copy what was saved of the request's blocks from `start` on back to `blocks`; all its slots come free."""
-        swapped = request.swapped
-        assert swapped is not None
-        assert start >= swapped.first
-        self._ins.update(zip(blocks, swapped.slots[start - swapped.first :], strict=True))
-        self._returning += swapped.slots
+    def restore(self, request: Request, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy some of the request's slots back to `blocks` in the next step; all its slots come free."""
+        assert request.swapped is not None
+        self._ins.update(zip(blocks, slots, strict=True))
+        self._returning += request.swapped.all_slots
         request.swapped = None
 
     def overwrite(self, block: int) -> None:
@@ -84,9 +90,9 @@ class SwapSpace:
         """Give up what was saved of the request, if anything was."""
         if request.swapped is None:
             return
-        for slot in request.swapped.slots:
+        for slot in request.swapped.all_slots:
             self._outs.pop(slot, None)
-        self._free += reversed(request.swapped.slots)
+        self._free += reversed(request.swapped.all_slots)
         request.swapped = None
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -99,6 +105,6 @@ class SwapSpace:
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every slot is free, about to be, or held by one of the given requests."""
-        held = [slot for request in holders if request.swapped is not None for slot in request.swapped.slots]
+        held = [slot for request in holders if request.swapped is not None for slot in request.swapped.all_slots]
         everywhere = sorted(held + self._free + self._returning)
         assert everywhere == list(range(self.num_slots)), "a slot is lost or in two places"

@@ -1,4 +1,4 @@
-"""The block table of one sequence."""
+"""The block tables of one sequence: one for each group of layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.prefix import PrefixNode
 from llmsched.engine.request import Request
 
@@ -15,50 +16,136 @@ NEVER = sys.maxsize
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. The first `num_findable` are findable, the last of them as `node`.
+    """The blocks of one sequence, in order, a row for each group. The first `num_findable` are findable, the last of
+    them as `node`.
 
-    In a step in which a sequence crosses no block boundary two comparisons tell that nothing is to be done:
-    it needs no block while num_tokens <= `capacity`, and has nothing to commit while num_computed_tokens < `commit_at`.
-    `num_initial` are the tokens that were computed when it was admitted.
+    Rows of groups that keep all tokens come first and are `len(table)` long. Rows of groups with a window are held from
+    `window_start` to before `window_end`; what is written elsewhere in them means nothing.
+
+    In a step in which a sequence crosses no block boundary two comparisons tell that nothing is to be done: it needs no
+    block while num_tokens <= `capacity` (the tokens that all rows have room for), and has nothing to commit or to give
+    back while num_computed_tokens < `commit_at`. `num_initial` are the tokens that were computed when it was admitted.
     """
 
-    __slots__ = ("_ids", "_size", "block_size", "capacity", "commit_at", "node", "num_findable", "num_initial")
+    __slots__ = (
+        "_ids",
+        "_width",
+        "capacity",
+        "commit_at",
+        "is_findable",
+        "layout",
+        "node",
+        "num_findable",
+        "num_initial",
+        "window_end",
+        "window_start",
+    )
 
-    def __init__(self, block_size: int, nodes: Sequence[PrefixNode], num_initial: int, *, findable: bool) -> None:
-        self._ids = np.empty(max(16, len(nodes)), dtype=np.int32)
-        self._size = 0
-        self.block_size = block_size
-        self.capacity = 0
+    def __init__(self, layout: KVLayout, nodes: Sequence[PrefixNode], num_initial: int, *, findable: bool) -> None:
+        self.layout = layout
+        self._ids = np.zeros((layout.num_groups, max(16, len(nodes))), dtype=np.int32)
+        self._width = len(nodes)
+        self.capacity = len(nodes) * layout.block_size
+        self.window_start = self.window_end = 0
+        self.is_findable = findable
         self.node = nodes[-1] if nodes else None
         self.num_findable = len(nodes)
         self.num_initial = num_initial
-        self.commit_at = (len(nodes) + 1) * block_size if findable else NEVER
-        self.extend([node.block for node in nodes])
+        self.commit_at = (len(nodes) + 1) * layout.block_size if findable or layout.window_groups else NEVER
+        for group in range(layout.full_groups):
+            self._ids[group, : len(nodes)] = [node.blocks[group] for node in nodes]
 
     def __len__(self) -> int:
-        return self._size
+        return self._width
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """int32 [groups, len(self)], a view."""
+        return self._ids[:, : self._width]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are held, in all groups."""
+        layout = self.layout
+        return layout.full_groups * self._width + layout.window_groups * (self.window_end - self.window_start)
+
+    # -- growing and shrinking --------------------------------------------------------------------------------
 
     def extend(self, blocks: Sequence[int]) -> None:
-        end = self._size + len(blocks)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(end, dtype=np.int32)])
-        self._ids[self._size : end] = blocks
-        self._size = end
-        self.capacity = end * self.block_size
+        """Add blocks to the groups that keep all tokens, the same number to each."""
+        full = self.layout.full_groups
+        end = self._width + len(blocks) // full
+        if end > self._ids.shape[1]:
+            self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
+        self._ids[:full, self._width : end] = np.reshape(blocks, (full, -1))
+        self._width = end
+        self._set_capacity()
 
-    def replace(self, index: int, block: int) -> None:
-        self._ids[index] = block
+    def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
+        """Let the groups with a window begin at block `start`, with what the nodes hold of the first blocks."""
+        self.window_start = start
+        self.window_end = start + len(nodes)
+        if nodes:
+            held = [node.window_blocks for node in nodes]
+            self._ids[self.layout.full_groups :, start : self.window_end] = np.transpose(held)
+        self._set_capacity()
+
+    def extend_window(self, blocks: Sequence[int]) -> None:
+        """Add blocks to the groups with a window, the same number to each."""
+        end = self.window_end + len(blocks) // self.layout.window_groups
+        self._ids[self.layout.full_groups :, self.window_end : end] = np.reshape(
+            blocks, (self.layout.window_groups, -1)
+        )
+        self.window_end = end
+        self._set_capacity()
+
+    def shrink_window(self, start: int) -> list[int]:
+        """Let go of the blocks before `start` in groups with a window; returns them, the last first."""
+        blocks = self.window_blocks(self.window_start, start)
+        self._ids[self.layout.full_groups :, self.window_start : start] = 0
+        self.window_start = start
+        return blocks[::-1]
+
+    def _set_capacity(self) -> None:
+        end = min(self._width, self.window_end) if self.layout.window_groups else self._width
+        self.capacity = end * self.layout.block_size
+
+    # -- what is held -----------------------------------------------------------------------------------------
+
+    def column(self, index: int) -> list[int]:
+        """The block `index` of every group."""
+        column: list[int] = self._ids[:, index].tolist()
+        return column
+
+    def set_column(self, index: int, blocks: Sequence[int]) -> None:
+        """Put other blocks at `index`, one for each group."""
+        self._ids[:, index] = blocks
+
+    def full_blocks(self, start: int, end: int) -> list[int]:
+        """Blocks `start` to before `end` of the groups that keep all tokens, those of an index side by side."""
+        return self._ids[: self.layout.full_groups, start:end].T.ravel().tolist()
+
+    def window_blocks(self, start: int, end: int) -> list[int]:
+        """Blocks `start` to before `end` of the groups with a window, those of an index side by side."""
+        return self._ids[self.layout.full_groups :, start:end].T.ravel().tolist()
+
+    def held_blocks(self) -> list[int]:
+        """All blocks that are held, in the order in which they are given back: the end of the sequence first."""
+        blocks = self.full_blocks(0, self._width)
+        if self.layout.window_groups:
+            blocks += self.window_blocks(self.window_start, self.window_end)
+        return blocks[::-1]
+
+    def num_empty(self, num_computed_tokens: int) -> int:
+        """Tokens that the blocks of the groups have room for, and no KV of."""
+        layout, size = self.layout, self.layout.block_size
+        full = layout.full_groups * (self._width * size - num_computed_tokens)
+        return full + layout.window_groups * (self.window_end * size - num_computed_tokens)
 
     def advance(self, node: PrefixNode) -> None:
         """The next block is findable, as `node`."""
         self.node = node
         self.num_findable += 1
-        self.commit_at += self.block_size
-
-    @property
-    def ids(self) -> npt.NDArray[np.int32]:
-        """int32 [len(self)], a view."""
-        return self._ids[: self._size]
 
 
 def table_of(request: Request) -> BlockTable:

@@ -9,8 +9,9 @@ from llmsched.engine.request import Request
 
 
 class KVUse(NamedTuple):
-    """Tokens that blocks have room for: in blocks that requests or pins hold (`held`, shared ones once), of which
-    `empty` have no KV in them; in blocks that only the prefix cache keeps (`cached`); in all blocks (`total`).
+    """Tokens, each of one group of layers, that blocks have room for: in blocks that requests or pins hold (`held`,
+    shared ones once), of which `empty` have no KV in them; in blocks that only the prefix cache keeps (`cached`); in
+    all blocks (`total`).
     """
 
     held: int
@@ -21,4 +22,4 @@ class KVUse(NamedTuple):
 
 def num_empty(request: Request) -> int:
     """Tokens that the blocks of an admitted request have room for, and no KV of."""
-    return table_of(request).capacity - request.num_computed_tokens
+    return table_of(request).num_empty(request.num_computed_tokens)

@@ -95,7 +95,8 @@ class _Search:
     def more_memory(self) -> list[Change]:
         """The setting that says how much memory KV gets, raised to what the demand needs."""
         plan, device = self.plan, self.device
-        need = self.demand.users * plan.block_bytes if self.any_length else self.demand.bytes_needed(plan)
+        least = self.demand.users * plan.blocks_for(1) * plan.block_bytes
+        need = least if self.any_length else self.demand.bytes_needed(plan)
         if self.config.num_gpu_blocks_override is not None:
             blocks = -(-need // plan.block_bytes)
             return self._try(f"raise num_gpu_blocks_override to {blocks}", "", num_gpu_blocks_override=blocks)

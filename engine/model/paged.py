@@ -8,40 +8,88 @@ from typing import NamedTuple
 
 import torch
 
+from llmsched.engine.errors import ModelError
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.kernels.dispatch import paged_attention, write_kv
 
 
 class LayerShape(NamedTuple):
-    """KV of one layer: heads, and the width of a key and of a value (they may differ)."""
+    """KV of one layer: heads, and the width of a key and of a value (they may differ).
+
+    A layer with a `window` sees the last so many tokens, the query's own included; None: all.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None
+
+
+class Place(NamedTuple):
+    """Where a layer's KV is: in the blocks of `group`, and of a block in the part `slot`."""
+
+    group: int
+    slot: int
+
+
+def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[Place]:
+    """A place for each layer: those whose window is within the layout's share the groups that have one.
+
+    Raises ModelError if layers of different shapes would share memory.
+    """
+    windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
+    counts = {True: layout.window_groups, False: layout.full_groups}
+    size = max(-(-windowed.count(kind) // count) for kind, count in counts.items() if count)
+    before, places = {True: layout.full_groups * size, False: 0}, []
+    for kind in windowed:
+        places.append(Place(*divmod(before[kind], size)))
+        before[kind] += 1
+    kv: dict[int, LayerShape] = {}
+    for layer, place in zip(layers, places, strict=True):
+        if kv.setdefault(place.slot, layer)[:3] != layer[:3]:
+            raise ModelError(f"layers with KV of {kv[place.slot][:3]} and {layer[:3]} cannot share blocks")
+    return places
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per layer [num_blocks, kv_heads, block_size, key_dim] of keys and [..., value_dim] of values.
+    """Per slot of a block [num_blocks, kv_heads, block_size, key_dim] of keys and [..., value_dim] of values.
 
-    Starts as zeros: a kernel may multiply a masked position's value by a weight of 0, and 0 x NaN would be NaN.
+    A block belongs to one group of layers at a time; `places` say which layer is where. Starts as zeros: a kernel may
+    multiply a masked position's value by a weight of 0, and 0 x NaN would be NaN.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    places: list[Place]
 
     @classmethod
     def allocate(
-        cls, layers: ListLike[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        layers: ListLike[LayerShape],
+        num_blocks: int,
+        layout: KVLayout,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> KVCache:
-        def zeros(layer: LayerShape, width: int) -> torch.Tensor:
-            return torch.zeros(num_blocks, layer.kv_heads, block_size, width, dtype=dtype, device=device)
+        """A cache of `num_blocks` blocks for these layers. Raises ModelError if the layout does not fit them."""
 
-        return cls(
-            [zeros(layer, layer.key_dim) for layer in layers], [zeros(layer, layer.value_dim) for layer in layers]
-        )
+        def zeros(layer: LayerShape, width: int) -> torch.Tensor:
+            return torch.zeros(num_blocks, layer.kv_heads, layout.block_size, width, dtype=dtype, device=device)
+
+        places = place_layers(layers, layout)
+        slots = {place.slot: layer for layer, place in zip(layers, places, strict=True)}
+        shapes = [slots[slot] for slot in range(len(slots))]
+        keys, values = [zeros(s, s.key_dim) for s in shapes], [zeros(s, s.value_dim) for s in shapes]
+        return cls(keys, values, places)
+
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Keys, values and group of a layer."""
+        group, slot = self.places[layer]
+        return self.keys[slot], self.values[slot], group
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy whole blocks (int64 [N] ids each) in every layer. All are read before any is written."""
+        """Copy whole blocks (int64 [N] ids each), every slot. All are read before any is written."""
         for tensor in (*self.keys, *self.values):
             tensor[destinations] = tensor[sources]
 
@@ -77,13 +125,13 @@ class PagedContext:
 
         Returns [T, heads, Dv]. All contiguous; the options are those of `kernels.reference.paged_attention`.
         """
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        write_kv(key, value, keys, values, self.slot_mapping)
+        keys, values, group = self.cache.of_layer(layer)
+        write_kv(key, value, keys, values, self.slot_mapping[group])
         return paged_attention(
             query,
             keys,
             values,
-            self.block_tables,
+            self.block_tables[group],
             self.cu_seqlens_q,
             self.context_lens,
             scale=scale,

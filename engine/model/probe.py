@@ -124,7 +124,7 @@ def noting_attention(
                 f"{name} is told a sliding window of {told or 'no'} tokens but its mask has {window or 'none'}: "
                 "the model cannot be served"
             )
-    paged_context[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    paged_context[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.finder import PrefixHit
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
@@ -32,6 +33,8 @@ class Growth(NamedTuple):
 def future_peak(growths: Iterable[Growth]) -> int:
     """The most tokens that are held at the same time until all have ended, if each adds a token per step.
 
+    For one group of layers that keeps all tokens; `saturating_peak` is for any layout.
+
     Sorted by what remains, longest first, the first i are those that still run when the i-th ends; together they then
     hold what they hold now and i times what remained to it (the admission rule of LightLLM).
     """
@@ -42,12 +45,21 @@ def future_peak(growths: Iterable[Growth]) -> int:
     return peak
 
 
-def expected_peak(held: npt.NDArray[np.int64], alive: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> float:
+def saturating_peak(growths: Sequence[Growth], layout: KVLayout) -> int:
+    """As future_peak, with what each holds counted by `layout`: at the end of each one, all that run until then."""
+    held, remaining = np.array(growths, dtype=np.int64).T
+    size = layout.room(held[:, None] + remaining)
+    return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
+
+
+def expected_peak(
+    held: npt.NDArray[np.int64], alive: npt.NDArray[np.float64], steps: npt.NDArray[np.int64], layout: KVLayout
+) -> float:
     """Like future_peak where lengths are uncertain: the largest, over `steps` ahead, of mean plus RISK deviations.
 
     held [n] tokens now, alive [n, len(steps)] the probability that each still runs after so many steps, independently.
     """
-    size = held[:, None] + steps
+    size = layout.room(held[:, None] + steps)
     mean = (alive * size).sum(axis=0)
     variance = (alive * (1 - alive) * size.astype(float) ** 2).sum(axis=0)
     return float((mean + RISK * np.sqrt(variance)).max())
@@ -84,25 +96,26 @@ class Admission:
 
     def _predicted_peak(self, request: Request, running: Sequence[Request]) -> int:
         """Blocks held at the peak. Shared blocks count once and pinned ones as well, both as they are now."""
-        size = self._kv.block_size
-        tables = [len(table_of(other)) for other in running]
-        held = [blocks * size for blocks in tables] + [self._kv.num_blocks_for(request.num_tokens) * size]
+        size, layout = self._kv.block_size, self._kv.layout
+        tables = [table_of(other) for other in running]
+        held = [len(table) * size for table in tables] + [layout.width(request.num_tokens) * size]
         everyone = [*running, request]
         if any(self._predictor.knows(other) for other in everyone):
             longest = max(other.sampling.max_tokens - other.num_output_tokens for other in everyone)
             steps = np.unique(np.geomspace(1, max(2, longest), HORIZON_POINTS).astype(np.int64))
-            tokens = expected_peak(np.array(held), self._predictor.survival(everyone, steps), steps)
+            peak = expected_peak(np.array(held), self._predictor.survival(everyone, steps), steps, layout)
         else:
-            tokens = future_peak(
+            growths = [
                 Growth(now, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - now))
                 for other, now in zip(everyone, held, strict=True)
-            )
-        return self._kv.num_blocks_for(int(tokens)) + self._kv.pool.num_used - sum(tables)
+            ]
+            peak = saturating_peak(growths, layout) if layout.num_groups > 1 else future_peak(growths)
+        return layout.width(int(peak)) + self._kv.pool.num_used - sum(table.num_blocks for table in tables)
 
     def reserve(self, request: Request, running: Sequence[Request], shortage: int) -> Reservation:
         """When a request that lacks `shortage` blocks will fit: after enough of those that run have ended."""
         steps = 0
-        for remaining, blocks in sorted((self._predictor.remaining(r), len(table_of(r))) for r in running):
+        for remaining, blocks in sorted((self._predictor.remaining(r), table_of(r).num_blocks) for r in running):
             steps = remaining
             shortage -= blocks
             if shortage <= 0:

@@ -28,7 +28,8 @@ class Door:
     """Moves requests from `waiting` to `running`, which it shares with the scheduler.
 
     It remembers when there is no use in trying: an epoch ends whenever somebody arrives, ends, is preempted or let in,
-    and an epoch in which nobody could be let in is not tried again.
+    and an epoch in which nobody could be let in is not tried again unless more memory has come free (as chunks leave
+    the windows of layers).
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Door:
         self._counters = counters
         self._epoch = 0
         self._stuck_epoch = -1
+        self._stuck_available = 0
         self._try_again = False
         self._shut_out: set[Request] = set()
         self._lane_places = 1.0
@@ -81,7 +83,9 @@ class Door:
 
     @property
     def worth_trying(self) -> bool:
-        return bool(self._waiting) and self._epoch != self._stuck_epoch
+        if not self._waiting:
+            return False
+        return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
     def admit_short_ones(self, step: Step, lane: int) -> list[Request]:
         """Let short requests in while the fast lane's `lane` tokens last; returns those let in.
@@ -118,7 +122,7 @@ class Door:
         if self._lane_places < 1.0 and self._waiting.has_short:
             self._lane_places, self._try_again = 1.0, True  # slots that nobody could take in order
         if epoch == self._epoch and step.left > 0 and not self._try_again:
-            self._stuck_epoch = epoch
+            self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def admit(self, request: Request) -> bool:
         """Let a waiting request in, if there is a slot, its memory, and nobody is passed who may not be.

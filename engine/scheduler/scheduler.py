@@ -35,9 +35,10 @@ class Scheduler:
     There are no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens, and
     prefill, chunked prefill, decode and recovery from preemption differ only in how far behind they are.
 
-    Invariants: a request is in `waiting` or `running` or nowhere; running requests hold blocks for all their tokens;
-    the first of the running by rank is never preempted and any single request fits the pool, so each step makes
-    progress and everyone ends. No more run than there are tokens in a step, so each decode gets its token in every one.
+    Invariants: a request is in `waiting` or `running` or nowhere; running requests hold blocks for all their tokens
+    (in layers with a window: for at least one more than are computed); the first of the running by rank is never
+    preempted and any single request fits the pool, so each step makes progress and everyone ends. No more run than
+    there are tokens in a step, so each decode gets its token in every one.
 
     Nobody starves. Let S be the number of requests of a smaller rank that wait at some time while a request R does:
     they were there when it came, or came less than (levels between their priorities) x priority_step after it, or were
@@ -121,7 +122,7 @@ class Scheduler:
         preempted = self._secure_memory() or self._make_room_for_class()
         behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         decodes = len(self.running) - len(behind)
-        step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes), self.ledger)
+        step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes), self.kv, self.ledger)
         step.decode(r for r in self.running if r.num_tokens - r.num_computed_tokens == 1)
         behind.sort(key=lambda r: (r.rank, r.request_id))
         self._prefill(step, behind, admit=self.door.worth_trying and (not preempted or not self.running))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.engine.scheduler.step import Step
@@ -16,6 +15,9 @@ class StaticScheduler(Scheduler):
     """
 
     def _secure_memory(self) -> bool:
+        """Only layers with a window need other blocks than those that were reserved: they give as many back."""
+        for request in self.running:
+            self.kv.grow(request)
         return False
 
     def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
@@ -31,8 +33,7 @@ class StaticScheduler(Scheduler):
         for request in list(self.waiting)[:size]:
             self.door.start(request, self.kv.find_prefix(request))
         for request in self.running:
-            table = table_of(request)
-            table.extend(self.kv.pool.allocate(min(reserved - len(table), self.kv.pool.num_available)))
+            self.kv.reserve(request, self.config.max_model_len)
         return list(self.running)
 
     def finish(self, request: Request, reason: FinishReason) -> None:

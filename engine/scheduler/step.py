@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llmsched.engine.executor.base import ScheduledRow
+from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
@@ -13,20 +14,27 @@ from llmsched.engine.scheduler.ledger import Ledger
 class Step:
     """Tokens given out so far, `left` of the token budget."""
 
-    def __init__(self, token_budget: int, ledger: Ledger) -> None:
+    def __init__(self, token_budget: int, kv: KVManager, ledger: Ledger) -> None:
         self.left = token_budget
+        self._kv = kv
         self._ledger = ledger
         self._counts: dict[Request, int] = {}
 
     def give(self, request: Request, limit: int) -> int:
-        """Let the request compute as much of what it is behind as `limit` and the budget allow; returns how much."""
+        """Let the request compute as much of what it is behind as `limit` and the budget allow; returns how much.
+
+        In layers with a window memory may allow less (see KVManager.reach).
+        """
         given = self._counts.get(request, 0)
-        count = min(limit, self.left, request.num_tokens - request.num_computed_tokens - given)
+        start = request.num_computed_tokens + given
+        count = min(limit, self.left, request.num_tokens - start)
+        if count > 0:
+            count = self._kv.reach(request, start + count) - start
         if count <= 0:
             return 0
         self._counts[request] = given + count
         self.left -= count
-        done = request.num_computed_tokens + given + count
+        done = start + count
         self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
         return count
 

@@ -180,12 +180,14 @@ def test_a_bare_attention_config_is_an_estimate(command: CommandLine, tmp_path: 
     assert sized["available_kv_bytes"] == answer["available_kv_bytes"] - 10 * GIB
 
 
-def test_window_layers_are_stated_apart_and_cost_full_length(command: CommandLine) -> None:
+def test_window_layers_are_stated_apart_and_cost_what_is_kept_of_them(command: CommandLine) -> None:
     path = CONFIGS / "openai--gpt-oss-20b_config.json"
     answer = command("kv-budget", str(path), "--gpu", "h100", "--max-model-len", "8192", "--json").json
     assert (answer["kv_bytes_per_token"], answer["kv_bytes_per_token_window"], answer["window"]) == (24576, 24576, 128)
-    assert answer["block_bytes"] * 512 * 32 == 12 * GIB
-    assert any("one block table serves all layers" in note for note in answer["notes"])
+    assert answer["block_bytes"] == 16 * 24576
+    assert answer["cached_bytes_per_token"] == 49152
+    assert answer["max_num_seqs"] == answer["num_blocks"] // (512 + 9)
+    assert any("holds 195 MiB, with all tokens in all layers it would hold 384 MiB" in note for note in answer["notes"])
     assert any("serve does not take it" in note and "mxfp4" in note for note in answer["notes"])
 
 

@@ -11,6 +11,8 @@ from llmsched.engine.executor.base import ScheduledRow
 from llmsched.engine.executor.batch import num_prompt_predictions, pack, split
 from llmsched.engine.request import SamplingParams, Sequence
 
+GROUPS = 2
+
 
 def make_row(
     length: int, start: int, num_tokens: int, *, sample: bool = False, logprobs: int | None = None, prompt: int = 10**6
@@ -18,7 +20,8 @@ def make_row(
     tokens = [100 * length + position for position in range(length)]
     sampling = SamplingParams(prompt_logprobs=logprobs)
     sequence = Sequence(f"{length}", tokens, min(prompt, length), sampling, 0, frozenset())
-    blocks = np.array([(7 * index + length) % 64 for index in range(-(-length // 4))], dtype=np.int32)
+    groups = [[(7 * index + group + length) % 64 for index in range(-(-length // 4))] for group in range(GROUPS)]
+    blocks = np.array(groups, dtype=np.int32)
     return ScheduledRow(sequence, start, num_tokens, blocks, sample)
 
 
@@ -31,23 +34,25 @@ def test_pack_equals_the_definition() -> None:
         make_row(12, 4, 4, logprobs=5, prompt=7),
     ]
     batch = pack(rows, block_size=4)
-    ids, positions, slots, bounds = [], [], [], [0]
+    ids, positions, bounds = [], [], [0]
+    slots: list[list[int]] = [[] for _ in range(GROUPS)]
     for row in rows:
         for position in range(row.start, row.start + row.num_tokens):
             ids.append(row.sequence.token_ids[position])
             positions.append(position)
-            slots.append(int(row.block_table[position // 4]) * 4 + position % 4)
+            for group, table in zip(slots, row.block_table, strict=True):
+                group.append(int(table[position // 4]) * 4 + position % 4)
         bounds.append(len(ids))
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
     assert batch.cu_seqlens_q.tolist() == bounds
     assert batch.context_lens.tolist() == [9, 17, 30, 5, 8]
-    assert batch.block_tables.shape == (5, 8)
-    for table, row, context in zip(batch.block_tables, rows, batch.context_lens, strict=True):
-        width = -(-int(context) // 4)
-        assert table[:width].tolist() == row.block_table[:width].tolist()
-        assert not table[width:].any()
+    assert batch.block_tables.shape == (GROUPS, 5, 8)
+    for index, (row, context) in enumerate(zip(rows, batch.context_lens, strict=True)):
+        table, width = batch.block_tables[:, index], -(-int(context) // 4)
+        assert table[:, :width].tolist() == row.block_table[:, :width].tolist()
+        assert not table[:, width:].any()
     assert batch.sampling_rows == [0, 2, 3]
     assert batch.prompt_counts == [0, 16, 0, 0, 2]
     assert batch.logit_rows.tolist() == [5, 23, 24, *range(6, 22), 25, 26]

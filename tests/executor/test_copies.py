@@ -26,7 +26,7 @@ def prompt(seed: int, common: int = 0) -> list[int]:
 
 
 def row(sequence: Sequence, start: int, blocks: list[int]) -> ScheduledRow:
-    return ScheduledRow(sequence, start, sequence.num_tokens - start, np.array(blocks, dtype=np.int32), sample=True)
+    return ScheduledRow(sequence, start, sequence.num_tokens - start, np.array([blocks], dtype=np.int32), sample=True)
 
 
 def best(result: RowResult) -> list[float]:

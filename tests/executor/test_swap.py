@@ -10,6 +10,7 @@ from tiny_models import build_model
 from llmsched.engine.executor.base import StepPlan
 from llmsched.engine.executor.swap import MAX_GATHERED, HostBlocks, _runs
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, LayerShape
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 def cache_of(dtype: torch.dtype, num_blocks: int = 8) -> KVCache:
     """Two layers whose keys and values differ in width, filled with random numbers."""
-    cache = KVCache.allocate([LayerShape(2, 6, 4), LayerShape(1, 8, 8)], num_blocks, 4, dtype, CPU)
+    cache = KVCache.allocate([LayerShape(2, 6, 4), LayerShape(1, 8, 8)], num_blocks, KVLayout(4), dtype, CPU)
     for seed, tensor in enumerate((*cache.keys, *cache.values)):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
     return cache

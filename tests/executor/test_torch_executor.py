@@ -127,7 +127,7 @@ def test_shared_prefix_blocks_are_read_by_several() -> None:
     first = Stepper(executor, [make_sequence("a", PROMPT)], 48)
     expected = first.generate(4)
     second = Stepper(executor, [make_sequence("b", PROMPT), make_sequence("c", [*PROMPT[:16], 5, 6])], 48, seed=9)
-    second.tables[:, :4] = first.tables[0, :4]
+    second.tables[:, :, :4] = first.tables[0, :, :4]
     second.computed = [16, 16]
     outputs = second.generate(4)
     assert outputs[0] == expected[0]
@@ -161,7 +161,7 @@ def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch_executor, "to_device", lambda array, _: torch.from_numpy(array))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(f"wait for {device}"))
     executor.device = torch.device("cuda", 0)
-    row = ScheduledRow(make_sequence("a", PROMPT), 0, 16, np.arange(8, dtype=np.int32), sample=sample)
+    row = ScheduledRow(make_sequence("a", PROMPT), 0, 16, np.arange(8, dtype=np.int32)[None], sample=sample)
     assert executor.execute(StepPlan([row])).elapsed > 0
     assert told == ["compute", "wait for cuda:0"]
 
@@ -242,7 +242,7 @@ def test_a_step_copies_no_cache() -> None:
     before = [tensor.data_ptr() for tensor in (*executor._cache.keys, *executor._cache.values)]
     untouched = np.array([60, 61], dtype=np.int32)
     executor._cache.keys[0][untouched] = 7.0
-    row = ScheduledRow(make_sequence("a", PROMPT[:8]), 0, 8, np.array([0, 1], dtype=np.int32), sample=True)
+    row = ScheduledRow(make_sequence("a", PROMPT[:8]), 0, 8, np.array([[0, 1]], dtype=np.int32), sample=True)
     executor.execute(StepPlan([row]))
     assert [tensor.data_ptr() for tensor in (*executor._cache.keys, *executor._cache.values)] == before
     assert bool((executor._cache.keys[0][untouched] == 7.0).all())

@@ -231,11 +231,17 @@ def test_activations_follow_the_larger_of_layers_and_sampler() -> None:
 GPT_OSS_20B = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64, 64, window=128))
 
 
-def test_windows_cost_full_length_in_this_allocator() -> None:
+def test_e05_windows_cost_what_this_allocator_keeps_of_them() -> None:
+    """A block of 12 layers; of 8192 tokens 512 in the full ones, and ceil(127 / 16) + 1 in those with a window."""
     plan = draft(gpu(80), shape(groups=GPT_OSS_20B), max_model_len=8192)
-    assert plan.block_bytes == 16 * 49152
+    assert plan.block_bytes == 16 * 24576
     assert (plan.kv_bytes_per_token, plan.kv_bytes_per_token_window, plan.window) == (24576, 24576, 128)
-    assert 32 * plan.blocks_for(8192) * plan.block_bytes == 12 * GIB
+    assert plan.blocks_for(8192) == 512 + 9
+    assert 32 * plan.blocks_for(8192) * plan.block_bytes / GIB == pytest.approx(6.09, abs=0.02)
+    assert plan.max_num_seqs == plan.num_blocks // 521
+    assert plan.blocks_for(100) == 2 * 7, "a short sequence costs KV in every layer"
+    assert plan.num_tokens == plan.num_blocks // 2 * 16
+    assert plan.longest == (plan.num_blocks - 9) * 16
 
 
 def test_recurrent_state_is_reserved_per_sequence_and_bounds_them() -> None:
@@ -274,10 +280,14 @@ def test_kv_in_a_type_of_its_own_halves_kv_and_nothing_else() -> None:
 def test_e04_every_layer_costs_a_short_sequence_kv() -> None:
     kinds = ("full", "window")
     groups = tuple(LayerGroup(kind, 18, 8, 64, 64, window=128 if kind == "window" else None) for kind in kinds)
-    plan = draft(gpu(80), shape(weights=GIB, groups=groups), kv_cache_memory_bytes=int(5.38 * GIB), max_model_len=1)
-    assert plan.block_bytes // plan.block_size == 73728
-    assert plan.num_tokens == pytest.approx(78_300, rel=0.002)
-    assert plan.max_num_seqs == plan.num_blocks
+    knobs = {"kv_cache_memory_bytes": int(5.38 * GIB)}
+    short = draft(gpu(80), shape(weights=GIB, groups=groups), max_model_len=1, **knobs)
+    plan = draft(gpu(80), shape(weights=GIB, groups=groups), max_model_len=4096, **knobs)
+    assert short.block_bytes == 2 * plan.block_bytes == 16 * 73728, "with windows, a block of either kind of layer"
+    assert plan.blocks_for(1) == 2
+    for each in (short, plan):
+        assert each.num_tokens == pytest.approx(78_300, rel=0.002)
+        assert each.num_seqs_at(1) == each.num_tokens // 16
 
 
 def test_e11_the_message_shows_what_changed_was_memory_not_the_type() -> None:

@@ -72,7 +72,9 @@ def chunk(start: int, num_tokens: int) -> StepPlan:
     """The last `num_tokens` of a long prompt, everything before them computed."""
     end = start + num_tokens
     sequence = Sequence("r", [0] * end, end, SamplingParams(temperature=0), seed=0, stop_ids=frozenset())
-    return StepPlan([ScheduledRow(sequence, start, num_tokens, np.arange(-(-end // 16), dtype=np.int32), sample=True)])
+    return StepPlan(
+        [ScheduledRow(sequence, start, num_tokens, np.arange(-(-end // 16), dtype=np.int32)[None], sample=True)]
+    )
 
 
 NARROW = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

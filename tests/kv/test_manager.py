@@ -106,7 +106,7 @@ def test_source_that_is_evicted_in_the_same_step_and_written_by_another_is_still
     other = driver.come(tokens(48, seed=1))  # takes all that is left, and with it the source
     assert driver.kv.pool.num_available == 0
     source, _ = next(iter(driver.next_copies()))
-    assert source in table_of(other).ids.tolist()
+    assert source in table_of(other).held_blocks()
     driver.step({other: 48, one: 1})
 
 
@@ -263,7 +263,7 @@ def test_block_is_shared_only_with_all_in_front_of_it() -> None:
     late.num_preemptions += 1
     assert driver.admit(late).num_tokens == 16, "written by another, but found on a return"
     driver.step({first: 32, late: 32})
-    assert table_of(first).ids.tolist() == table_of(late).ids.tolist()
+    assert table_of(first).held_blocks() == table_of(late).held_blocks()
     driver.leave(first)
     driver.leave(late)
     driver.serve(tokens(12 * 16, seed=5))

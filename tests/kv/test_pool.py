@@ -7,21 +7,29 @@ import pytest
 from llmsched.engine.kv.pool import MAX_SHARED, BlockPool
 
 
+def pool_of(num_blocks: int, evicted: list[int]) -> BlockPool:
+    """A pool that notes what it evicts."""
+
+    def on_evict(block: int) -> list[int]:
+        evicted.append(block)
+        return []
+
+    return BlockPool(num_blocks, on_evict)
+
+
 def cached_pool(num_blocks: int, evicted: list[int]) -> BlockPool:
     """A pool whose blocks are all taken and findable: 0, 1, 2 ... in the order of allocation."""
-    pool = BlockPool(num_blocks, evicted.append)
+    pool = pool_of(num_blocks, evicted)
     assert pool.allocate(num_blocks) == list(range(num_blocks))
-    for block in range(num_blocks):
-        pool.set_findable(block)
+    pool.set_findable(range(num_blocks))
     return pool
 
 
 def test_states_add_up() -> None:
     evicted: list[int] = []
-    pool = BlockPool(4, evicted.append)
+    pool = pool_of(4, evicted)
     a, b, c = pool.allocate(3)
-    pool.set_findable(a)
-    pool.set_findable(b)
+    pool.set_findable([a, b])
     pool.release([c, b, a])
     assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 2, 0)
     pool.acquire([a, a])
@@ -66,7 +74,7 @@ def test_evicted_block_is_private_again() -> None:
     pool.release([0, 0, 3, 2, 1])
     pool.allocate(4)
     for block in range(4):
-        pool.set_findable(block)
+        pool.set_findable([block])
     pool.release([0, 1, 2, 3])
     evicted.clear()
     pool.allocate(1)
@@ -103,10 +111,10 @@ def test_demoted_block_that_is_found_again_is_shared_again() -> None:
 def test_touched_block_goes_last_in_its_rank() -> None:
     evicted: list[int] = []
     pool = cached_pool(4, evicted)
-    pool.touch(3)
+    pool.touch([3])
     pool.release([0, 1, 2])
-    pool.touch(0)
-    pool.touch(3)
+    pool.touch([0])
+    pool.touch([3])
     pool.check_integrity({3: 1})
     pool.allocate(3)
     assert evicted == [1, 2, 0]
@@ -124,7 +132,7 @@ def test_reset_keeps_what_is_used() -> None:
 
 @pytest.mark.parametrize("held", [{}, {0: 2}, {0: 1, 1: 1}])
 def test_integrity_check_sees_wrong_references(held: dict[int, int]) -> None:
-    pool = BlockPool(2, lambda _: None)
+    pool = pool_of(2, [])
     block = pool.allocate(1)[0]
     held = {block if key == 0 else 1 - block: count for key, count in held.items()}
     with pytest.raises(AssertionError):

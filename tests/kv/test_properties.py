@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_driver import KVDriver
 
 from llmsched.engine.errors import RequestError
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import Request
 
 BLOCK = 8
@@ -21,6 +22,15 @@ TEXTS = [[1] * common + [seed * 50 + i for i in range(50)] for seed, common in e
 PROMPTS = st.tuples(st.sampled_from(TEXTS), st.integers(1, 50), st.lists(st.integers(1, 2), max_size=6)).map(
     lambda drawn: drawn[0][: drawn[1]] + drawn[2]
 )
+#: Without windows, with one of less than a block, of a block and a bit, of all but the longest; of several groups.
+LAYOUTS = [
+    KVLayout(BLOCK),
+    KVLayout(BLOCK),
+    KVLayout(BLOCK, 1, 1, 3),
+    KVLayout(BLOCK, 1, 1, 9),
+    KVLayout(BLOCK, 1, 2, 18),
+    KVLayout(BLOCK, 2, 3, 41),
+]
 SALTS = st.sampled_from(["", "", "tenant"])
 
 
@@ -36,9 +46,10 @@ class KVLife(RuleBasedStateMachine):
         self.preempted: list[Request] = []
         self.now = 0.0
 
-    @initialize(blocks=st.integers(8, 40), slots=st.sampled_from([0, 4, 40]))
-    def start(self, blocks: int, slots: int) -> None:
-        self.driver = KVDriver(blocks, BLOCK, max_pinned_blocks=blocks // 4, num_swap_slots=slots)
+    @initialize(layout=st.sampled_from(LAYOUTS), blocks=st.integers(8, 40), slots=st.sampled_from([0, 4, 40]))
+    def start(self, layout: KVLayout, blocks: int, slots: int) -> None:
+        blocks, slots = blocks * layout.num_groups, slots * layout.num_groups
+        self.driver = KVDriver(blocks, BLOCK, blocks // 4, slots, layout)
         self.kv = self.driver.kv
 
     def fits(self, request: Request) -> bool:

@@ -9,6 +9,7 @@ from fakes import Harness, assert_right, make_request, tokens
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak
 from llmsched.engine.scheduler.headroom import HeadroomControl
@@ -75,8 +76,8 @@ def test_expected_peak_is_the_certain_one_where_nothing_is_uncertain() -> None:
     steps = np.arange(1, 10)
     alive = (steps <= remaining[:, None]).astype(float)
     growths = [Growth(int(h), int(r)) for h, r in zip(held, remaining, strict=True)]
-    assert expected_peak(held, alive, steps) == future_peak(growths)
-    assert expected_peak(held, alive * 0.5, steps) < future_peak(growths)
+    assert expected_peak(held, alive, steps, KVLayout(16)) == future_peak(growths)
+    assert expected_peak(held, alive * 0.5, steps, KVLayout(16)) < future_peak(growths)
 
 
 def test_prediction_needs_samples() -> None:

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from llmsched.engine.errors import RequestError
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 
+#: Mostly without windows; with windows of less than a block, and of several.
+LAYOUTS = [KVLayout(BLOCK)] * 3 + [KVLayout(BLOCK, 1, 1, 9), KVLayout(BLOCK, 1, 2, 40), KVLayout(BLOCK, 2, 3, 60)]
 #: Preemption mode, slots of host memory, seconds that a block takes (a step takes one).
 SWAPS = [("recompute", 0, 0.0), ("swap", 3, 0.0), ("swap", 100, 0.0), ("auto", 100, 1e-4), ("auto", 100, 0.1)]
 PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]
@@ -35,6 +38,7 @@ class SchedulerLife(RuleBasedStateMachine):
         swap=st.sampled_from(SWAPS),
         pinned=st.sampled_from([0, 0, 2]),
         headroom=st.sampled_from([0.0, 0.1]),
+        layout=st.sampled_from(LAYOUTS),
     )
     def start(
         self,
@@ -47,9 +51,11 @@ class SchedulerLife(RuleBasedStateMachine):
         swap: tuple[str, int, float],
         pinned: int,
         headroom: float,
+        layout: KVLayout,
     ) -> None:
-        pinned = pinned if caching else 0
-        self.capacity = (blocks - pinned) * BLOCK
+        pinned = pinned * layout.num_groups if caching else 0
+        blocks *= layout.num_groups
+        self.capacity = min(layout.longest(blocks - pinned), 400)
         self.harness = Harness(
             blocks,
             budget,
@@ -59,7 +65,8 @@ class SchedulerLife(RuleBasedStateMachine):
             output_prediction=prediction,
             max_model_len=self.capacity + 1,
             preemption_mode=swap[0],
-            swap_slots=swap[1],
+            swap_slots=swap[1] * layout.num_groups,
+            layout=layout,
             max_pinned_blocks=pinned,
             headroom=headroom,
         )

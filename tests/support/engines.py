@@ -14,6 +14,9 @@ from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.geometry import kv_geometry
+from llmsched.engine.kv.grouping import cache_layout
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -33,6 +36,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(build_tokenizer())
 
 
+def layout_of(arch: str, block_size: int = BLOCK, longest: int = MAX_POSITION) -> KVLayout:
+    """How `serve` would lay out the KV cache of the model of `arch`."""
+    return cache_layout(kv_geometry(model(arch).config), block_size, longest).layout
+
+
 def make_engine(
     arch: str = "llama",
     *,
@@ -44,6 +52,7 @@ def make_engine(
     """An engine of its own around the shared model of `arch`. It admits by present memory, so small pools preempt."""
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
+    layout = layout_of(arch, settings["block_size"], settings["max_model_len"])
     executor = TorchExecutor(
         model(arch),
         num_blocks=num_blocks,
@@ -51,11 +60,14 @@ def make_engine(
         device="cpu",
         kv_dtype=torch.float32,
         num_swap_slots=swap_slots,
+        layout=layout,
     )
     swap = SwapSpace(swap_slots, executor.kv_cache_bytes // num_blocks)
     settings["swap_space"] = swap_slots * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    return Engine(EngineConfig(**settings), info, tokenizer(), executor, num_blocks, swap=swap, clock=clock)
+    return Engine(
+        EngineConfig(**settings), info, tokenizer(), executor, num_blocks, swap=swap, layout=layout, clock=clock
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import FinishReason, Request, SamplingParams
@@ -43,7 +44,10 @@ class FakeExecutor:
     elapsed = 1.0
     per_swapped_block = 0.0
 
-    def __init__(self, num_blocks: int, block_size: int, num_swap_slots: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_swap_slots: int = 0, layout: KVLayout | None = None
+    ) -> None:
+        self.layout = layout or KVLayout(block_size)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.host = np.full((num_swap_slots, block_size), -2, dtype=np.int64)
         self.block_size = block_size
@@ -75,13 +79,18 @@ class FakeExecutor:
     def _write(self, row: ScheduledRow) -> None:
         assert row.num_tokens > 0
         for position in range(row.start, row.start + row.num_tokens):
-            block = row.block_table[position // self.block_size]
-            self.kv[block, position % self.block_size] = row.sequence.token_ids[position]
+            blocks = row.block_table[:, position // self.block_size]
+            assert len(set(blocks.tolist())) == len(blocks), "two groups write to one block"
+            self.kv[blocks, position % self.block_size] = row.sequence.token_ids[position]
 
     def _read(self, row: ScheduledRow) -> RowResult:
         end = row.start + row.num_tokens
-        seen = self.kv[row.block_table].reshape(-1)[:end].tolist()
-        assert seen == row.sequence.token_ids[:end], f"{row.sequence.request_id}: the KV is not its own"
+        seen = self.kv[row.block_table[0]].reshape(-1)[:end].tolist()
+        for group, table in enumerate(row.block_table):
+            # What the first token of the row sees, and all after it.
+            start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
+            held = self.kv[table].reshape(-1)[start:end].tolist()
+            assert held == row.sequence.token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
         return RowResult(token_id=next_token(seen) if row.sample else None)
 
 
@@ -111,15 +120,16 @@ class Harness:
         *,
         swap_slots: int = 0,
         max_pinned_blocks: int = 0,
+        layout: KVLayout | None = None,
         **knobs: Any,
     ) -> None:
         self.time = 0.0
         config = EngineConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, swap_space=swap_slots * BLOCK_BYTES, **knobs
         )
-        kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_slots, BLOCK_BYTES))
+        kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_slots, BLOCK_BYTES), layout)
         self.scheduler = make_scheduler(kv, config, lambda: self.time)
-        self.executor = FakeExecutor(num_blocks, BLOCK, swap_slots)
+        self.executor = FakeExecutor(num_blocks, BLOCK, swap_slots, layout)
 
     def add(self, request: Request) -> Request:
         assert self.scheduler.fits_alone(request.num_prompt_tokens, request.sampling.max_tokens)

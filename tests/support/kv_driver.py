@@ -6,6 +6,7 @@ from fakes import FakeExecutor, make_request
 
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.kv.finder import PrefixHit
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.prefix import PrefixNode
 from llmsched.engine.kv.swap import SwapSpace
@@ -17,11 +18,16 @@ class KVDriver:
     """Admits, steps and releases what it is told to; all that it does to requests is what a scheduler does."""
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, max_pinned_blocks: int = 0, num_swap_slots: int = 0
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        max_pinned_blocks: int = 0,
+        num_swap_slots: int = 0,
+        layout: KVLayout | None = None,
     ) -> None:
         swap = SwapSpace(num_swap_slots)
-        self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks, swap=swap)
-        self.executor = FakeExecutor(num_blocks, block_size, num_swap_slots)
+        self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks, swap=swap, layout=layout)
+        self.executor = FakeExecutor(num_blocks, block_size, num_swap_slots, layout)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
 
@@ -33,14 +39,15 @@ class KVDriver:
 
     def admit(self, request: Request) -> PrefixHit:
         hit = self.kv.find_prefix(request)
-        assert self.kv.num_missing(request, hit) <= self.kv.pool.num_available
+        missing = self.kv.num_missing(request, hit)
+        assert missing <= self.kv.pool.num_available
         before = self.kv.pool.num_available
         num_saved = request.swapped.num_tokens if request.swapped is not None else 0
         num_restored = self.kv.admit(request, hit)
         assert request.num_computed_tokens == (num_saved if num_restored else hit.num_tokens)
         if request in self.swapped:
             self.swapped.remove(request)
-        assert before - self.kv.pool.num_available == self.kv.num_missing(request, hit)
+        assert before - self.kv.pool.num_available == missing
         self.running.append(request)
         return hit
 
@@ -50,7 +57,8 @@ class KVDriver:
         for request, chunk in chunks.items():
             self.kv.grow(request)
             start = request.num_computed_tokens
-            count = min(chunk, request.num_tokens - start)
+            count = self.kv.reach(request, start + min(chunk, request.num_tokens - start)) - start
+            assert count > 0
             sample = start + count == request.num_tokens
             rows.append(ScheduledRow(request, start, count, table_of(request).ids, sample))
         results = self.executor.execute(StepPlan(rows, (), self.kv.take_copies(), *self.kv.take_swaps())).rows
@@ -96,5 +104,6 @@ class KVDriver:
 
     def _check_below(self, node: PrefixNode) -> None:
         for child in node.children.values():
-            assert self.executor.kv[child.block].astype("int32").tobytes() == child.key, f"block {child.block}"
+            for block in child.blocks + child.window_blocks:
+                assert self.executor.kv[block].astype("int32").tobytes() == child.key, f"block {block}"
             self._check_below(child)

@@ -29,9 +29,9 @@ class Stepper:
         self.computed = [0] * len(self.sequences)
         self.prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in self.sequences]
         self.results: list[list[RowResult]] = [[] for _ in self.sequences]
-        width = -(-max_len // executor.block_size)
-        pool = np.random.default_rng(seed).permutation(executor.num_blocks)[: width * len(self.sequences)]
-        self.tables = pool.reshape(len(self.sequences), width).astype(np.int32)
+        shape = (len(self.sequences), executor.layout.num_groups, -(-max_len // executor.block_size))
+        pool = np.random.default_rng(seed).permutation(executor.num_blocks)[: np.prod(shape)]
+        self.tables = pool.reshape(shape).astype(np.int32)
 
     def row(self, index: int, chunk: int) -> ScheduledRow | None:
         """The next `chunk` tokens of a sequence, fewer at its end, None if it is computed."""

@@ -8,6 +8,7 @@ import torch
 
 from gpu_suite.rows import Row
 from llmsched.engine.executor.swap import HostBlocks
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, LayerShape
 
 #: Llama-3.1-8B: 32 layers, 8 KV heads of 128.
@@ -18,7 +19,9 @@ BLOCK = 16
 def check_swap(device: str, *, small: bool = False) -> Iterator[Row]:
     """Two rows: what came back, and the rates of copies."""
     count = 8 if small else 256
-    cache = KVCache.allocate(LAYERS[:2] if small else LAYERS, 2 * count, BLOCK, torch.bfloat16, torch.device(device))
+    cache = KVCache.allocate(
+        LAYERS[:2] if small else LAYERS, 2 * count, KVLayout(BLOCK), torch.bfloat16, torch.device(device)
+    )
     host = HostBlocks(cache, count, torch.device(device))
     tensors = (*cache.keys, *cache.values)
     for seed, tensor in enumerate(tensors):

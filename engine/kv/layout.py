@@ -1,0 +1,66 @@
+"""How the KV of a sequence lies in blocks: layers in groups, each group with blocks of its own.
+
+Layers that see all tokens keep every block. Layers with a sliding window keep what later tokens will see, so a sequence
+holds no more of them than a window's worth, however long it grows. All blocks are of one size and in one pool: a
+block holds block_size tokens of the layers of one group, whichever that is now. (vLLM's hybrid cache groups layers
+so, too.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """`full_groups` groups of layers that keep all tokens (at least one), `window_groups` that see the last `window`,
+    the token itself included.
+
+    When a sequence has c tokens, the latter keep the block that token c goes to and the `num_behind` blocks in front of
+    it; those before are given back. (One block in front is always kept, so that what was found stays held.)
+    """
+
+    block_size: int
+    full_groups: int = 1
+    window_groups: int = 0
+    window: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        return self.full_groups + self.window_groups
+
+    @property
+    def num_behind(self) -> int:
+        """Whole blocks that a group with a window keeps in front of the one that is being filled."""
+        return max(1, -(-(self.window - 1) // self.block_size))
+
+    def first_kept(self, num_tokens: int) -> int:
+        """The first block that a group with a window keeps of a sequence whose first `num_tokens` are computed."""
+        return max(0, num_tokens // self.block_size - self.num_behind)
+
+    def width(self, num_tokens: int) -> int:
+        """Blocks of one group that keeps all of `num_tokens` tokens: ceil(num_tokens / block_size)."""
+        return -(-num_tokens // self.block_size)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks of all groups that a sequence of `num_tokens` tokens holds between two steps."""
+        width = self.width(num_tokens)
+        return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
+
+    def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens that the blocks have room for which sequences of so many tokens hold, all groups together."""
+        windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
+        return self.full_groups * num_tokens + self.window_groups * windowed
+
+    def longest(self, num_blocks: int) -> int:
+        """The most tokens of one sequence that so many blocks hold."""
+        window = self.num_behind + 1
+        width = num_blocks // self.num_groups
+        if self.window_groups and width > window:
+            width = (num_blocks - self.window_groups * window) // self.full_groups
+        return width * self.block_size

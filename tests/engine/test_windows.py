@@ -1,0 +1,114 @@
+"""Models with sliding windows: blocks that have left a window are given back, and nothing else changes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from engines import Collector, generate, layout_of, make_engine, prompt, sampling
+from tiny_models import ARCHITECTURES, build_model
+
+from llmsched.engine.kv.layout import KVLayout
+
+#: Windows of 8 tokens in some layers: of 7 layers 6 have one in gemma3, of 3 layers 2 in the others.
+WINDOWED = ("gemma2", "gemma3", "gpt_oss")
+SIZE = 4
+LENGTHS = (50, 3, 21, 64)
+COUNT = 40
+
+
+@cache
+def expected(arch: str) -> list[list[int]]:
+    """Greedy continuations by transformers alone."""
+    plain: Any = build_model(arch, seed=3)
+    plain.set_attn_implementation("eager")
+    return [
+        plain.generate(
+            torch.tensor([prompt(length, length)]),
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            pad_token_id=3,
+        )[0, length:].tolist()
+        for length in LENGTHS
+    ]
+
+
+def outputs(arch: str, **settings: Any) -> tuple[list[list[int]], Any]:
+    """The continuations of all prompts, served together, and the engine's statistics."""
+    engine = make_engine(arch, block_size=SIZE, **settings)
+    params = sampling(max_tokens=COUNT, min_tokens=COUNT, ignore_eos=False)
+    found = generate(engine, *((prompt(length, length), params) for length in LENGTHS))
+    return [choice.tokens for choice in found], engine.stats()
+
+
+def test_layers_with_a_window_have_groups_of_their_own() -> None:
+    assert layout_of("gemma3", SIZE) == KVLayout(SIZE, 1, 6, 8)
+    assert layout_of("gpt_oss", SIZE) == KVLayout(SIZE, 1, 2, 8)
+    assert layout_of("llama", SIZE) == layout_of("mistral", SIZE) == KVLayout(SIZE)
+    assert {arch for arch in ARCHITECTURES if layout_of(arch).window_groups} == set(WINDOWED)
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+@pytest.mark.parametrize("budget", [256, 7, 1], ids=lambda budget: f"steps of {budget}")
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+def test_tokens_are_those_of_transformers_far_past_the_window(arch: str, budget: int, caching: bool) -> None:
+    found, _ = outputs(
+        arch, num_blocks=1000, max_num_batched_tokens=budget, max_num_seqs=min(4, budget), enable_prefix_caching=caching
+    )
+    assert found == expected(arch)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("arch", WINDOWED)
+def test_preemption_changes_nothing(arch: str, caching: bool, mode: str) -> None:
+    """A pool that holds one of the long ones, and half of another."""
+    blocks = layout_of(arch, SIZE).num_blocks(LENGTHS[-1] + COUNT) * 3 // 2
+    slots = 0 if mode == "recompute" else 2 * blocks
+    found, stats = outputs(
+        arch, num_blocks=blocks, preemption_mode=mode, swap_slots=slots, enable_prefix_caching=caching, headroom=0.0
+    )
+    assert found == expected(arch)
+    assert stats.num_preemptions > 0
+    if mode == "swap":
+        assert stats.num_swapped_out == stats.num_swapped_in == stats.num_preemptions
+
+
+@pytest.mark.parametrize("policy", ["static", "serial", "fcfs"])
+def test_every_policy_serves_them(policy: str) -> None:
+    found, _ = outputs("gpt_oss", num_blocks=400, scheduling_policy=policy, max_model_len=120)
+    assert found == expected("gpt_oss")
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+def test_a_prefix_hit_needs_what_its_window_sees(arch: str) -> None:
+    """The end of what was served can be gone on from; an early part only while its window is cached."""
+    engine = make_engine(arch, block_size=SIZE, num_blocks=1000)
+    params = sampling(max_tokens=COUNT, min_tokens=COUNT, ignore_eos=False)
+    first = generate(engine, (prompt(64, 64), params))[0]
+    assert first.tokens == expected(arch)[3]
+    again, other = generate(engine, (prompt(64, 64), params), ([*prompt(64, 64)[:30], 7, 8, 9], sampling()))
+    assert (again.tokens, again.num_cached_tokens) == (first.tokens, 60)
+    assert other.num_cached_tokens == 28
+    solo = generate(make_engine(arch, enable_prefix_caching=False), ([*prompt(64, 64)[:30], 7, 8, 9], sampling()))[0]
+    assert other.tokens == solo.tokens
+
+
+def test_what_is_held_stops_growing_with_the_sequence_where_there_is_a_window() -> None:
+    """Blocks in use are those that the layout tells, which kv-budget and serve plan by."""
+    engine = make_engine("gemma3", block_size=SIZE, num_blocks=1000)
+    layout = layout_of("gemma3", SIZE)
+    collector = Collector(engine)
+    engine.add_request("long", prompt(10), sampling(max_tokens=200))
+    most = 0
+    while engine.has_work():
+        collector.step()
+        if engine.has_work():
+            expected = layout.num_blocks(engine.scheduler.running[0].num_computed_tokens)
+            # When a block has just been filled, one has left each window, and the next is not taken yet.
+            assert engine.stats().blocks_used in (expected, expected - layout.window_groups)
+            most = max(most, engine.stats().blocks_used)
+    assert most == layout.num_blocks(208) == 52 + 6 * 3
