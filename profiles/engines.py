@@ -9,21 +9,24 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from llmsched.profiles.gpus import GpuSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches, from 0 to 1.
+    """Shares of a GPU's datasheet figures that an engine reaches; engines.toml says of what.
 
-    matrix, matrix_fp8: of the arithmetic rate; attention: of what matrices reach; bandwidth: for weights and vectors;
-    kv: for reading KV; experts: of matrix and bandwidth in routed experts. `error` is the median relative error of TPOT
-    on published measurements that were held back, None where there were none.
+    `error` is the median relative error of TPOT on published measurements that were held back, None where there were
+    none.
     """
 
     matrix: float
     matrix_fp8: float
+    matrix_fp8_block: float
     attention: float
     bandwidth: float
     kv: float
+    decode: float
     experts: float
     error: float | None = None
 
@@ -38,9 +41,9 @@ class EngineSpec:
     row_seconds: float
     shares: Mapping[str, Efficiency]
 
-    def on(self, architecture: str) -> Efficiency:
-        """What it reaches on a kind of GPU ("hopper"); that of a kind without measurements is the default."""
-        return self.shares.get(architecture, self.shares["default"])
+    def on(self, gpu: GpuSpec) -> Efficiency:
+        """What it reaches on this GPU, or else on its architecture, or else on any."""
+        return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 
 class UnknownEngineError(LookupError):
@@ -51,7 +54,11 @@ class UnknownEngineError(LookupError):
 def engines() -> dict[str, EngineSpec]:
     """All engine classes of engines.toml by key."""
     table = tomllib.loads(files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
-    return {key: engine_spec(key, {**table["default"], **entry}) for key, entry in table.items()}
+    default = table["default"]
+    return {
+        key: engine_spec(key, {**default, **entry, "on": {**default["on"], **entry["on"]}})
+        for key, entry in table.items()
+    }
 
 
 def find_engine(name: str) -> EngineSpec:

@@ -34,11 +34,11 @@ class Roofline:
     """
 
     def __init__(self, work: ModelWork, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
-        share = engine.on(gpu.architecture)
+        share = engine.on(gpu)
         self.window = work.window
         self.error = share.error
         bandwidth = gpu.bandwidth * share.bandwidth
-        kinds: tuple[Arithmetic, ...] = ("bf16", "fp8")
+        kinds: tuple[Arithmetic, ...] = ("bf16", "fp8", "fp8_block")
         rates = {kind: _matrix_rate(gpu, share, dtype, kind) for kind in kinds}
         self._launch = engine.step_seconds + engine.layer_seconds * work.layers
         self._per_row = engine.row_seconds + work.state_bytes / bandwidth
@@ -50,7 +50,10 @@ class Roofline:
         self._head = _seconds(work.head, rates, bandwidth)
         attention_rate = _matrix_rate(gpu, share, dtype, "bf16") * share.attention
         self._prefill = _sums((a.windowed, a.prefill_flops / attention_rate) for a in work.attention)
-        self._decode = _sums((a.windowed, a.decode_flops / attention_rate) for a in work.attention)
+        decode_rate = gpu.fp32_flops * share.decode
+        self._decode = _sums(
+            (a.windowed, a.decode_flops / (attention_rate if a.latent else decode_rate)) for a in work.attention
+        )
         self._kv = _sums((a.windowed, a.kv_bytes / (gpu.bandwidth * share.kv)) for a in work.attention)
         self._swap = 1 / (gpu.host_bandwidth * SWAP_SHARE)
 
@@ -91,8 +94,8 @@ def _both(arithmetic: float, reading: float) -> float:
 
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
     """Operations per second that products reach. Without fp8 units fp8 weights are converted on the way."""
-    if arithmetic == "fp8" and gpu.fp8_flops:
-        return gpu.fp8_flops * share.matrix_fp8
+    if arithmetic != "bf16" and gpu.fp8_flops:
+        return gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
     flops = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}.get(dtype, 0.0)
     if not flops:
         raise ConfigError("dtype", f"{dtype} is not multiplied by {gpu.name}; use float16")

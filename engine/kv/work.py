@@ -19,7 +19,9 @@ from llmsched.engine.kv.recall import Recall
 from llmsched.engine.kv.shape import inner_size
 from llmsched.engine.kv.weights import parameters_of
 
-Arithmetic = Literal["bf16", "fp8"]
+#: How matrices are multiplied: in 16 bits (or in float32, where that is the type of activations), in fp8 with one scale
+#: for a whole matrix or row, or in fp8 with a scale for each block, which takes longer.
+Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 
 #: Vectors of hidden_size and of the MLP's width that norms, residuals, rotations and activations move for one token in
 #: one layer. Fitted to the `other_ms_per_layer` of microsoft/vidur's profiles (A100, H100, 7B to 70B), which they give
@@ -38,10 +40,12 @@ class Matrices(NamedTuple):
 class Attention(NamedTuple):
     """One kind of layers together: bytes of KV per token, and operations per (query, key) pair of prefill and decode.
 
-    Layers with `windowed` see only the last tokens. MLA's decode works on the latent, its prefill on whole heads.
+    Layers with `windowed` see only the last tokens. Those with `latent` (MLA) decode all heads on one latent vector,
+    which is a product of matrices, and prefill on whole heads.
     """
 
     windowed: bool
+    latent: bool
     kv_bytes: float
     prefill_flops: float
     decode_flops: float
@@ -115,7 +119,9 @@ def _matrices(parameters: Parameters, fields: Fields, dtype_bytes: int) -> tuple
     """Dense and routed matrices; routers, norms and biases go with the dense ones."""
     settings = fields.get("quantization_config")
     form = weight_format(settings) if isinstance(settings, Mapping) else None
-    arithmetic: Arithmetic = "fp8" if isinstance(settings, Mapping) and _computes_fp8(settings) else "bf16"
+    arithmetic: Arithmetic = "bf16"
+    if isinstance(settings, Mapping) and _computes_fp8(settings):
+        arithmetic = "fp8_block" if settings.get("weight_block_size") else "fp8"
     linear = dtype_bytes if form is None or form.linear is None else form.linear / 8
     expert = dtype_bytes if form is None or form.experts is None else form.experts / 8
     return (
@@ -147,6 +153,7 @@ def _attention(group: LayerGroup, fields: Fields, reader: ConfigReader, kv_bytes
         prefill = decode = pair
     return Attention(
         windowed=group.window is not None,
+        latent=group.kind == "mla",
         kv_bytes=group.bytes_per_token(kv_bytes),
         prefill_flops=float(group.layers * prefill),
         decode_flops=float(group.layers * decode),

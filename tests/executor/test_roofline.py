@@ -17,6 +17,7 @@ from llmsched.profiles.engines import UnknownEngineError, engine_spec
 from llmsched.profiles.gpus import find_gpu
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+SHARES = ("matrix", "matrix_fp8", "matrix_fp8_block", "attention", "bandwidth", "kv", "experts")
 #: An engine that reaches everything and costs nothing.
 IDEAL = engine_spec(
     "ideal",
@@ -24,9 +25,7 @@ IDEAL = engine_spec(
         "step_us": 0.0,
         "layer_us": 0.0,
         "row_us": 0.0,
-        "on": {
-            "default": dict.fromkeys(("matrix", "matrix_fp8", "attention", "bandwidth", "kv", "experts"), 1.0),
-        },
+        "on": {"default": dict.fromkeys(SHARES, 1.0) | {"decode": 1e6}},
     },
 )
 LLAMA = "meta-llama--Meta-Llama-3.1-8B"
@@ -87,6 +86,7 @@ def test_latent_attention_reads_one_vector_and_computes_with_every_head() -> Non
     ("settings", "bytes_per_number", "arithmetic"),
     [
         ({"quant_method": "fp8"}, 1, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1, "fp8_block"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.16 / 8, "bf16"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5 / 8, "bf16"),

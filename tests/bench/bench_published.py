@@ -1,0 +1,104 @@
+"""The roofline against published measurements of real GPUs: each row's load is run through the real scheduler.
+
+Half of the rows (by a hash of their id) were fitted to (tests/bench/fit_published.py), the other half checks. Errors
+are predicted / published - 1. TPOT and throughput are what is promised; TTFT is shown for information: it depends on
+when the requests of a closed loop came, which is hardly ever published.
+
+python tests/bench/bench_published.py [PART OF AN ID ...]       ten minutes on two cores
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+import numpy as np
+from published import Row, read_rows
+from published_loads import Figures, steps_of
+
+from llmsched.engine.executor.roofline import roofline
+
+
+class Outcome(NamedTuple):
+    """A row and what was predicted for it; an error is None where nothing was published."""
+
+    row: Row
+    found: Figures
+
+    @property
+    def tpot_error(self) -> float | None:
+        return None if self.row.tpot is None else self.found.tpot / self.row.tpot.seconds - 1
+
+    @property
+    def throughput_error(self) -> float | None:
+        return None if self.row.throughput is None else self.found.throughput / self.row.throughput - 1
+
+
+def predict(row: Row) -> Outcome:
+    cost = roofline(row.work(), row.gpu, engine=row.engine, dtype=row.dtype)
+    return Outcome(row, steps_of(row, cost).figures(cost))
+
+
+def line(outcome: Outcome) -> str:
+    row, found = outcome
+    cells = [
+        _cell(found.tpot * 1e3, None if row.tpot is None else row.tpot.seconds * 1e3),
+        _cell(found.throughput, row.throughput),
+        _cell(found.ttft * 1e3, None if row.ttft is None else row.ttft * 1e3),
+    ]
+    return f"{row.id:<78} {'fit' if row.fitted else 'check':<5} " + " ".join(cells)
+
+
+def _cell(predicted: float, published: float | None) -> str:
+    if published is None:
+        return f"{'':>28}"
+    return f"{predicted:>10.5g} {published:>10.5g} {predicted / published - 1:>+6.0%}"
+
+
+def summary(name: str, outcomes: list[Outcome]) -> str:
+    parts = [
+        _spread([outcome.tpot_error for outcome in outcomes]),
+        _spread([outcome.throughput_error for outcome in outcomes]),
+    ]
+    return f"{name:<44} " + "  ".join(parts)
+
+
+def _spread(errors: list[float | None]) -> str:
+    sizes = [abs(error) for error in errors if error is not None]
+    if not sizes:
+        return f"{'':>24}"
+    return f"{len(sizes):>4} rows {np.median(sizes):>6.1%} {np.quantile(sizes, 0.9):>6.1%}"
+
+
+def main() -> None:
+    rows = [row for row in read_rows() if any(part in row.id for part in sys.argv[1:] or [""])]
+    print(f"{'':<84} {'TPOT ms':<29}{'output tokens/s':<29}TTFT ms")
+    print(f"{'row':<84} " + f"{'predicted':>10} {'published':>10} {'error':>6} " * 3)
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for outcome in pool.map(predict, rows):
+            print(line(outcome), flush=True)
+            outcomes.append(outcome)
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        part = "fit" if outcome.row.fitted else "check"
+        for name in ("all", outcome.row.engine, f"{outcome.row.engine} on {outcome.row.gpu.key}"):
+            groups[f"{name}: {part}"].append(outcome)
+    print(f"\n{'absolute errors: median and P90':<44} {'TPOT':<26}throughput")
+    for name in sorted(groups):
+        print(summary(name, groups[name]))
+    print("\nchecks that miss by more than 30 %:")
+    for outcome in outcomes:
+        errors = [error for error in (outcome.tpot_error, outcome.throughput_error) if error is not None]
+        if not outcome.row.fitted and max(map(abs, errors), default=0) > 0.3:
+            print(line(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The shipped constants against a sample of the published results that they were not fitted to.
+
+tests/bench/bench_published.py has all of them. The bounds are a little above what is reached: a change of formulas or
+constants that makes predictions worse fails here.
+"""
+
+from __future__ import annotations
+
+from statistics import median, quantiles
+
+from published import Row, read_rows
+from published_loads import Figures, steps_of
+
+from llmsched.engine.executor.roofline import roofline
+
+#: Loads that are simulated in a fraction of a second.
+MOST_TOKENS = 20_000
+EVERY = 2
+
+
+def sample() -> list[Row]:
+    """Every second of the small check rows, in the order of the file."""
+    small = [row for row in read_rows() if not row.fitted and row.tpot is not None and _tokens(row) <= MOST_TOKENS]
+    return small[::EVERY]
+
+
+def _tokens(row: Row) -> float:
+    requests = row.num_requests or row.concurrency or 1
+    return requests * row.output_len
+
+
+def predicted(row: Row) -> Figures:
+    cost = roofline(row.work(), row.gpu, engine=row.engine, dtype=row.dtype)
+    return steps_of(row, cost).figures(cost)
+
+
+def test_constants_predict_what_they_were_not_fitted_to() -> None:
+    errors: dict[str, list[float]] = {"tpot": [], "throughput": []}
+    rows = sample()
+    assert {row.engine for row in rows} >= {"tensorrt-llm-static", "nim", "vllm", "sglang", "lmdeploy"}
+    for row in rows:
+        found = predicted(row)
+        assert row.tpot is not None
+        errors["tpot"].append(abs(found.tpot / row.tpot.seconds - 1))
+        if row.throughput is not None:
+            errors["throughput"].append(abs(found.throughput / row.throughput - 1))
+    for name, sizes in errors.items():
+        assert len(sizes) >= 30, name
+        assert median(sizes) < 0.05, name
+        assert quantiles(sizes, n=10)[-1] < 0.2, name

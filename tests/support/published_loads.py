@@ -1,0 +1,182 @@
+"""The load of a published row, step by step: which steps the scheduler makes of it, and the figures that result."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from published import Row
+
+from llmsched.engine.executor.base import RowResult, StepResult
+from llmsched.engine.executor.cost import StepShape, shape_of
+from llmsched.engine.executor.simulated import StepCost, VirtualClock
+from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.scheduler.policies import make_scheduler
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Requests per concurrent one, where the row does not state the number.
+ROUNDS = 4
+#: Loads of more requests are cut to so many: five times what runs at once.
+MOST_REQUESTS = 8000
+
+
+class Figures(NamedTuple):
+    """Seconds, and output tokens per second."""
+
+    tpot: float
+    ttft: float
+    throughput: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All steps of a load. `shapes` holds arrays [steps]; `idle` [steps] are the seconds without work before each.
+
+    For each request: its arrival in seconds, or (closed loop and all at once) the step before which it came, the steps
+    that gave its first and its last token, and its output tokens. The first `warm` requests are not counted.
+    """
+
+    row: Row
+    shapes: StepShape
+    idle: Floats
+    came: Floats
+    first: Ints
+    last: Ints
+    outputs: Ints
+    warm: int
+
+    def figures(self, cost: StepCost) -> Figures:
+        """What the steps give if each takes what `cost` says."""
+        seconds: Floats = np.asarray(cost.seconds(self.shapes)) + self.idle
+        ends = np.cumsum(seconds)
+        came = self.came
+        if self.row.rate == float("inf"):
+            came = np.concatenate([[0.0], ends])[came.astype(np.int64)]
+        first, last, outputs, came = (each[self.warm :] for each in (self.first, self.last, self.outputs, came))
+        duration = ends[-1] - came.min()
+        return Figures(
+            self._tpot(seconds, ends[first], ends[last], came, outputs),
+            float((ends[first] - came).mean()),
+            float(outputs.sum() / duration),
+        )
+
+    def _tpot(
+        self, seconds: Floats, first: Floats, last: Floats, came: Floats, outputs: npt.NDArray[np.int64]
+    ) -> float:
+        kind = self.row.tpot.kind if self.row.tpot is not None else "token"
+        if kind == "whole":
+            return float(((last - came) / outputs).mean())
+        if kind == "token":
+            return float((last - first).sum() / (outputs - 1).sum())
+        if kind == "request":
+            several = outputs > 1
+            return float(((last - first)[several] / (outputs[several] - 1)).mean())
+        order = np.argsort(seconds)
+        tokens = np.cumsum(self.shapes.decode_seqs[order])  # type: ignore[index]
+        return float(seconds[order][np.searchsorted(tokens, tokens[-1] / 2)])
+
+
+def load_of(row: Row) -> list[tuple[float, int, int]]:
+    """(arrival, prompt, output) of each request; arrivals are 0 unless there is a rate."""
+    count = row.num_requests or (row.concurrency or 1) * (ROUNDS if (row.concurrency or 1) > 1 else 1)
+    count = min(MOST_REQUESTS, row.concurrency or 1 if row.static else count)
+    rng = random.Random(0)
+    prompts, outputs = _lengths(rng, row, row.input_len, count), _lengths(rng, row, row.output_len, count)
+    if row.staggered and row.concurrency:
+        shares = [(i + 1) / row.concurrency for i in range(row.concurrency)]
+        outputs[: row.concurrency] = [
+            max(1, int(share * length)) for share, length in zip(shares, outputs, strict=False)
+        ]
+    arrivals = [0.0] * count
+    if row.rate != float("inf"):
+        gaps = [rng.expovariate(1) for _ in range(count)]
+        arrivals = list(np.cumsum(gaps) * count / row.rate / sum(gaps))
+    return list(zip(arrivals, prompts, outputs, strict=True))
+
+
+def _lengths(rng: random.Random, row: Row, mean: float, count: int) -> list[int]:
+    """All alike, or log-normal with this mean and a deviation of 1 of the logarithm, as conversations are."""
+    if not row.long_tailed:
+        return [max(1, round(mean))] * count
+    drawn = [rng.lognormvariate(0, 1) for _ in range(count)]
+    return [min(1024, max(4, round(value * mean * count / sum(drawn)))) for value in drawn]
+
+
+def steps_of(row: Row, cost: StepCost) -> Steps:
+    """Run the load through the scheduler; `cost` decides when requests that come at a rate meet which step."""
+    return _Run(row, cost).steps()
+
+
+class _Run:
+    def __init__(self, row: Row, cost: StepCost) -> None:
+        self.row, self.cost, self.clock = row, cost, VirtualClock()
+        config = row.settings()
+        blocks = row.num_blocks(config)
+        if row.reserves:  # GUARANTEED_NO_EVICT: all that a request may need is reserved
+            longest = -(-round(row.input_len + row.output_len) // config.block_size)
+            config = replace(config, max_num_seqs=max(1, min(config.max_num_seqs, blocks // longest)))
+        if row.static:
+            blocks = max(blocks, 1 << 20)
+            config = replace(config, max_num_seqs=4096)
+        self.scheduler = make_scheduler(KVManager(blocks, config.block_size, False), config, self.clock)
+        self.pending = list(reversed(load_of(row)))
+        self.most = row.concurrency if row.concurrency is not None else len(self.pending)
+        self.shapes: list[StepShape] = []
+        self.idle: list[float] = []
+        self.times: list[list[float]] = []  # came, first, last, outputs
+
+    def steps(self) -> Steps:
+        running = 0
+        while self.pending or running:
+            idle = 0.0
+            if not running and self.pending[-1][0] > self.clock.now:
+                idle = self.pending[-1][0] - self.clock.now
+                self.clock.now += idle
+            while self.pending and running < self.most and self.pending[-1][0] <= self.clock.now:
+                self._add()
+                running += 1
+            running -= self._step(idle)
+        came, first, last, outputs = np.array(self.times).T
+        return Steps(
+            self.row,
+            StepShape(*np.array(self.shapes, dtype=np.float64).T),  # type: ignore[arg-type]
+            np.array(self.idle),
+            came,
+            first.astype(np.int64),
+            last.astype(np.int64),
+            outputs.astype(np.int64),
+            (self.row.concurrency or 0) if self.row.staggered else 0,
+        )
+
+    def _add(self) -> None:
+        arrival, prompt, output = self.pending.pop()
+        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        name = str(len(self.times))
+        self.times.append([arrival if self.row.rate != float("inf") else len(self.shapes), -1, -1, output])
+        self.scheduler.add(Request(name, [0] * prompt, prompt, sampling, 0, frozenset(), self.clock.now))
+
+    def _step(self, idle: float) -> int:
+        """One step; returns how many requests ended."""
+        plan = self.scheduler.schedule()
+        shape = shape_of(plan, self.cost.window)
+        elapsed = self.cost.seconds(shape)
+        self.clock.now += elapsed
+        result = StepResult([RowResult(token_id=1 if row.sample else None) for row in plan.rows], elapsed)
+        ended, index = 0, len(self.shapes)
+        for update in self.scheduler.update(plan, result):
+            if update.result.token_id is None:
+                continue
+            times = self.times[int(update.request.request_id)]
+            if times[1] < 0:
+                times[1] = index
+            times[2] = index
+            ended += update.request.finish_reason is FinishReason.LENGTH
+        self.shapes.append(shape)
+        self.idle.append(idle)
+        return ended
