@@ -17,8 +17,10 @@ from llmsched.engine.executor.simulated import SimulatedExecutor, StepCost, Virt
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.refusals import check_length, check_queue
 from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.scheduler.scheduler import Scheduler, Update
 
@@ -47,6 +49,8 @@ class SimulatedEngine:
         self.scheduler = make_scheduler(make_kv(config, num_blocks, swap, layout), config, self.clock)
         self._max_model_len = config.max_model_len
         self._executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
+        #: Sees how KV memory is used in each step, as `Engine.on_step`.
+        self.on_step: Callable[[KVUse], None] | None = None
 
     @property
     def now(self) -> float:
@@ -99,7 +103,19 @@ class SimulatedEngine:
     def step(self) -> list[Update]:
         """One step of whatever is due; the clock stands at its end afterwards."""
         plan = self.scheduler.schedule()
-        return self.scheduler.update(plan, self._executor.execute(plan))
+        result = self._executor.execute(plan)
+        if self.on_step is not None:
+            use = self.kv_use()
+            self.on_step(use._replace(empty=use.empty - plan.num_tokens))
+        return self.scheduler.update(plan, result)
+
+    def kv_use(self) -> KVUse:
+        """How KV memory is used now."""
+        return self.scheduler.kv.use(self.scheduler.running)
+
+    def entries(self, request_id: str) -> list[Entry]:
+        """What the scheduler decided about a request, in order; empty if it is unknown or long gone."""
+        return self.scheduler.ledger.entries(request_id)
 
 
 @dataclass(slots=True)

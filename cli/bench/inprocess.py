@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.cli.bench.load import PlannedRequest
 from llmsched.cli.bench.prompts import Encode, TokenizerEncode
 from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.sampling import Memory, Sample
+from llmsched.cli.bench.sampling import Memory, Sample, memory_of, sample_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.progress import Progress
@@ -90,15 +90,8 @@ class EngineTarget:
             use = await self._engine.kv_use()
         except EngineDeadError:
             return None
-        stats, total = self._engine.stats(), max(1, use.total)
-        return Sample(
-            asyncio.get_running_loop().time(),
-            stats.num_running,
-            stats.num_waiting,
-            kv_held=use.held / total,
-            kv_empty=use.empty / total,
-            kv_cached=use.cached / total,
-        )
+        stats, now = self._engine.stats(), asyncio.get_running_loop().time()
+        return sample_of(now, stats.num_running, stats.num_waiting, use)
 
     async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
         try:
@@ -108,8 +101,4 @@ class EngineTarget:
         return [choices[0] if choices else None for choices in told]
 
     def memory(self) -> Memory | None:
-        if (plan := self._engine.plan) is None:
-            return None
-        weights = plan.measured.weights if plan.measured else plan.weights_bytes
-        other = plan.context_bytes + plan.state_bytes
-        return Memory(weights, plan.activation_bytes, other, plan.num_blocks * plan.block_bytes)
+        return None if self._engine.plan is None else memory_of(self._engine.plan)

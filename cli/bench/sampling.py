@@ -8,8 +8,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.use import KVUse
+
 #: Samples that are kept; a longer run has them further apart.
-_MOST_SAMPLES = 4096
+MOST_SAMPLES = 4096
 
 
 class Sample(NamedTuple):
@@ -37,6 +40,19 @@ class Memory:
     kv: int
 
 
+def sample_of(time: float, running: int, waiting: int, use: KVUse) -> Sample:
+    """A sample of an engine that tells how its KV memory is used."""
+    total = max(1, use.total)
+    return Sample(time, running, waiting, use.held / total, use.empty / total, use.cached / total)
+
+
+def memory_of(plan: MemoryPlan) -> Memory:
+    """What a plan divides memory into, as measured where it was."""
+    weights = plan.measured.weights if plan.measured else plan.weights_bytes
+    other = plan.context_bytes + plan.state_bytes
+    return Memory(weights, plan.activation_bytes, other, plan.num_blocks * plan.block_bytes)
+
+
 @asynccontextmanager
 async def sampled(state: Callable[[], Awaitable[Sample | None]], interval: float) -> AsyncIterator[list[Sample]]:
     """A list that fills with samples, one every `interval` seconds and the first after that time, while the block runs.
@@ -59,6 +75,6 @@ async def _watch(state: Callable[[], Awaitable[Sample | None]], interval: float,
         if (sample := await state()) is None:
             return
         samples.append(sample)
-        if len(samples) > _MOST_SAMPLES:
+        if len(samples) > MOST_SAMPLES:
             del samples[1::2]
             interval *= 2

@@ -13,9 +13,11 @@ from typing import Unpack
 
 from llmsched.cli import render
 from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.measure import Measurement, measure
+from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
 from llmsched.cli.bench.record import RequestRecord
+from llmsched.cli.bench.run import Run
+from llmsched.cli.bench.sampling import MOST_SAMPLES, Sample, memory_of, sample_of
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.cli.bench.virtual import simulate_load
 from llmsched.cli.options import EngineOptions
@@ -23,8 +25,13 @@ from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.kv.draft import open_draft
+from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.simulation import SimulatedEngine
+
+#: Seconds between two samples of a run that is not too long for them.
+_SAMPLE_INTERVAL = 0.1
 
 #: What --simulate takes for the device of this machine.
 LOCAL = "local"
@@ -52,12 +59,21 @@ def simulate_workload(
 
     Raises ConfigError for limits beyond what the blueprint reserves memory for.
     """
-    engine, planned, ended = blueprint.engine(**limits), workload.plan(COMMON_IDS, WordEncode(COMMON_IDS)), 0
+    return simulate_run(blueprint.engine(**limits), blueprint.plan, workload, timeout, progress).measure(workload, slo)
+
+
+def simulate_run(
+    engine: SimulatedEngine, plan: MemoryPlan, workload: Load, timeout: float | None, progress: Progress = silent
+) -> Run:
+    """Serve a load on a new engine with this memory plan. Texts are taken as one token a word."""
+    planned, ended = workload.plan(COMMON_IDS, WordEncode(COMMON_IDS)), 0
+    total = 0 if workload.stop_after else len(planned)
+    watch = _Watch(engine)
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
         ended += 1
-        progress("requests", ended, len(planned))
+        progress("requests", ended, total)
 
     records = simulate_load(
         planned,
@@ -67,8 +83,31 @@ def simulate_workload(
         timeout=timeout,
         stop_after=workload.stop_after,
         on_end=count,
+        after_step=watch.after_step,
     )
-    return measure(records, workload, slo, preemptions=engine.num_preemptions)
+    return Run(records, engine.num_preemptions, [], False, watch.samples, memory_of(plan))
+
+
+class _Watch:
+    """Samples an engine's state by its own clock, the further apart the longer a run gets."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.samples: list[Sample] = []
+        self._engine = engine
+        self._interval = _SAMPLE_INTERVAL
+        self._next = self._interval
+
+    def after_step(self) -> None:
+        """Take a sample if it is time to."""
+        now = self._engine.now
+        if now < self._next:
+            return
+        scheduler, use = self._engine.scheduler, self._engine.kv_use()
+        self.samples.append(sample_of(now, len(scheduler.running), len(scheduler.waiting), use))
+        if len(self.samples) > MOST_SAMPLES:
+            del self.samples[1::2]
+            self._interval *= 2
+        self._next = now + self._interval
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from itertools import islice
 
 from llmsched.cli.bench.load import PlannedRequest
 from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.scheduler import Update
@@ -27,13 +28,13 @@ def simulate_load(
     timeout: float | None,
     stop_after: float | None = None,
     on_end: Callable[[RequestRecord], None] = lambda record: None,
-    after_step: Callable[[SimulatedEngine], None] = lambda engine: None,
+    after_step: Callable[[], None] = lambda: None,
 ) -> list[RequestRecord]:
     """What `run_load` does, on the engine's clock: a record of each request that is sent, in the order of `planned`."""
     run = _Run(planned, engine, closed, max_concurrency, timeout, stop_after, on_end)
     while run.go_on():
         run.take(engine.step())
-        after_step(engine)
+        after_step()
     return run.records
 
 
@@ -119,7 +120,8 @@ class _Run:
         prompt = planned.prompt.token_ids
         assert prompt is not None
         # The padding makes names sort as the requests came: of those that come at one time the first goes first.
-        name = f"bench-{planned.index:09}"
+        name = record.request_id = f"bench-{planned.index:09}"
+        record.asked_tokens = planned.output_len
         try:
             request = self._engine.add(name, prompt, planned.output_len, now)
         except LlmschedError as problem:
@@ -143,5 +145,8 @@ class _Run:
         record, request = self._living.pop(name)
         record.end, record.failure = now, failure
         record.usage = Usage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
+        record.finish_reason = request.finish_reason
+        if entries := self._engine.entries(name):
+            record.timeline = Timeline(0, entries[0].time, entries)
         heappush(self._free, now)
         self._on_end(record)

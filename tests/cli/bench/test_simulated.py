@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
 
 from llmsched.cli.bench.report import Subject, as_json
-from llmsched.cli.bench.simulated import make_blueprint, simulate_workload
+from llmsched.cli.bench.sampling import MOST_SAMPLES
+from llmsched.cli.bench.simulated import make_blueprint, simulate_run, simulate_workload
 from llmsched.cli.bench.workload import Workload
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
@@ -119,3 +121,27 @@ def test_a_blueprint_serves_other_limits_within_what_it_reserves(llama: str) -> 
     assert small.itl.p99 < whole.itl.p99 / 2
     with pytest.raises(ConfigError, match="max_num_batched_tokens: 4096 tokens is out of range"):
         simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=4096)
+
+
+def test_a_run_has_its_state_and_decisions_over_time(llama: str) -> None:
+    blueprint = make_blueprint(EngineConfig(model=llama), "h100")
+    load = Workload(num_prompts=40, input_len=2000, request_rate=10.0)
+    run = simulate_run(blueprint.engine(), blueprint.plan, load, timeout=None)
+    times = [sample.time for sample in run.samples]
+    assert len(times) > 20
+    assert all(after - before >= 0.1 for before, after in pairwise(times))
+    assert max(sample.kv_held or 0.0 for sample in run.samples) > 0
+    assert run.memory is not None
+    assert run.memory.kv == blueprint.plan.num_blocks * blueprint.plan.block_bytes
+    for record in run.records:
+        assert record.timeline is not None
+        assert record.timeline.start == record.sent
+        assert [entry.what for entry in record.timeline.entries][-1] == "finished"
+
+
+def test_a_long_run_has_its_samples_further_apart(llama: str) -> None:
+    blueprint = make_blueprint(EngineConfig(model=llama), "h100")
+    load = Workload(num_prompts=500, input_len=16, output_len=300, request_rate=0.5)
+    samples = simulate_run(blueprint.engine(), blueprint.plan, load, timeout=None).samples
+    assert MOST_SAMPLES / 2 <= len(samples) <= MOST_SAMPLES
+    assert samples[-1].time > 900
