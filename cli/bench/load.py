@@ -58,7 +58,7 @@ class Load(Protocol):
         """The requests in the order of their offsets.
 
         Random prompts are of token `ids`, or of words where it is None. Texts of a trace become token ids by `encode`,
-        and stay texts where it is None.
+        and stay texts where either is None; answers that are text are counted by `encode`, or else by their words.
         """
         ...
 

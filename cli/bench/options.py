@@ -131,7 +131,8 @@ class ServerFlags:
         typer.Option(
             "--tokenizer",
             metavar="MODEL",
-            help="Whose vocabulary to draw prompts from, and to count tokens with if the server states no usage.",
+            help="Whose vocabulary to draw prompts from, to make token ids of the texts of a trace with, and to count "
+            "tokens with if the server states no usage.",
             rich_help_panel=_SERVER,
         ),
     ] = None

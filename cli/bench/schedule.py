@@ -114,18 +114,26 @@ class Schedule:
         cap = f", at most {self.max_concurrency} at a time" if self.max_concurrency else ""
         return f"{self._describe_arrivals()}{during}{cap}"
 
+    def settings(self) -> dict[str, Any]:
+        """The fields for JSON, with the load in words; what shapes a schedule is null where it has no effect."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "trace"}
+        idle = set(_SHAPES) if self.process is None else set()
+        if self.arrivals != "daynight":
+            idle |= {"day_period", "day_amplitude"}
+        return {"load": self.describe(), **values, **dict.fromkeys(idle)}
+
     def _describe_arrivals(self) -> str:
         return "all at once" if self.process is None else self.process.describe()
+
+
+def _plain(value: Any) -> Any:
+    """A setting for JSON, which has no infinity: the rate "all at once" becomes null, as `load` says it in words."""
+    if value == math.inf:
+        return None
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """The SHA-256 of settings in their canonical JSON: equal if and only if all of them are."""
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def plain(value: Any) -> Any:
-    """A setting for JSON, which has no infinity: the rate "all at once" becomes null, as `load` says it in words."""
-    if value == math.inf:
-        return None
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)

@@ -15,8 +15,7 @@ from llmsched.cli.bench.inprocess import EngineTarget, running_engine
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.options import ServerFlags
-from llmsched.cli.bench.placing import CountTokens
-from llmsched.cli.bench.prompts import COMMON_IDS, usable_ids
+from llmsched.cli.bench.prompts import COMMON_IDS, Encode, TokenizerEncode, usable_ids
 from llmsched.cli.bench.report import Subject
 from llmsched.cli.bench.run import run_workload, warm_up
 from llmsched.cli.options import EngineOptions
@@ -91,9 +90,10 @@ async def open_model(model: str, options: EngineOptions, plan: Plan, progress: P
 @asynccontextmanager
 async def open_server(options: HttpOptions, flags: ServerFlags, plan: Plan) -> AsyncIterator[Opened]:
     """An OpenAI-compatible server. Raises TargetUnreachableError if none listens."""
-    ids, count_tokens = _vocabulary(flags.tokenizer)
+    ids, encode = _vocabulary(flags.tokenizer)
     known = None if options.endpoint == "chat" or flags.text_prompts else ids
     target = HttpTarget(options)
+    target.encode = encode
     warmup = plan.warmup or 0
     try:
         await target.connect()
@@ -107,7 +107,7 @@ async def open_server(options: HttpOptions, flags: ServerFlags, plan: Plan) -> A
                 ids=known,
                 timeout=plan.timeout,
                 progress=progress,
-                count_tokens=count_tokens,
+                count_tokens=None if encode is None else encode.count,
             )
 
         yield Opened(target.name, options.url, warmup, measure)
@@ -147,11 +147,11 @@ def refuse_server_flags(flags: ServerFlags) -> None:
         raise LlmschedError(f"{names}: only of use with the URL of a server, and the target is a model in this process")
 
 
-def _vocabulary(model: str | None) -> tuple[Sequence[int], CountTokens | None]:
-    """Ids to draw prompts from, and a counter of tokens where a tokenizer was named."""
+def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
+    """Ids to draw prompts from, and how text becomes tokens where a tokenizer was named."""
     if model is None:
         return COMMON_IDS, None
     from llmsched.engine.model.load import load_tokenizer, locate
 
     known = load_tokenizer(locate(model))
-    return usable_ids(known, known.vocab_size), lambda text: len(known.encode(text, add_special_tokens=False))
+    return usable_ids(known, known.vocab_size), TokenizerEncode(known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from llmsched.cli.bench.prompts import (
     TextPrompt,
     Vocabulary,
 )
-from llmsched.cli.bench.schedule import OUTPUTS, Schedule, fingerprint, plain
+from llmsched.cli.bench.schedule import OUTPUTS, Schedule, fingerprint
 from llmsched.cli.bench.traces.trace import BLOCK_TOKENS, Trace, TraceRequest, digest
 from llmsched.cli.bench.workload import Workload
 from llmsched.engine.errors import LlmschedError
@@ -129,7 +129,7 @@ class TraceLoad(Schedule):
     def _prompt(self, index: int, request: TraceRequest, vocabulary: Vocabulary, encode: Encode | None) -> Prompt:
         if request.content is None:
             return RandomPrompt(self.seed, tuple(self._parts(index, request)), vocabulary)
-        if encode is not None:
+        if encode is not None and not vocabulary.of_words:
             return EncodedPrompt(encode.prompt(request.content)[: self.max_input_len])
         if self.max_input_len is not None:
             raise LlmschedError("max_input_len: prompts that are sent as text cannot be cut at a token")
@@ -191,13 +191,10 @@ class TraceLoad(Schedule):
         }
 
     def parameters(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {
-            "load": self.describe(),
-            "trace": self.trace.name,
-            "trace_format": self.trace.format,
-        }
-        settings |= {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "trace"}
+        settings = self.settings() | {"trace": self.trace.name, "trace_format": self.trace.format}
         settings |= {"num_prompts": self.num_requests, **self._facts(), "trace_sha256": self._digest}
+        if self.replayed:
+            settings["arrivals"] = "trace"
         return {**settings, "fingerprint": fingerprint(settings)}
 
     @cached_property

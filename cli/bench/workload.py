@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from llmsched.cli.bench.arrivals import Times
 from llmsched.cli.bench.lengths import Lengths, fixed
 from llmsched.cli.bench.load import PlannedRequest
 from llmsched.cli.bench.prompts import OWN, PREFIX, Encode, Part, RandomPrompt, Vocabulary
-from llmsched.cli.bench.schedule import INPUTS, OUTPUTS, Schedule, fingerprint, plain
+from llmsched.cli.bench.schedule import INPUTS, OUTPUTS, Schedule, fingerprint
 from llmsched.engine.errors import LlmschedError
 
 
@@ -77,7 +77,7 @@ class Workload(Schedule):
         return f"{count} requests, {self.input_len} tokens in, {self.output_len} out"
 
     def parameters(self) -> dict[str, Any]:
-        settings = {"load": self.describe()} | {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        settings = self.settings()
         settings["num_prompts"] = None if self.stop_after and self.num_prompts is None else self.num_requests
         return {**settings, "fingerprint": fingerprint(settings)}
 

@@ -128,6 +128,16 @@ def test_texts_stay_texts_for_a_server() -> None:
     assert "mean 3 words in, 3 out" in made.describe_requests()
 
 
+def test_texts_stay_texts_without_ids_but_answers_are_counted() -> None:
+    class Doubling(WordEncode):
+        def count(self, text: str) -> int:
+            return 2 * super().count(text)
+
+    made = TraceLoad(trace=texts(Content("a b"), answer="x y z"), max_concurrency=1)
+    (request,) = made.plan(None, Doubling(range(9)))
+    assert (request.prompt.text, request.output_len) == ("a b", 6)
+
+
 def test_texts_become_tokens_where_those_are_wanted() -> None:
     made = TraceLoad(
         trace=texts(Content("a b a"), answer="x y z"), max_concurrency=1, max_input_len=2, max_output_len=2
@@ -161,6 +171,12 @@ def test_parameters_name_the_trace_and_a_fingerprint() -> None:
     assert facts["fingerprint"] != load().parameters()["fingerprint"]
     assert facts["trace_sha256"] == load().parameters()["trace_sha256"]
     assert facts["trace_sha256"] != load(duration=1.5).parameters()["trace_sha256"]
+
+
+def test_settings_without_effect_are_not_reported() -> None:
+    replayed, drawn = load().parameters(), load(ignore_timestamps=True, request_rate=1.0).parameters()
+    assert (replayed["arrivals"], replayed["burstiness"], replayed["day_period"]) == ("trace", None, None)
+    assert (drawn["arrivals"], drawn["burstiness"], drawn["day_period"]) == ("poisson", 1.0, None)
 
 
 @pytest.mark.parametrize(
