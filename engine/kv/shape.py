@@ -25,8 +25,8 @@ class ModelShape:
     """Widths in numbers, sizes of one layer where layers differ: the largest.
 
     `inner_size` is the width of the MLP that a token goes through, `query_size` that of all query heads.
-    `whole_scores`: attention scores are capped or have sinks, for which a CPU must hold them. `max_position` is None
-    where none is stated (ALiBi). `fp8_kv`: the checkpoint has scales for fp8 KV.
+    `whole_scores`: attention scores are capped, have sinks or biases, for which a CPU must hold them. `max_position` is
+    None where none is stated. `fp8_kv`: the checkpoint has scales for fp8 KV.
     """
 
     geometry: Geometry
@@ -95,7 +95,7 @@ def _read_shape(
         notes=notes,
         heads=heads,
         query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
-        whole_scores=fields.model_type == "gpt_oss" or bool(fields.get("attn_logit_softcapping")),
+        whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
         fp8_kv=isinstance(quantised, Mapping) and kv_is_fp8(quantised),
     )
 

@@ -219,9 +219,9 @@ def _max_position(source: ModelSource, config: PretrainedConfig) -> int:
     """Tokens of the longest sequence that is computed as the model was trained, whatever shares its batch."""
     from llmsched.engine.model.probe import position_limit
 
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
     if limit is None:
-        raise ModelError(f"model {source.spec}: config.json does not say max_position_embeddings")
+        raise ModelError(f"model {source.spec}: config.json says neither max_position_embeddings nor seq_length")
     return int(min(limit, position_limit(config) or limit))
 
 

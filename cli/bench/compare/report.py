@@ -33,7 +33,7 @@ _FIGURES = (
     *(
         _Figure((f"{name.lower()}_ms", percentile), f"{name} {percentile.upper()}", "ms")
         for name in ("TTFT", "ITL", "TPOT", "E2E")
-        for percentile in ("p50", "p99")
+        for percentile in ("p50", "p95", "p99")
     ),
     _Figure(("worst_stall_ms",), "worst stall", "ms"),
     _Figure(("kv_waste",), "KV waste", "share"),

@@ -1,0 +1,46 @@
+"""Static batches against continuous batching on lengths with a large variance, MEASURED: `llmsched bench --compare`.
+
+The demo model in this process, 32 requests all at once, 8 at a time: prompts of 32 to 192 tokens, answers log-normal
+with a mean of 64 and a sigma of 1, cut at 320. static reserves KV for max_model_len (512) for each member of a batch and
+ends it with the longest. Two rounds each, interleaved, so only the ratios mean anything on a machine that others use.
+Takes about three minutes on one thread.
+
+python tests/bench/bench_compare.py [THREADS]        default: 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import torch
+
+from llmsched.cli.bench.compare.mode import bench_variants
+from llmsched.cli.bench.lengths import parse_lengths
+from llmsched.cli.bench.modes import Modes
+from llmsched.cli.bench.targets import Plan
+from llmsched.cli.bench.workload import Workload
+from llmsched.cli.options import EngineOptions
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+LOAD = Workload(
+    num_prompts=32,
+    input_len=parse_lengths("32..192", "input_len"),
+    output_len=parse_lengths("lognormal:64,1.0,320", "output_len"),
+)
+ENGINE = {"max_model_len": 512, "max_num_seqs": 8, "device": "cpu", "kv_cache_memory_bytes": 1 << 30}
+
+
+def main() -> None:
+    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    started = time.monotonic()
+    plan = Plan(LOAD, Slo(), timeout=600, warmup=1)
+    modes = Modes(compare="static, continuous")
+    asyncio.run(bench_variants("demo", EngineOptions(ENGINE), modes, plan, silent)).show()
+    print(f"\n{torch.get_num_threads()} thread(s), in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

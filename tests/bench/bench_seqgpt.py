@@ -1,0 +1,94 @@
+"""Scenario seqgpt, MEASURED: BLOOM-560M with random weights, 24 clients, answers of 16 to 512 tokens, one system prompt.
+
+Static batching that reserves KV for 2,048 tokens a request, without a prefix cache, against this engine as it is: peak
+memory, throughput, P95 per-token latency, first-token latency. Each client sends a request when it has the answer to
+the one before. Weights are random, as times and memory do not depend on what they say.
+
+--scale 0.25 (the default) has a quarter of all lengths, the reservation included, so that it takes a few minutes on two
+slow cores; weights then have a larger share of the memory, which makes the saving smaller. --scale 1 is the scenario
+itself: it takes about 16 times as long and 7 GiB of memory.
+
+python tests/bench/bench_seqgpt.py [--scale 0.25] [--requests 72] [--rounds 1] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+import torch
+from tiny_models import build_tokenizer
+from transformers import BloomConfig, BloomForCausalLM
+
+from llmsched.cli.bench.compare.mode import bench_variants
+from llmsched.cli.bench.lengths import parse_lengths
+from llmsched.cli.bench.modes import Modes
+from llmsched.cli.bench.targets import Plan
+from llmsched.cli.bench.workload import Workload
+from llmsched.cli.options import EngineOptions
+from llmsched.cli.render import human_bytes
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+CLIENTS = 24
+RESERVED, SYSTEM_PROMPT, QUESTION, SHORTEST, LONGEST = 2048, 256, 64, 16, 512
+#: 24 layers, keys and values of 1,024 numbers in 16 bits.
+KV_BYTES_PER_TOKEN = 24 * 2 * 1024 * 2
+
+
+def write_model(directory: Path) -> None:
+    """bigscience/bloom-560m's shape in bfloat16, and a tokenizer to make prompts with."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=250_880, hidden_size=1024, n_layer=24, n_head=16, seq_length=RESERVED)
+    BloomForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument("--requests", type=int, default=3 * CLIENTS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    started = time.monotonic()
+
+    def scaled(tokens: int) -> int:
+        return max(1, round(tokens * options.scale))
+
+    load = Workload(
+        num_prompts=options.requests,
+        input_len=scaled(SYSTEM_PROMPT + QUESTION),
+        output_len=parse_lengths(f"{scaled(SHORTEST)}..{scaled(LONGEST)}", "output_len"),
+        prefix_len=scaled(SYSTEM_PROMPT),
+        max_concurrency=CLIENTS,
+    )
+    engine = {
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "max_num_seqs": CLIENTS,
+        "max_model_len": scaled(RESERVED),
+        "kv_cache_memory_bytes": (CLIENTS * (scaled(RESERVED) + 16) + 64) * KV_BYTES_PER_TOKEN,
+    }
+    print(f"{load.describe_requests()}, {load.prefix_len} of them the system prompt; {load.describe()}")
+    print(f"static reserves KV for {scaled(RESERVED)} tokens a request; {options.threads} thread(s)\n", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        modes = Modes(compare="static enable_prefix_caching=off, continuous", rounds=options.rounds)
+        plan = Plan(load, Slo(), timeout=3600, warmup=1)
+        result = asyncio.run(bench_variants(directory, EngineOptions(engine), modes, plan, silent))
+    result.show()
+    static, ours = (run["peak_memory_bytes"] for run in result.report["runs"])
+    print(f"\npeak memory {human_bytes(static)} -> {human_bytes(ours)}: {1 - ours / static:.0%} less")
+    print(f"in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
