@@ -208,8 +208,7 @@ class Engine:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
         result = self.executor.execute(plan)
         if self.on_step is not None:
-            use = self.kv_use()
-            self.on_step(use._replace(empty=use.empty - plan.num_tokens))
+            self.on_step(self.scheduler.kv_use(plan))
         updates = self.scheduler.update(plan, result)
         now = self._clock()
         outputs = []
@@ -250,7 +249,7 @@ class Engine:
 
     def kv_use(self) -> KVUse:
         """How KV memory is used now."""
-        return self.scheduler.kv.use(self.scheduler.running)
+        return self.scheduler.kv_use()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits of a step while no request runs, within what memory was reserved for at the start.

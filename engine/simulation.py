@@ -105,13 +105,12 @@ class SimulatedEngine:
         plan = self.scheduler.schedule()
         result = self._executor.execute(plan)
         if self.on_step is not None:
-            use = self.kv_use()
-            self.on_step(use._replace(empty=use.empty - plan.num_tokens))
+            self.on_step(self.scheduler.kv_use(plan))
         return self.scheduler.update(plan, result)
 
     def kv_use(self) -> KVUse:
         """How KV memory is used now."""
-        return self.scheduler.kv.use(self.scheduler.running)
+        return self.scheduler.kv_use()
 
     def entries(self, request_id: str) -> list[Entry]:
         """What the scheduler decided about a request, in order; empty if it is unknown or long gone."""

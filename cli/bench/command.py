@@ -100,9 +100,7 @@ def _bench_model(
     model: str, simulate: str | None, plan: Plan, modes: Modes, options: EngineOptions, progress: Progress
 ) -> Result:
     if modes.compare is not None:
-        if simulate is not None:
-            raise LlmschedError("--compare and --simulate do not go together: compare what is measured")
-        return asyncio.run(bench_variants(model, options, modes, plan, progress))
+        return asyncio.run(bench_variants(model, simulate, options, modes, plan, progress))
     if simulate is None:
         opening = open_model(model, options, plan, progress)
     else:

@@ -21,13 +21,13 @@ _WARMUP_SEED_OFFSET = 1_000_003
 
 class Run(NamedTuple):
     """What came of a load: a record of each request, how many were preempted (None: the target does not tell), by how
-    many seconds the client's event loop was late, whether that has a process of its own, and the target's state over
-    time.
+    many seconds the client's event loop was late (None: nobody looked), whether that has a process of its own, and the
+    target's state over time.
     """
 
     records: list[RequestRecord]
     preemptions: int | None
-    loop_lags: list[float]
+    loop_lags: list[float] | None
     own_process: bool
     samples: Sequence[Sample] = ()
     memory: Memory | None = None

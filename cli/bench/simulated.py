@@ -85,7 +85,7 @@ def simulate_run(
         on_end=count,
         after_step=watch.after_step,
     )
-    return Run(records, engine.num_preemptions, [], False, watch.samples, memory_of(plan))
+    return Run(records, engine.num_preemptions, None, False, watch.samples, memory_of(plan))
 
 
 class _Watch:
@@ -110,13 +110,18 @@ class _Watch:
         self._next = now + self._interval
 
 
+def refuse_warmup(plan: Plan) -> None:
+    """Raise LlmschedError where the user asks for warm-up requests."""
+    if plan.warmup:
+        raise LlmschedError(f"--warmup {plan.warmup}: there is nothing to warm up on a virtual clock; leave it out")
+
+
 @asynccontextmanager
 async def open_simulated(
     model: str, device: str, options: EngineOptions, plan: Plan, progress: Progress
 ) -> AsyncIterator[Opened]:
     """A model on a GPU that is not there, as a target like any other. Raises ModelError and ConfigError."""
-    if plan.warmup:
-        raise LlmschedError(f"--warmup {plan.warmup}: there is nothing to warm up on a virtual clock; leave it out")
+    refuse_warmup(plan)
     config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
     blueprint = make_blueprint(config, device, progress)
     for note in blueprint.notes:

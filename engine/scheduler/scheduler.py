@@ -10,6 +10,7 @@ from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.table import table_of
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.counters import SchedulerCounters
 from llmsched.engine.scheduler.door import Door
@@ -101,6 +102,14 @@ class Scheduler:
         """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
         self.kv.pins.delete(pin_id)
         self.door.changed()
+
+    def kv_use(self, computed: StepPlan | None = None) -> KVUse:
+        """How KV memory is used now, or, with a plan that is computed but not booked, before those that ended with it
+        give theirs back.
+        """
+        use = self.kv.use(self.running)
+        written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens
+        return use._replace(empty=use.empty - written)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)

@@ -1,8 +1,8 @@
 """Static batches against continuous batching on lengths with a large variance, MEASURED: `llmsched bench --compare`.
 
 The demo model in this process, 32 requests all at once, 8 at a time: prompts of 32 to 192 tokens, answers log-normal
-with a mean of 64 and a sigma of 1, cut at 320. static reserves KV for max_model_len (512) for each member of a batch and
-ends it with the longest. Two rounds each, interleaved, so only the ratios mean anything on a machine that others use.
+with a mean of 64 and a sigma of 1, cut at 320. static reserves KV for max_model_len (512) for each member of a batch
+and ends it with the longest. Two rounds each, interleaved: on a machine that others use only ratios mean anything.
 Takes about three minutes on one thread.
 
 python tests/bench/bench_compare.py [THREADS]        default: 1
@@ -38,7 +38,7 @@ def main() -> None:
     started = time.monotonic()
     plan = Plan(LOAD, Slo(), timeout=600, warmup=1)
     modes = Modes(compare="static, continuous")
-    asyncio.run(bench_variants("demo", EngineOptions(ENGINE), modes, plan, silent)).show()
+    asyncio.run(bench_variants("demo", None, EngineOptions(ENGINE), modes, plan, silent)).show()
     print(f"\n{torch.get_num_threads()} thread(s), in {time.monotonic() - started:.0f} s")
 
 

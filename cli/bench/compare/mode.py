@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json, show
-from llmsched.cli.bench.compare.run import Task, compare
+from llmsched.cli.bench.compare.run import Perform, Task, compare
+from llmsched.cli.bench.compare.simulated import Blueprints
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.simulated import refuse_warmup
 from llmsched.cli.bench.targets import Plan
 from llmsched.cli.options import EngineOptions
 from llmsched.engine.errors import LlmschedError
@@ -23,15 +26,26 @@ def refuse_server(url: str) -> None:
     )
 
 
-async def bench_variants(model: str, options: EngineOptions, modes: Modes, plan: Plan, progress: Progress) -> Result:
-    """Do the plan's work under each variant. Raises ModelError, ConfigError, and LlmschedError for wrong variants."""
+async def bench_variants(
+    model: str, simulate: str | None, options: EngineOptions, modes: Modes, plan: Plan, progress: Progress
+) -> Result:
+    """Do the plan's work under each variant, in this process or as on the device to `simulate`.
+
+    Raises ModelError, ConfigError, and LlmschedError for wrong variants.
+    """
     assert modes.compare is not None
     variants = parse_variants(modes.compare)
     check_given(variants, options.given)
     base = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
+    configs = configure(base, variants)
     rounds = _DEFAULT_ROUNDS if modes.rounds is None else modes.rounds
-    warmup = 1 if plan.warmup is None else plan.warmup
+    perform: Perform
+    if simulate is None:
+        warmup, perform = 1 if plan.warmup is None else plan.warmup, Engines(configs, progress)
+    else:
+        refuse_warmup(plan)
+        warmup, perform = 0, Blueprints(configs, simulate, progress)
     task = Task(plan.workload, plan.slo, plan.timeout, warmup, rounds)
-    report = as_json(await compare(configure(base, variants), task, progress), task)
+    report = as_json(await compare(list(configs), perform, task, progress), task)
     well = all(not run["failed"] and run["completed"] for run in report["runs"])
     return Result(report, lambda: show(report), well, report["runs"])

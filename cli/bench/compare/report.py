@@ -94,9 +94,7 @@ def show(document: dict[str, Any]) -> None:
 
 
 def _run(variant: Compared, task: Task) -> dict[str, Any]:
-    subject = report.Subject(
-        variant.target, "in process", task.workload, task.slo, task.warmup, engine=dict(variant.settings)
-    )
+    subject = variant.subject
     return {
         "policy": variant.name,
         **report.as_json(subject, variant.figures),

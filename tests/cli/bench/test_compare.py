@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
-from llmsched.cli.bench.compare.run import Engines, Task, compare, one_after_the_other
+from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other
 from llmsched.cli.bench.compare.usage import usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
 from llmsched.cli.bench.record import Chunk, RequestRecord
@@ -117,7 +118,7 @@ def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
     task = Task(
         Workload(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
     )
-    document = as_json(asyncio.run(compare(configs, task, silent)), task)
+    document = as_json(asyncio.run(compare(list(configs), Engines(configs, silent), task, silent)), task)
     static, continuous = document["runs"]
     assert (static["policy"], continuous["policy"]) == ("static", "continuous")
     assert static["engine"]["scheduling_policy"] == "static"
@@ -197,3 +198,37 @@ def test_what_cannot_be_compared_is_exit_code_2(command: CommandLine, target: st
     outcome = command("bench", target, "--compare", text)
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
+
+
+def test_simulated_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
+    """On a virtual clock all is exact: four requests at a time, 10 blocks each against the 3 that 42 tokens take."""
+    arguments = (
+        *("bench", str(tiny_model("llama")), "--simulate", "l4", "--compare", "static,continuous", "--json"),
+        *("--num-prompts", "16", "--input-len", "20", "--output-len", "1..40", "--rounds", "2"),
+        *("--max-model-len", "160", "--max-num-seqs", "4"),
+    )
+    outcome = command(*arguments)
+    assert outcome.code == 0
+    document = outcome.json
+    static, continuous = document["runs"]
+    assert (document["measured"], static["measured"], continuous["measured"]) == (False, False, False)
+    assert "L4" in static["where"]
+    assert static["completed"] == continuous["completed"] == 32
+    assert static["output_tokens"] == continuous["output_tokens"]
+    assert static["peak_kv_bytes"] / continuous["peak_kv_bytes"] >= 40 / 16
+    assert document["ratios"]["continuous"]["output_tokens_per_s"] > 1.2
+    assert static["kv_waste"] > 0.7
+    assert command(*arguments).out == outcome.out
+    shown = command(*(argument for argument in arguments if argument != "--json"))
+    assert shown.out.startswith("SIMULATED")
+
+
+def test_a_simulated_variant_that_does_not_fit_is_exit_code_2(
+    command: CommandLine, tiny_model: Callable[..., Path]
+) -> None:
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--simulate", "l4", "--num-gpu-blocks-override", "4"),
+        *("--compare", "fair,max_model_len=512"),
+    )
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "max_model_len" in outcome.err.replace("--max-model-len", "max_model_len")

@@ -1,0 +1,44 @@
+"""Variants on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+from llmsched.cli import render
+from llmsched.cli.bench.compare.run import Done, Task
+from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.report import Subject
+from llmsched.cli.bench.simulated import make_blueprint, simulate_run
+from llmsched.engine.blueprint import Blueprint
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.kv.use import KVUse
+from llmsched.engine.progress import Progress
+
+
+class Blueprints:
+    """Engines of several settings that are not there, on the device of that name (see `make_blueprint`)."""
+
+    def __init__(self, configs: Mapping[str, EngineConfig], device: str, progress: Progress) -> None:
+        """Raises ModelError, and ConfigError for what does not fit the device."""
+        self._blueprints = {name: make_blueprint(config, device, progress) for name, config in configs.items()}
+        for note in dict.fromkeys(note for one in self._blueprints.values() for note in one.notes):
+            render.warn(note)
+
+    async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
+        """See `Perform`."""
+        blueprint, uses = self._blueprints[name], list[KVUse]()
+        engine = blueprint.engine()
+        engine.on_step = uses.append
+        run = simulate_run(engine, blueprint.plan, workload, task.timeout, progress)
+        return Done(run, _subject(blueprint, task), blueprint.plan, uses)
+
+
+def _subject(blueprint: Blueprint, task: Task) -> Subject:
+    return replace(
+        Subject(blueprint.config.model, blueprint.plan.device.name, task.workload, task.slo),
+        engine={name: value for name, value in asdict(blueprint.config).items() if value is not None},
+        measured=False,
+        calibration_error=blueprint.calibration_error,
+        published_error=blueprint.published_error,
+    )
