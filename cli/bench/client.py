@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import httpx
 
 from llmsched.cli.bench.answer import read_answer, shorten
+from llmsched.cli.bench.connections import Connections
 from llmsched.cli.bench.load import PlannedRequest
 from llmsched.cli.bench.metrics import ServerMetrics
 from llmsched.cli.bench.prompts import Encode
@@ -18,6 +19,9 @@ from llmsched.cli.bench.sampling import Memory, Sample
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
+
+#: Of what is asked beside the load.
+_ONE_CONNECTION = httpx.Limits(max_connections=1)
 
 Endpoint = Literal["completions", "chat"]
 
@@ -95,17 +99,16 @@ class HttpTarget:
         self._model = options.model
         self._count_chunks: Mapping[str, Any] = {}
         self._answers_lookups = True
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else None,
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            transport=transport,
+        self._headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._lookups = httpx.AsyncClient(
+            headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
         )
+        self._connections = Connections(options.url, transport)
 
     async def connect(self) -> None:
         """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""
         try:
-            response = await self._client.get(f"{self._root}/v1/models", timeout=self._options.lookup_timeout)
+            response = await self._lookups.get(f"{self._root}/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
             raise TargetUnreachableError(_detail(problem)) from problem
         except httpx.RequestError:
@@ -117,27 +120,36 @@ class HttpTarget:
             self.name = self._model = name
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._lookups.aclose()
+        await self._connections.close()
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         now = asyncio.get_running_loop().time
 
         async def trace(event: str, info: dict[str, Any]) -> None:
-            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            if event == "connection.connect_tcp.started":
+                record.connecting = now()
+            elif event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
                 record.connected = now()
+            elif event == "http11.send_request_headers.started":
+                record.sent = now()
 
         path = "chat/completions" if self._options.endpoint == "chat" else "completions"
-        outgoing = self._client.build_request(
-            "POST", f"{self._root}/v1/{path}", json=self._body(request), extensions={"trace": trace}
+        outgoing = httpx.Request(
+            "POST",
+            f"{self._root}/v1/{path}",
+            headers=self._headers,
+            json=self._body(request),
+            extensions={"trace": trace},
         )
         record.asked_tokens = request.output_len if self._options.ignore_eos else None
-        record.sent = now()
         try:
-            response = await self._client.send(outgoing, stream=True)
-            try:
-                await read_answer(response, record, now)
-            finally:
-                await response.aclose()
+            async with self._connections.lend() as transport:
+                response = await transport.handle_async_request(outgoing)
+                try:
+                    await read_answer(response, record, now)
+                finally:
+                    await response.aclose()
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
             raise RequestFailed("connect", _detail(problem)) from problem
         except httpx.RequestError as problem:
@@ -181,7 +193,7 @@ class HttpTarget:
         if not self._answers_lookups:
             return None
         try:
-            response = await self._client.get(f"{self._root}/metrics", timeout=self._options.lookup_timeout)
+            response = await self._lookups.get(f"{self._root}/metrics")
         except httpx.RequestError:
             return None
         return ServerMetrics.of(response.text) if response.status_code == httpx.codes.OK else None

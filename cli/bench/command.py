@@ -16,6 +16,7 @@ from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.options import ServerFlags, with_server_options, with_slo_options
 from llmsched.cli.bench.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.selfcheck.mode import bench_self
 from llmsched.cli.bench.simulated import open_simulated
 from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
@@ -70,7 +71,7 @@ def bench(
     """Load a server or a model and measure latency and goodput.
 
     With neither --request-rate nor --max-concurrency, all requests are sent at once. Exit code 1 if a request failed,
-    or (--find-knee) if no rate meets the SLOs.
+    or (--find-knee) if no rate meets the SLOs, or (--self-check) if a figure is off.
 
     \b
     Examples:
@@ -79,12 +80,18 @@ def bench(
       llmsched bench demo --compare static,continuous --output-len 16..512
       llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fcfs headroom=0" --rounds 3
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
+      llmsched bench demo --request-rate 2 --report run.html --save-detailed run.jsonl --csv runs.csv
+      llmsched bench --self-check
       llmsched bench Qwen/Qwen3-8B --simulate h100 --request-rate 20 --num-prompts 1000
     """
-    outputs.check(one_run=modes.compare is None and not modes.find_knee)
+    outputs.check(modes)
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
-        if target is not None and target.startswith(("http://", "https://")):
+        if modes.self_check:
+            if target is not None or simulate is not None:
+                raise LlmschedError(f"--self-check has its own server; leave out {target or '--simulate'}")
+            result = asyncio.run(bench_self(progress))
+        elif target is not None and target.startswith(("http://", "https://")):
             if simulate is not None:
                 raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
             result = _bench_server(target, plan, modes, server, engine_options, progress)

@@ -169,7 +169,7 @@ def measure(
     output_tokens = sum(arrival.tokens for arrival in tokens)
     window = steady_window(records, done)
     ttft, itl = figures.summary("ttft"), figures.summary("itl")
-    lag = summarise([r.sent - r.ready for r in records if r.sent is not None and r.ready is not None])
+    lag = summarise([lag for record in records if (lag := record.client_lag) is not None])
     loop_lag = None if loop_lags is None else summarise(loop_lags)
     sent = [record.sent for record in records if record.sent is not None]
     late = [one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, ttft)]
@@ -191,7 +191,7 @@ def measure(
         itl=itl,
         tpot=figures.summary("tpot"),
         e2e=figures.summary("e2e"),
-        connect=summarise([r.connected - r.sent for r in records if r.connected is not None and r.sent is not None]),
+        connect=summarise([time for record in records if (time := record.connect_time) is not None]),
         worst_stall=max((x.worst_stall for x in latencies if x.worst_stall is not None), default=None),
         prefix_hit_rate=_hit_rate(done),
         preemptions=preemptions,

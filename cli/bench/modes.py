@@ -85,7 +85,24 @@ class Modes:
         ),
     ] = None
 
+    self_check: Annotated[
+        bool,
+        typer.Option(
+            "--self-check",
+            help="Measure a built-in server whose times are known, and tell whether this machine measures right.",
+        ),
+    ] = False
+
+    @property
+    def one_run(self) -> bool:
+        """Whether the load is sent once, and nothing else."""
+        return self.compare is None and not self.find_knee and not self.self_check
+
     def __post_init__(self) -> None:
+        if self.self_check and (self.compare is not None or self.find_knee):
+            raise LlmschedError(
+                "--self-check measures the bench itself; it goes with neither --compare nor --find-knee"
+            )
         if self.compare is not None and self.find_knee:
             raise LlmschedError("--compare and --find-knee do not go together: run one after the other")
         if self.compare is None and self.rounds is not None:

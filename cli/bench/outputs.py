@@ -13,6 +13,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.bench.csv_file import append_csv, check_csv
 from llmsched.cli.bench.detailed import detailed_lines
+from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.run_page import result_page
 from llmsched.cli.options import with_options
@@ -59,13 +60,14 @@ class Outputs:
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUTPUT)] = False
 
-    def check(self, *, one_run: bool) -> None:
-        """Raise LlmschedError, before the work and not after it, for a file that cannot be written.
-
-        Only where `one_run` is measured is there one whose requests can be saved.
+    def check(self, modes: Modes) -> None:
+        """Raise LlmschedError, before the work and not after it, for a file that a mode has nothing for, or that cannot
+        be written.
         """
-        if self.save_detailed is not None and not one_run:
-            raise LlmschedError("--save-detailed is of one run; it does not go with --compare and --find-knee")
+        if self.save_detailed is not None and not modes.one_run:
+            raise LlmschedError("--save-detailed is of one run of a load; leave it out, or the flag of the other mode")
+        if modes.self_check and (self.csv or self.report):
+            raise LlmschedError("--csv and --report are of the run of a load; --self-check has --save and --json")
         for flag, path in self._files().items():
             if path.is_dir() or not path.parent.is_dir():
                 raise LlmschedError(f"--{flag} {path}: {'is a' if path.is_dir() else 'has no'} directory")

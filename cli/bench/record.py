@@ -41,10 +41,10 @@ class RequestRecord:
     """One request. Times are seconds of the event loop's clock, None for what did not happen.
 
     `scheduled` is when it should have been sent; `ready` when a slot of --max-concurrency was free (never before
-    scheduled); `sent` when the client did send; `connected` when a new connection stood (None: an open one was used);
-    `end` when the response was over or failed. `asked_tokens` are what the target was told to make, come what may, None
-    if it may end before; `request_id` and `finish_reason` are what the target says, `timeline` is what its scheduler
-    decided (None: it does not tell).
+    scheduled); `connecting` and `connected` when a new connection was begun and stood (None: an open one was used);
+    `sent` when the first byte left; `end` when the response was over or failed. `asked_tokens` are what the target was
+    told to make, come what may, None if it may end before; `request_id` and `finish_reason` are what the target says,
+    `timeline` is what its scheduler decided (None: it does not tell).
     """
 
     index: int
@@ -60,6 +60,17 @@ class RequestRecord:
     request_id: str | None = None
     finish_reason: str | None = None
     timeline: Timeline | None = None
+    connecting: float | None = None
+
+    @property
+    def connect_time(self) -> float | None:
+        """How long (seconds) opening the connection took; None if an open one was used."""
+        return None if self.connecting is None or self.connected is None else self.connected - self.connecting
+
+    @property
+    def client_lag(self) -> float | None:
+        """How long (seconds) the client itself took from when it could send until it did."""
+        return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property
     def completed(self) -> bool:
@@ -77,6 +88,7 @@ class RequestRecord:
             scheduled=self.scheduled + seconds,
             ready=later(self.ready),
             sent=later(self.sent),
+            connecting=later(self.connecting),
             connected=later(self.connected),
             end=later(self.end),
             chunks=[replace(chunk, time=chunk.time + seconds) for chunk in self.chunks],

@@ -21,7 +21,8 @@ def saved_entries(request: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"what": what, "at_ms": at, "until_ms": until, "count": 1, "details": details}]
 
     failure = request["failure"]
-    entries = entry_of("due", due) + entry_of("sent", request["sent_s"]) + entry_of("connected", request["connected_s"])
+    entries = entry_of("due", due) + entry_of("connected", request["connecting_s"], request["connected_s"])
+    entries += entry_of("sent", request["sent_s"])
     if (arrived := request["arrived_s"]) is not None:
         shift = 1e3 * (arrived - due)
         entries += [

@@ -73,10 +73,12 @@ class FakeServer(httpx.AsyncBaseTransport):
         self.bodies.append(json.loads(request.content))
         self.paths.append(request.url.path)
         self.times.append(asyncio.get_running_loop().time())
-        script = self.script(number)
+        script, trace = self.script(number), request.extensions["trace"]
         if script.connect:
+            await trace("connection.connect_tcp.started", {})
             await asyncio.sleep(script.connect)
-            await request.extensions["trace"]("connection.connect_tcp.complete", {})
+            await trace("connection.connect_tcp.complete", {})
+        await trace("http11.send_request_headers.started", {})
         head = {"content-type": script.content_type}
         return httpx.Response(script.status, headers=head, stream=_Body(script, self))
 

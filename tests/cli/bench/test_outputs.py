@@ -126,7 +126,7 @@ def test_detailed_lines_hold_every_request_and_every_sample(tmp_path: Path) -> N
     assert (good["ttft_ms"], good["e2e_ms"], good["tpot_ms"]) == (400.0, 800.0, 100.0)
     assert good["itl_ms"] == [100.0] * 4
     assert good["met"] == {"ttft": True, "itl": True}
-    assert (stalled["scheduled_s"], stalled["sent_s"], stalled["connected_s"]) == (0.1, 0.1, 0.3)
+    assert [stalled[f"{name}_s"] for name in ("scheduled", "connecting", "connected", "sent")] == [0.1, 0.1, 0.3, 0.3]
     assert stalled["met"] == {"ttft": False, "itl": False}
     assert failed["failure"] == {"reason": "error event", "detail": failed["failure"]["detail"]}
     assert "boom" in failed["failure"]["detail"]
@@ -149,8 +149,8 @@ def test_the_story_of_a_request_that_stalled(command: CommandLine, tmp_path: Pat
     told = [" ".join(row.split()) for row in rows]
     assert told == [
         "0.0 due",
-        "0.0 sent",
-        "200.0 connected",
+        "0.0 to 200.0 connected",
+        "200.0 sent",
         "600.0 first token",
         "700.0 to 2700.0 longest stall 2.00 s without a token",
         "2700.0 last token",
@@ -207,7 +207,7 @@ def test_a_missing_file_and_two_sources_are_refused(command: CommandLine, tmp_pa
     assert (both.code, "do not go together" in both.err) == (2, True)
 
 
-@pytest.mark.parametrize("flag", ["--save", "--csv", "--save-detailed"])
+@pytest.mark.parametrize("flag", ["--save", "--csv", "--save-detailed", "--report"])
 def test_files_that_cannot_be_written_are_refused_before_the_run(
     command: CommandLine, tmp_path: Path, flag: str
 ) -> None:
@@ -216,7 +216,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(
         assert outcome.code == 2
         assert f"{flag} {path}: {why}" in outcome.err
     outcome = command("bench", "http://127.0.0.1:9", "--save-detailed", str(tmp_path / "f"), "--find-knee")
-    assert (outcome.code, "is of one run" in outcome.err) == (2, True)
+    assert (outcome.code, "is of one run of a load" in outcome.err) == (2, True)
 
 
 @pytest.mark.parametrize(
