@@ -44,8 +44,8 @@ class Arrivals:
     def __post_init__(self) -> None:
         if self.process not in get_args(ArrivalProcess):
             raise LlmschedError(f"arrivals is {self.process}; allowed is {', '.join(get_args(ArrivalProcess))}")
-        if not (self.burstiness > 0 and math.isfinite(self.burstiness)):
-            raise LlmschedError(f"burstiness is {self.burstiness:g}; allowed is above 0 (1 is Poisson)")
+        if not 1e-3 <= self.burstiness <= 1e6:
+            raise LlmschedError(f"burstiness is {self.burstiness:g}; allowed is 0.001 to 1000000 (1 is Poisson)")
         if self.burstiness != 1 and self.process in ("poisson", "constant"):
             raise LlmschedError(
                 f"burstiness is {self.burstiness:g} with {self.process} arrivals; allowed is gamma, ramp or daynight"
@@ -74,6 +74,10 @@ class Arrivals:
             return f"arrivals between {low:g} and {high:g} requests/s every {self.day_period:g} s{burst}"
         return f"{self.process} arrivals at {self.rate:g} requests/s{burst}"
 
+    def expected(self, duration: float) -> float:
+        """Requests expected in `duration` seconds, which a ramp takes: the integral of the rate."""
+        return float(self._integral(np.array([duration]), duration)[0])
+
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Seconds after the start of each request, ascending, the first at 0.
 
@@ -85,7 +89,7 @@ class Arrivals:
                 raise ValueError("a schedule needs an end")
             return self._stretch(self._unit_times(generator, count), self._ramp_span(count, None))
         span = self._ramp_span(count, duration)
-        units = self._units_before(generator, self._expected(duration, span))
+        units = self._units_before(generator, self.expected(duration), count)
         due = self._stretch(units, span)
         return due[due < duration][:count]
 
@@ -100,15 +104,15 @@ class Arrivals:
             drawn = generator.gamma(self.burstiness, 1 / self.burstiness, gaps)
         return np.concatenate([np.zeros(min(count, 1)), np.cumsum(drawn)])
 
-    def _units_before(self, generator: np.random.Generator, end: float) -> Times:
-        """The arrivals at rate 1 up to the first at `end` or later."""
-        state, count = generator.bit_generator.state, int(end) + 16
+    def _units_before(self, generator: np.random.Generator, end: float, most: int | None) -> Times:
+        """The arrivals at rate 1 up to the first at `end` or later, or `most` of them."""
+        state, count = generator.bit_generator.state, min(end + 16, math.inf if most is None else most)
         while True:
             generator.bit_generator.state = state
-            times = self._unit_times(generator, count)
-            if times[-1] >= end:
+            times = self._unit_times(generator, int(count))
+            if times[-1] >= end or count == most:
                 return times
-            count *= 2
+            count = min(2 * count, math.inf if most is None else most)
 
     def _ramp_span(self, count: int | None, duration: float | None) -> float:
         """How long a ramp takes, in seconds; of no meaning to the others."""
@@ -116,10 +120,6 @@ class Arrivals:
             return duration
         assert count is not None
         return 2 * max(1, count - 1) / (self.rate + (self.ramp_to or self.rate))
-
-    def _expected(self, time: float, span: float) -> float:
-        """Requests expected up to `time`: the integral of the rate."""
-        return float(self._integral(np.array([time]), span)[0])
 
     def _integral(self, times: Times, span: float) -> Times:
         if self.process == "ramp":

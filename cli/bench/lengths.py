@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from llmsched.engine.errors import LlmschedError
 
+#: The most tokens a prompt or an answer may have: more is a slip of the keyboard, and would fill the memory.
+MOST_TOKENS = 1 << 24
+
 SYNTAX = "128, 64..512 (uniform), or lognormal:MEAN,SIGMA[,MAX] such as lognormal:512,1.0,4096"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
@@ -41,7 +44,7 @@ class Lengths:
             return generator.integers(self.low, self.high, count, dtype=np.int64, endpoint=True)
         centre = math.log(self.mean) - self.sigma**2 / 2
         drawn = np.rint(generator.lognormal(centre, self.sigma, count))
-        return np.clip(drawn, self.low, self.high or 2**31).astype(np.int64)
+        return np.clip(drawn, self.low, self.high or MOST_TOKENS).astype(np.int64)
 
 
 def fixed(length: int) -> Lengths:
@@ -58,8 +61,8 @@ def parse_lengths(text: str, name: str) -> int | Lengths:
         found = Lengths(int(match[1]), int(match[2]))
     elif match := _LOGNORMAL.fullmatch(text):
         found = _lognormal(match)
-    if found is None or not 1 <= found.low <= (math.inf if found.high is None else found.high):
-        raise LlmschedError(f"{name} is {text!r}; allowed are tokens, 1 or more: {SYNTAX}")
+    if found is None or not 1 <= found.low <= (MOST_TOKENS if found.high is None else found.high) <= MOST_TOKENS:
+        raise LlmschedError(f"{name} is {text!r}; allowed are tokens, 1 to {MOST_TOKENS}: {SYNTAX}")
     return found.low if found.low == found.high else found
 
 
@@ -68,6 +71,6 @@ def _lognormal(match: re.Match[str]) -> Lengths | None:
         mean, sigma = float(match[1]), float(match[2])
     except ValueError:
         return None
-    if not (1 <= mean < 2**31 and 0 <= sigma <= 5):
+    if not (1 <= mean <= MOST_TOKENS and 0 <= sigma <= 5):
         return None
     return Lengths(1, int(match[3]) if match[3] else None, mean, sigma)

@@ -15,8 +15,9 @@ import numpy as np
 from llmsched.cli.bench.arrivals import ArrivalProcess, Arrivals, Times
 from llmsched.engine.errors import LlmschedError
 
-#: Requests of a closed loop that only a duration ends.
-MOST_REQUESTS = 100_000
+#: The most requests of a synthetic load, and of a closed loop that only a duration ends.
+MOST_REQUESTS = 1_000_000
+_MOST_CLOSED = 100_000
 
 #: Independent streams of random numbers drawn from one seed.
 ARRIVALS, INPUTS, OUTPUTS = range(1, 4)
@@ -105,7 +106,7 @@ class Schedule:
         """Offsets in seconds of at most `count` requests; None: as many as `duration` holds."""
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
-        return np.zeros(MOST_REQUESTS if count is None else count)
+        return np.zeros(_MOST_CLOSED if count is None else count)
 
     def describe(self) -> str:
         during = f" for {self.duration:g} s" if self.duration is not None else ""

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmsched.cli.bench.arrivals import Times
-from llmsched.cli.bench.lengths import Lengths, fixed
+from llmsched.cli.bench.lengths import MOST_TOKENS, Lengths, fixed
 from llmsched.cli.bench.load import PlannedRequest
 from llmsched.cli.bench.prompts import OWN, PREFIX, Encode, Part, RandomPrompt, Vocabulary
-from llmsched.cli.bench.schedule import INPUTS, OUTPUTS, Schedule, fingerprint
+from llmsched.cli.bench.schedule import INPUTS, MOST_REQUESTS, OUTPUTS, Schedule, fingerprint
 from llmsched.engine.errors import LlmschedError
 
 
@@ -32,14 +32,22 @@ class Workload(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_prompts", "input_len", "output_len"):
-            if isinstance(value := getattr(self, name), int) and value < 1:
-                raise LlmschedError(f"{name} is {value}; allowed is 1 or more")
+        for name, most in (("num_prompts", MOST_REQUESTS), ("input_len", MOST_TOKENS), ("output_len", MOST_TOKENS)):
+            if isinstance(value := getattr(self, name), int) and not 1 <= value <= most:
+                raise LlmschedError(f"{name} is {value}; allowed is 1 to {most}")
         longest = self.input_len if isinstance(self.input_len, int) else self.input_len.high
         if not 0 <= self.prefix_len <= (longest or self.prefix_len):
             raise LlmschedError(f"prefix_len is {self.prefix_len}; allowed is 0 to input_len ({self.input_len})")
-        if self.num_prompts is None and self.duration is None:
+        if self.num_prompts is None:
+            self._check_end()
+
+    def _check_end(self) -> None:
+        if self.duration is None:
             raise LlmschedError("num_prompts is left out; allowed only where duration ends the load")
+        if self.process is not None and self.process.expected(self.duration) > MOST_REQUESTS:
+            raise LlmschedError(
+                f"request_rate is {self.request_rate} for {self.duration:g} s; allowed are {MOST_REQUESTS} requests"
+            )
 
     @property
     def num_requests(self) -> int:

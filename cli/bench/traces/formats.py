@@ -51,7 +51,7 @@ def _mooncake(row: Row, turns: int) -> list[TraceRequest]:
     """`hash_ids` name the blocks of 512 tokens that the prompt consists of; the last one may be shorter."""
     length, answer = row.length("input_length"), row.length("output_length")
     blocks = row.values.get("hash_ids", [])
-    if not isinstance(blocks, list) or not all(isinstance(b, int) and 0 <= b < 2**64 for b in blocks):
+    if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
         raise row.wrong(f"hash_ids is {shown(blocks)}; allowed is a list of whole numbers from 0 to 2^64 - 1")
     needed = -(-length // BLOCK_TOKENS)
     if blocks and len(blocks) != needed:

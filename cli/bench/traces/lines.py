@@ -13,6 +13,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
 
+from llmsched.cli.bench.lengths import MOST_TOKENS
 from llmsched.engine.errors import LlmschedError
 
 _GZIP = b"\x1f\x8b"
@@ -43,14 +44,14 @@ class Row:
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """The field `name` as a number of tokens. Raises TraceError unless it is a whole number of 0 or more."""
+        """The field `name` as a number of tokens. Raises TraceError unless it is a whole one, 0 to MOST_TOKENS."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
         except (ValueError, OverflowError):
             count = math.nan
-        if not 0 <= count < 2**31 or not count.is_integer():
-            raise self.wrong(f"{name} is {shown(value)}; allowed is a whole number of tokens, 0 or more")
+        if not 0 <= count <= MOST_TOKENS or not count.is_integer():
+            raise self.wrong(f"{name} is {shown(value)}; allowed is a whole number of tokens, 0 to {MOST_TOKENS}")
         return int(count)
 
 

@@ -44,6 +44,7 @@ def test_a_duration_holds_what_comes_before_its_end() -> None:
 def test_with_both_the_fewer_are_sent() -> None:
     assert len(offsets(7, 100, rate=50.0)) == 7
     assert len(offsets(7, 0.02, rate=50.0, process="constant")) == 1 < 7
+    assert offsets(7, 1e12, rate=50.0).tolist() == offsets(7, rate=50.0).tolist()
 
 
 def test_a_ramp_takes_the_duration() -> None:
@@ -86,7 +87,7 @@ def test_offsets_ascend_and_are_the_same_for_the_same_seed() -> None:
     ("settings", "message"),
     [
         ({"process": "tidal"}, "arrivals is tidal; allowed is poisson, gamma, constant, ramp, daynight"),
-        ({"process": "gamma", "burstiness": 0}, "burstiness is 0"),
+        ({"process": "gamma", "burstiness": 0}, "burstiness is 0; allowed is 0.001 to 1000000"),
         ({"process": "gamma", "burstiness": float("nan")}, "burstiness is nan"),
         ({"burstiness": 2.0}, "burstiness is 2 with poisson arrivals"),
         ({"process": "constant", "burstiness": 2.0}, "burstiness is 2 with constant arrivals"),

@@ -191,6 +191,11 @@ def test_prompts_shorter_than_the_prefix_are_its_beginning() -> None:
     assert all(ids[:16] == longest[: min(16, len(ids))] for ids in prompts)
 
 
+def test_a_load_that_would_fill_the_memory_is_refused() -> None:
+    with pytest.raises(LlmschedError, match=r"request_rate is 1000000000.0 for 60 s; allowed are 1000000 requests"):
+        Workload(num_prompts=None, request_rate=1e9, duration=60)
+
+
 def test_the_fingerprint_is_that_of_all_settings() -> None:
     def fingerprint(**settings: Any) -> str:
         return str(Workload(**settings).parameters()["fingerprint"])
@@ -206,6 +211,8 @@ def test_the_fingerprint_is_that_of_all_settings() -> None:
     [
         ({"duration": 0.0, "max_concurrency": 1}, "duration is 0 s"),
         ({"duration": 5.0}, "duration ends nothing"),
+        ({"num_prompts": 1_000_001}, "num_prompts is 1000001; allowed is 1 to 1000000"),
+        ({"input_len": 1 << 25}, "input_len is 33554432"),
         ({"num_prompts": None}, "num_prompts is left out"),
         ({"arrivals": "constant", "max_concurrency": 1}, "arrivals: the shape of a schedule"),
         ({"request_rate": float("inf"), "burstiness": 0.5}, "burstiness: the shape of a schedule"),
