@@ -29,7 +29,7 @@ class PrefixHit(NamedTuple):
     nodes: list[PrefixNode]
     num_evictable: int
     num_tokens: int = 0
-    copy_from: list[int] | None = None
+    copy_from: tuple[int, ...] | None = None
     num_alike: int = 0
     window_start: int = 0
 
@@ -104,9 +104,10 @@ class PrefixFinder:
 
     def _to_copy(
         self, last: PrefixNode | None, child: PrefixNode | None, salt: str, block: bytes, alike: int
-    ) -> tuple[list[int] | None, int]:
+    ) -> tuple[tuple[int, ...] | None, int]:
         """Blocks behind `last` that begin as `block` does, one of each group, and for how many tokens."""
-        source, known = None, 0
+        source: tuple[int, ...] | None = None
+        known = 0
         if child is not None and (child.window_blocks or not self._layout.window_groups):
             source, known = child.blocks + child.window_blocks, alike
         being_filled = self._writers.open_block(last, salt, block)

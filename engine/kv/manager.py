@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
@@ -157,14 +157,15 @@ class KVManager:
             blocks += table.window_blocks(swapped.window_start, end)
         self.swap.restore(request, slots, blocks)
 
-    def _copy(self, sources: list[int], table: BlockTable, index: int) -> None:
+    def _copy(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
         """Copy a block of each group to block `index` of the table in the next step."""
-        blocks = table.column(index)
+        full, window = table.column(index)
+        blocks = [*full, *window]
         for group, source in enumerate(sources):
             if source in blocks:  # it was evicted just now, to become a destination: it is its own then
                 other = blocks.index(source)
                 blocks[group], blocks[other] = source, blocks[group]
-        table.set_column(index, blocks)
+        table.replace(index, 0, blocks)
         for source, destination in zip(sources, blocks, strict=True):
             if source != destination:
                 self._copies[destination] = source
@@ -237,23 +238,30 @@ class KVManager:
         table.commit_at = (num_whole + 1) * self.block_size
 
     def _commit_block(self, request: Request, table: BlockTable) -> None:
-        index = table.num_findable
-        ours = table.column(index)
-        full = self.layout.full_groups
+        index, full = table.num_findable, self.layout.full_groups
+        ours, ours_of_window = table.column(index)
         key = encode(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
-        node = self.prefixes.insert(table.node, key, request.cache_salt, ours[:full])
-        if node.blocks == ours[:full]:
-            self.pool.set_findable(node.blocks)
-        if index >= table.window_start and self.layout.window_groups and not node.window_blocks:
-            self.prefixes.add_window(node, ours[full:])
-            self.pool.set_findable(node.window_blocks)
-        theirs = node.blocks + (node.window_blocks if index >= table.window_start else ours[full:])
-        if theirs != ours:
-            changed = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if mine != other]
-            self.pool.acquire([other for _, other in changed])
-            self.pool.release([mine for mine, _ in changed])
-            table.set_column(index, theirs)
+        node = self.prefixes.insert(table.node, key, request.cache_salt, ours)
+        if node.blocks is ours:
+            self.pool.set_findable(ours)
+        else:
+            self._take_over(table, index, 0, ours, node.blocks)
+        if ours_of_window and index >= table.window_start:
+            if not node.window_blocks:
+                self.prefixes.add_window(node, ours_of_window)
+                self.pool.set_findable(ours_of_window)
+            else:
+                self._take_over(table, index, full, ours_of_window, node.window_blocks)
         table.advance(node)
+
+    def _take_over(
+        self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
+    ) -> None:
+        """Put the blocks of a node in the place of ours, from `group` on, unless they are the same."""
+        if theirs != ours:
+            self.pool.acquire(theirs)
+            self.pool.release(ours)
+            table.replace(index, group, theirs)
 
     def release(self, request: Request) -> None:
         """Take back all blocks of a request that has ended or is preempted; what was written stays findable."""
@@ -390,7 +398,7 @@ class KVManager:
     def _may_share(self, request: Request) -> bool:
         return self.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
-    def _forget(self, block: int) -> list[int]:
+    def _forget(self, block: int) -> Sequence[int]:
         node, others = self.prefixes.remove(block)
         if node is not None:
             self.misses.evicted(node, self._now)

@@ -29,7 +29,7 @@ class PrefixNode:
     """The cached KV of one block of tokens: `key` are these (encoded), the path from the root is the whole prefix.
 
     `blocks` are those of the groups of layers that keep all tokens, one each. `window_blocks` are those of the groups
-    with a window; they may be gone, which leaves the list empty: then nothing can follow on this block, or on one less
+    with a window; they may be gone, which leaves none: then nothing can follow on this block, or on one less
     than a window behind it, but what is behind that can be found.
 
     The children are found by their tokens themselves: the dictionary hashes to filter and compares to decide, so two
@@ -39,10 +39,10 @@ class PrefixNode:
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
 
-    def __init__(self, key: bytes, blocks: list[int], parent: PrefixNode | None, path_hash: int) -> None:
+    def __init__(self, key: bytes, blocks: tuple[int, ...], parent: PrefixNode | None, path_hash: int) -> None:
         self.key = key
         self.blocks = blocks
-        self.window_blocks: list[int] = []
+        self.window_blocks: tuple[int, ...] = ()
         self.parent = parent
         self.path_hash = path_hash
         self.children: dict[bytes, PrefixNode] = {}
@@ -54,7 +54,7 @@ class Root(PrefixNode):
     __slots__ = ("salt",)
 
     def __init__(self, salt: str) -> None:
-        super().__init__(b"", [], None, hash(salt))
+        super().__init__(b"", (), None, hash(salt))
         self.salt = salt
 
 
@@ -118,7 +118,7 @@ class PrefixTree:
         """The `path_hash` that a child of `parent` (None: the salt's root) with these tokens has, or would have."""
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
-    def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: list[int]) -> PrefixNode:
+    def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
         """Make blocks with the tokens `key` findable below `parent` (None: the salt's root).
 
         Returns the node of these tokens: a new one for `blocks`, or the one that another sequence has put there before.
@@ -132,25 +132,25 @@ class PrefixTree:
             self._own(node, blocks)
         return node
 
-    def add_window(self, node: PrefixNode, blocks: list[int]) -> None:
+    def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
         """Give a node the blocks of groups with a window, of which it has none."""
         assert not node.window_blocks
         node.window_blocks = blocks
         self._own(node, blocks)
 
-    def _own(self, node: PrefixNode, blocks: list[int]) -> None:
+    def _own(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
         for block in blocks:
             self._node_of_block[block] = node
 
-    def remove(self, block: int) -> tuple[PrefixNode | None, list[int]]:
+    def remove(self, block: int) -> tuple[PrefixNode | None, Sequence[int]]:
         """Forget a block that the pool evicts: with its node, or, if it is one of `window_blocks`, with those alone.
 
         Returns the node if that is gone, and the other blocks that cannot be found any more.
         """
-        node = self._node_of_block[block]
+        node = self._node_of_block.pop(block)
         removed, gone = None, node.window_blocks
         if block in gone:
-            node.window_blocks = []
+            node.window_blocks = ()
         else:
             assert not node.children, f"block {block} evicted before the blocks behind it"
             assert node.parent is not None
@@ -158,9 +158,12 @@ class PrefixTree:
             if isinstance(node.parent, Root) and not node.parent.children:
                 del self._roots[node.parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
             removed, gone = node, node.blocks + gone
-        for each in gone:
+        if len(gone) == 1:
+            return removed, ()
+        others = [each for each in gone if each != block]
+        for each in others:
             del self._node_of_block[each]
-        return removed, [each for each in gone if each != block]
+        return removed, others
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
         """Whether, among the `most` newest salts, another one than `salt` has a prefix that begins with this block."""

@@ -24,7 +24,8 @@ class BlockTable:
 
     In a step in which a sequence crosses no block boundary two comparisons tell that nothing is to be done: it needs no
     block while num_tokens <= `capacity` (the tokens that all rows have room for), and has nothing to commit or to give
-    back while num_computed_tokens < `commit_at`. `num_initial` are the tokens that were computed when it was admitted.
+    back while num_computed_tokens < `commit_at`. `ids` are int32 [groups, len(table)]. `num_initial` are the tokens
+    that were computed when it was admitted.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class BlockTable:
         "_width",
         "capacity",
         "commit_at",
+        "ids",
         "is_findable",
         "layout",
         "node",
@@ -44,7 +46,7 @@ class BlockTable:
     def __init__(self, layout: KVLayout, nodes: Sequence[PrefixNode], num_initial: int, *, findable: bool) -> None:
         self.layout = layout
         self._ids = np.zeros((layout.num_groups, max(16, len(nodes))), dtype=np.int32)
-        self._width = len(nodes)
+        self._set_width(len(nodes))
         self.capacity = len(nodes) * layout.block_size
         self.window_start = self.window_end = 0
         self.is_findable = findable
@@ -52,16 +54,11 @@ class BlockTable:
         self.num_findable = len(nodes)
         self.num_initial = num_initial
         self.commit_at = (len(nodes) + 1) * layout.block_size if findable or layout.window_groups else NEVER
-        for group in range(layout.full_groups):
-            self._ids[group, : len(nodes)] = [node.blocks[group] for node in nodes]
+        if nodes:
+            self._ids[: layout.full_groups, : len(nodes)] = np.transpose([node.blocks for node in nodes])
 
     def __len__(self) -> int:
         return self._width
-
-    @property
-    def ids(self) -> npt.NDArray[np.int32]:
-        """int32 [groups, len(self)], a view."""
-        return self._ids[:, : self._width]
 
     @property
     def num_blocks(self) -> int:
@@ -77,8 +74,8 @@ class BlockTable:
         end = self._width + len(blocks) // full
         if end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
-        self._ids[:full, self._width : end] = np.reshape(blocks, (full, -1))
-        self._width = end
+        self._ids[:full, self._width : end] = blocks if full == 1 else np.reshape(blocks, (full, -1))
+        self._set_width(end)
         self._set_capacity()
 
     def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
@@ -106,20 +103,24 @@ class BlockTable:
         self.window_start = start
         return blocks[::-1]
 
+    def _set_width(self, width: int) -> None:
+        self._width = width
+        self.ids: npt.NDArray[np.int32] = self._ids[:, :width]
+
     def _set_capacity(self) -> None:
         end = min(self._width, self.window_end) if self.layout.window_groups else self._width
         self.capacity = end * self.layout.block_size
 
     # -- what is held -----------------------------------------------------------------------------------------
 
-    def column(self, index: int) -> list[int]:
-        """The block `index` of every group."""
-        column: list[int] = self._ids[:, index].tolist()
-        return column
+    def column(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The block `index` of each group that keeps all tokens, and of each group with a window."""
+        column, full = tuple(self._ids[:, index].tolist()), self.layout.full_groups
+        return column[:full], column[full:]
 
-    def set_column(self, index: int, blocks: Sequence[int]) -> None:
-        """Put other blocks at `index`, one for each group."""
-        self._ids[:, index] = blocks
+    def replace(self, index: int, group: int, blocks: Sequence[int]) -> None:
+        """Put other blocks at `index`, one for each group from `group` on."""
+        self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
         """Blocks `start` to before `end` of the groups that keep all tokens, those of an index side by side."""

@@ -35,21 +35,22 @@ class Writers:
     def requests(self) -> list[Request]:
         return [request for there in self._after.values() for request in there]
 
-    def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[list[int], int] | None:
+    def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
         """The block being filled behind the prefix that shares most written leading tokens with a block (or less).
 
         Returns (block of each group, how many tokens it shares), None if none shares any. Blocks of requests that have
         not been in a step since they were admitted do not count: what they are taken to hold may still have to be
         copied there.
         """
-        best: tuple[list[int], int] | None = None
+        best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
             table = table_of(request)
             start, end = table.num_findable * table.layout.block_size, request.num_computed_tokens
             if end > max(start, table.num_initial):
                 common = num_common_tokens(encode(request.token_ids[start:end]), tokens)
                 if common > (best[1] if best else 0):
-                    best = table.column(table.num_findable), common
+                    full, window = table.column(table.num_findable)
+                    best = full + window, common
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
