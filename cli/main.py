@@ -57,6 +57,7 @@ Examples:
   llmsched bench http://localhost:8000 --request-rate 4 --num-prompts 200
   llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
   llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
+  llmsched workload requests.jsonl
   llmsched calibrate demo
   llmsched verify demo
 

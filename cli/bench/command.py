@@ -70,19 +70,22 @@ def bench(
 ) -> None:
     """Load a server or a model and measure latency and goodput.
 
-    With neither --request-rate nor --max-concurrency, all requests are sent at once. Exit code 1 if a request failed,
-    or (--find-knee) if no rate meets the SLOs, or (--self-check) if a figure is off.
+    A trace is sent at its own times; else, with neither --request-rate nor --max-concurrency, all requests are sent
+    at once. Exit code 1 if a request failed, or (--find-knee) if no rate meets the SLOs, or (--self-check) if a figure
+    is off.
 
     \b
     Examples:
       llmsched bench demo --max-concurrency 8 --input-len 128 --output-len 64
       llmsched bench http://localhost:8000 --request-rate 4 --slo-ttft 800ms --slo-itl 50ms --json
+      llmsched bench demo --workload chat --request-rate 2 --burstiness 0.5 --duration 1min
+      llmsched bench http://localhost:8000 --trace requests.jsonl --speedup 2 --limit 500
       llmsched bench demo --compare static,continuous --output-len 16..512
       llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fcfs headroom=0" --rounds 3
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
       llmsched bench demo --request-rate 2 --report run.html --save-detailed run.jsonl --csv runs.csv
       llmsched bench --self-check
-      llmsched bench Qwen/Qwen3-8B --simulate h100 --request-rate 20 --num-prompts 1000
+      llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
     """
     outputs.check(modes)
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)

@@ -120,7 +120,7 @@ def _one_a_line(path: Path) -> Iterator[Row]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as problem:
-                raise row.wrong(f"no JSON ({problem}): {shown(line)}") from problem
+                raise row.wrong(f"no JSON ({_reason(problem)}): {shown(line)}") from problem
             if not isinstance(value, dict):
                 raise row.wrong(f"{shown(line)}; allowed is a JSON object per line")
             yield Row(path, number, value)
@@ -140,10 +140,15 @@ def _elements(path: Path) -> Iterator[Row]:
                 value, end = decoder.raw_decode(waiting)
             except (ValueError, RecursionError) as problem:
                 if not (more := text.read(wanted)):
-                    raise row.wrong(f"no JSON ({problem}): {shown(waiting[:_SHOWN])}") from problem
+                    raise row.wrong(f"no JSON ({_reason(problem)}): {shown(waiting)}") from problem
                 waiting, wanted = waiting + more, 2 * wanted
                 continue
             if not isinstance(value, dict):
                 raise row.wrong(f"{shown(value)}; allowed is a JSON object")
             number, waiting, wanted = number + 1, waiting[end:], _CHUNK
             yield Row(path, number, value, "entry")
+
+
+def _reason(problem: Exception) -> str:
+    """What is wrong with JSON, without the places that the decoder counts in a part of the file."""
+    return problem.msg if isinstance(problem, json.JSONDecodeError) else str(problem)
