@@ -13,9 +13,9 @@ from llmsched.cli import render
 from llmsched.cli.bench.load_options import LoadOptions, with_load_options
 from llmsched.cli.bench.options import with_slo_options
 from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
-from llmsched.cli.tune.job import Outcome, Task, tune_engine
+from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated
 from llmsched.cli.tune.objective import Goal
-from llmsched.cli.tune.report import as_json, make_profile, show
+from llmsched.cli.tune.report import as_json, make_profile, page, show
 from llmsched.cli.tune.space import KNOBS, parse_knobs
 from llmsched.cli.tune.state import state_path
 from llmsched.engine.errors import LlmschedError
@@ -92,6 +92,20 @@ def tune(
             rich_help_panel=_SEARCH,
         ),
     ] = True,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            "--simulate",
+            metavar="GPU|local",
+            show_default=False,
+            help="Search on a virtual clock, as on this GPU (l4, h100, ...), or as here with local, after `llmsched "
+            "calibrate`; of MODEL only its config.json is needed.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write a page with the curve to FILE (HTML, opens offline)."),
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option("--output", metavar="NAME|PATH", show_default="the model's name", help="Profile to write."),
@@ -116,6 +130,8 @@ def tune(
     llmsched tune demo --max-concurrency 16 --input-len 512 --slo-tpot 60ms --maximize throughput --time-limit 10min
 
     llmsched tune demo --request-rate 3 --knobs max_num_batched_tokens --output chat
+
+    llmsched tune Qwen/Qwen3-8B --simulate h100 --workload azure-code --slo-ttft 2s --report curve.html
     """
     name = _model(model)
     task = Task(
@@ -133,14 +149,20 @@ def tune(
     )
     if not slo.given():
         render.note("no SLO given (--slo-ttft, --slo-itl, ...): the most throughput wins, whatever the latency")
+    _check_report(report)
     try:
         with render.progress_bar() as progress:
-            outcome = asyncio.run(tune_engine(name, task, engine_options, progress))
+            if simulate is None:
+                outcome = asyncio.run(tune_engine(name, task, engine_options, progress))
+            else:
+                outcome = asyncio.run(tune_simulated(name, simulate, task, engine_options, progress))
     except KeyboardInterrupt:
         if state_path(task.destination).exists():
             render.note("interrupted; the same command with --resume goes on from here")
         raise
     written = _save(outcome, engine_options)
+    if report is not None:
+        _write(report, page(outcome, written))
     if as_json_:
         render.emit_json(as_json(outcome, written))
     else:
@@ -172,6 +194,18 @@ def _destination(output: str | None, model: str) -> Path:
         return profile_path(name)
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
+
+
+def _check_report(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise LlmschedError(f"--report {path}: {'is a' if path.is_dir() else 'has no'} directory")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise LlmschedError(f"--report {path}: {problem.strerror}") from problem
 
 
 def _save(outcome: Outcome, options: EngineOptions) -> Path | None:

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.simulated import LOCAL, make_blueprint
 from llmsched.cli.options import EngineOptions
 from llmsched.cli.tune.objective import Evidence, Goal
-from llmsched.cli.tune.race import Race, Rules, rung_lengths
+from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
 from llmsched.cli.tune.runner import EngineRunner
 from llmsched.cli.tune.search import Space, search
+from llmsched.cli.tune.simulate import Asked, SimulatedRunner
 from llmsched.cli.tune.space import KNOBS, Setting, largest_useful, powers_of_two
 from llmsched.cli.tune.state import Journal, Resumable, state_path
-from llmsched.cli.tune.subject import Subject, subject_of
+from llmsched.cli.tune.subject import Subject, simulated_subject, subject_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 from llmsched.profiles.tuned import TunedProfile, latest_profile
@@ -67,26 +70,48 @@ class Outcome:
 
 async def tune_engine(model: str, task: Task, options: EngineOptions, progress: Progress) -> Outcome:
     """Search on an engine in this process. Raises ModelError, ConfigError, LlmschedError (of the state)."""
-    runner, engine = await _largest_engine(_config(model, task, options), task, options, progress)
+    kind = device_memory(options.given.get("device", "auto")).kind
+    runner, engine = await _largest_engine(_config(model, kind, task, options), task, options, progress)
     try:
-        subject = subject_of(model, engine)
-        space, notes = _space(engine.config, task, subject)
-        journal = Journal(state_path(task.destination), _about(subject, task, space, options.given), resume=task.resume)
-        outcome = await run_search(subject, task, space, Resumable(runner, journal), progress)
-        journal.delete()
+        return await _run(subject_of(model, engine), engine.config, runner, task, options, progress)
     finally:
         await runner.close()
-    return replace(outcome, notes=(*notes, *outcome.notes))
 
 
-async def run_search(subject: Subject, task: Task, space: Space, runner: Resumable, progress: Progress) -> Outcome:
-    """Search with a runner."""
+async def tune_simulated(model: str, device: str, task: Task, options: EngineOptions, progress: Progress) -> Outcome:
+    """Search on a GPU that is not there, or on "local", this device as it was calibrated. Raises as `tune_engine`."""
+    kind = device_memory(options.given.get("device", "auto")).kind if device == LOCAL else "cuda"
+    draft, config = open_draft(model, progress), _config(model, kind, task, options)
+    while True:
+        try:
+            blueprint = make_blueprint(config, device, progress)
+            break
+        except ConfigError as problem:
+            if problem.field == "--simulate":
+                raise
+            config = _smaller(config, task, options, problem)
+    for note in blueprint.notes:
+        render.warn(note)
+    # A virtual clock does not drift, so that to repeat what was run in full tells little.
+    task = replace(task, rounds=1)
+    runner = SimulatedRunner(blueprint, Asked(task.load, task.slo, task.timeout))
+    return await _run(simulated_subject(model, draft, blueprint), blueprint.config, runner, task, options, progress)
+
+
+async def _run(
+    subject: Subject, config: EngineConfig, runner: Runner, task: Task, options: EngineOptions, progress: Progress
+) -> Outcome:
+    """Search with a runner whose engine has this (resolved) configuration."""
     now = asyncio.get_running_loop().time
     start = now()
+    space, notes = _space(config, task, subject)
+    about = _about(subject, task, space, options.given)
+    journal = Journal(state_path(task.destination), about, resume=task.resume)
     evidence = Evidence(task.slo, task.goal)
     lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
-    race = Race(runner, evidence, Rules(lengths, task.rounds, task.time_limit), progress)
-    notes = await search(space, race)
+    race = Race(Resumable(runner, journal), evidence, Rules(lengths, task.rounds, task.time_limit), progress)
+    notes += await search(space, race)
+    journal.delete()
     return Outcome(subject, task, evidence, tuple(notes), now() - start)
 
 
@@ -95,21 +120,25 @@ async def _largest_engine(
 ) -> tuple[EngineRunner, AsyncEngine]:
     """An engine for the largest step that fits into memory; a size that the user asked for is never lowered."""
     while True:
-        runner = EngineRunner(config, task.load, task.slo, task.timeout, progress)
+        runner = EngineRunner(config, Asked(task.load, task.slo, task.timeout), progress)
         try:
             return runner, await runner.engine()
         except ConfigError as problem:
-            tokens = (config.max_num_batched_tokens or 0) // 2
-            if "max_num_batched_tokens" in options.given or tokens < task.smallest:
-                raise
-            render.note(f"max_num_batched_tokens {2 * tokens} does not fit ({problem}); the sweep ends at {tokens}")
-            config = replace(config, max_num_batched_tokens=tokens)
+            config = _smaller(config, task, options, problem)
 
 
-def _config(model: str, task: Task, options: EngineOptions) -> EngineConfig:
+def _smaller(config: EngineConfig, task: Task, options: EngineOptions, problem: ConfigError) -> EngineConfig:
+    """The same with half the token budget, after one that did not fit; re-raises where that is not allowed."""
+    tokens = (config.max_num_batched_tokens or 0) // 2
+    if "max_num_batched_tokens" in options.given or tokens < task.smallest:
+        raise problem
+    render.note(f"max_num_batched_tokens {2 * tokens} does not fit ({problem}); the sweep ends at {tokens}")
+    return replace(config, max_num_batched_tokens=tokens)
+
+
+def _config(model: str, kind: str, task: Task, options: EngineOptions) -> EngineConfig:
     """The engine for the largest step of the search; every setting is within what it reserves."""
     load = task.load
-    kind = device_memory(options.given.get("device", "auto")).kind
     useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
     largest = max(task.smallest, min(_LARGEST[kind], useful))
     return options.config(model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, load.num_requests)})
@@ -151,8 +180,9 @@ def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Settin
 def _about(subject: Subject, task: Task, space: Space, given: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for a search to go on."""
     return {
-        "model": subject.model,
-        "device": subject.device,
+        "model": dict(subject.model),
+        "device": dict(subject.device),
+        "kind": "measured" if subject.measured else "simulated",
         "workload": task.load.parameters()["fingerprint"],
         "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
         "goal": task.goal,

@@ -11,6 +11,7 @@ from llmsched.cli.tune.evidence import FIGURES, Run, percentile, pooled
 from llmsched.cli.tune.space import Demand, Setting, describe
 from llmsched.cli.tune.standing import Standing, standing
 from llmsched.engine.latency import Slo, Summary
+from llmsched.engine.units import three_figures
 
 Goal = Literal["goodput", "throughput"]
 
@@ -218,7 +219,7 @@ def _held(runs: Sequence[Run], slo: Slo) -> dict[str, float]:
 
 def _missed(trial: Trial, slo: Slo) -> str | None:
     missed = [
-        f"{figure_name(name, slo)} {figure * 1e3:.0f} ms is above {limit * 1e3:g} ms"
+        f"{figure_name(name, slo)} {three_figures(figure * 1e3)} ms is above {limit * 1e3:g} ms"
         for name, figure in trial.held.items()
         if figure > (limit := slo.given()[name])
     ]

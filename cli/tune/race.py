@@ -94,6 +94,7 @@ class Race:
             total = done + requests * len(alive) + to_come
             alive = await self._round(stage, alive, requests, done, total, prune=index == 0)
             if index == 0 and await self._disturbed(alive, requests):
+                alive = [s for s in alive if not any(run.problem for run in self.evidence.runs[s])]
                 alive = await self._round(stage, alive, requests, done, total, prune=False)
             done += requests * len(alive)
             alive = self._survivors(alive)

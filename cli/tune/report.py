@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
+from llmsched.cli.bench.report import Subject as BenchSubject
+from llmsched.cli.bench.report import headline, how_sure
+from llmsched.cli.bench.tables import Table
+from llmsched.cli.page import Page
+from llmsched.cli.tune.charts import curve
 from llmsched.cli.tune.job import Outcome
-from llmsched.cli.tune.objective import Trial, explain
+from llmsched.cli.tune.objective import Evidence, Trial, explain
 from llmsched.cli.tune.space import KNOBS, knob_in_words
 from llmsched.cli.tune.subject import versions_table
 from llmsched.engine.latency import DEFINITIONS, Slo
@@ -22,6 +28,8 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
     best, nearest = evidence.best(), evidence.nearest_miss()
     return {
         "measured": outcome.subject.measured,
+        "calibration_error": outcome.subject.calibration_error,
+        "published_error": outcome.subject.published_error,
         "model": outcome.subject.name,
         "device": dict(outcome.subject.device),
         "best": None if best is None else asdict(best.setting),
@@ -42,27 +50,74 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
 
 def show(outcome: Outcome, profile: Path | None) -> None:
     """Print the curve, the choice and where the profile is."""
-    evidence, subject, load = outcome.evidence, outcome.subject, outcome.task.load
-    origin = "MEASURED" if subject.measured else "SIMULATED"
-    render.say(
-        f"{origin} {subject.name} ({subject.where}): up to {load.describe_requests()} a run, {load.describe()}, "
-        f"seed {load.seed}"
-    )
-    trials = evidence.trials()
-    _show_table(trials, evidence.best())
-    for trial in trials:
-        if trial.reason is not None:
-            render.say(f"{_name(trial, trials)}: {trial.reason}")
-    render.say(explain(evidence))
-    for name in ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady"):
-        render.say(f"{name}: {DEFINITIONS[name]}")
+    for line in _origin(outcome):
+        render.say(line)
+    table = _table(outcome.evidence)
+    render.table(table.title, table.columns, table.rows)
+    for chart in curve(outcome.evidence):
+        render.chart(chart)
+    for sentence in (*_reasons(outcome.evidence), explain(outcome.evidence)):
+        render.say(sentence)
+    for name, meaning in _definitions(outcome).items():
+        render.say(f"{name}: {meaning}")
     for note in outcome.notes:
         render.note(note)
     if profile is not None:
         render.say(f"profile: {profile} (use it with `llmsched serve --profile {_profile_word(profile)}`)")
 
 
-def _show_table(trials: Sequence[Trial], best: Trial | None) -> None:
+def page(outcome: Outcome, profile: Path | None) -> str:
+    """The HTML of the search: what was chosen and why, the curve, every setting."""
+    made = Page(f"llmsched tune: {outcome.subject.name}")
+    for line in _origin(outcome):
+        made.say(line)
+    made.heading("choice")
+    made.say(explain(outcome.evidence))
+    for note in outcome.notes:
+        made.warn(note)
+    made.heading("curve")
+    for chart in curve(outcome.evidence):
+        made.chart(chart)
+    made.heading("settings")
+    made.table(*_table(outcome.evidence)[1:])
+    for sentence in _reasons(outcome.evidence):
+        made.say(sentence)
+    made.heading("definitions")
+    made.terms(_definitions(outcome))
+    made.heading("report")
+    made.code(json.dumps(as_json(outcome, profile), indent=1, allow_nan=False))
+    return made.html()
+
+
+def _origin(outcome: Outcome) -> list[str]:
+    """Where the figures come from."""
+    subject, load = outcome.subject, outcome.task.load
+    origin = BenchSubject(
+        subject.name,
+        subject.where,
+        load,
+        outcome.task.slo,
+        measured=subject.measured,
+        calibration_error=subject.calibration_error,
+        published_error=subject.published_error,
+    )
+    return [headline(origin), *([] if subject.measured else [how_sure(origin)])]
+
+
+def _reasons(evidence: Evidence) -> list[str]:
+    """Why settings are not feasible, or were not measured."""
+    trials = evidence.trials()
+    return [f"{_name(trial, trials)}: {trial.reason}" for trial in trials if trial.reason is not None]
+
+
+def _definitions(outcome: Outcome) -> dict[str, str]:
+    names = ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady")
+    return {name: DEFINITIONS[name] for name in names}
+
+
+def _table(evidence: Evidence) -> Table:
+    """A row per setting."""
+    trials, best = evidence.trials(), evidence.best()
     knobs = _varied(trials)
     columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
     rows = [
@@ -77,7 +132,7 @@ def _show_table(trials: Sequence[Trial], best: Trial | None) -> None:
         ]
         for trial in trials
     ]
-    render.table("", columns, rows)
+    return Table("settings", columns, rows)
 
 
 def _mark(trial: Trial, best: Trial | None) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmsched.cli.bench.inprocess import EngineTarget, running
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.prompts import usable_ids
+from llmsched.cli.bench.prompts import TokenizerEncode, usable_ids
 from llmsched.cli.bench.run import run_workload, warm_up
 from llmsched.cli.tune.evidence import Run, run_of
-from llmsched.cli.tune.portion import Portion
+from llmsched.cli.tune.simulate import Asked, simulated_run
 from llmsched.cli.tune.space import Setting
 from llmsched.cli.tune.watch import StepWatch
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.simulation import SimulatedEngine
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
@@ -40,16 +40,13 @@ class EngineRunner:
     Every run starts with an empty prefix cache, so none gains from the prompts of another.
     """
 
-    def __init__(self, config: EngineConfig, load: Load, slo: Slo, timeout: float, progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, asked: Asked, progress: Progress) -> None:
         self._config = config
-        self._load = load
-        self._slo = slo
-        self._timeout = timeout
+        self._asked = asked
         self._progress = progress
         self._stack = AsyncExitStack()
         self._engine: AsyncEngine | None = None
         self._watch: StepWatch | None = None
-        self._ids: list[int] = []
         self._warm: set[Setting] = set()
 
     async def engine(self) -> AsyncEngine:
@@ -60,7 +57,8 @@ class EngineRunner:
             engine = build_engine(self._config, self._progress)
             self._watch = StepWatch(engine)
             self._engine = await self._stack.enter_async_context(running(engine))
-            self._ids = usable_ids(engine.tokenizer, engine.model.vocab_size)
+            ids = usable_ids(engine.tokenizer, engine.model.vocab_size)
+            self._asked = self._asked._replace(ids=ids, encode=TokenizerEncode(engine.tokenizer))
             self._warm.clear()
         return self._engine
 
@@ -69,24 +67,33 @@ class EngineRunner:
         await self._stack.aclose()
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
-        engine = await self.engine()
+        engine, asked = await self.engine(), self._asked
         assert self._watch is not None
         start = asyncio.get_running_loop().time()
         await _until_idle(engine)
         await engine.reconfigure(**setting.limits())
         target = EngineTarget(engine)
         if setting not in self._warm:
-            await warm_up(target, self._load, 1, ids=self._ids, timeout=self._timeout, output_len=_WARMUP_OUTPUT_LEN)
+            await warm_up(target, asked.load, 1, ids=asked.ids, timeout=asked.timeout, output_len=_WARMUP_OUTPUT_LEN)
             self._warm.add(setting)
         await engine.reset_prefix_cache()
         self._watch.reset()
-        load = Portion(self._load.with_seed(self._load.seed + round_index), requests)
-        figures = await run_workload(target, load, self._slo, ids=self._ids, timeout=self._timeout, progress=silent)
+        load = asked.portion(requests, round_index)
+        figures = await run_workload(target, load, asked.slo, ids=asked.ids, timeout=asked.timeout, progress=silent)
         seconds = asyncio.get_running_loop().time() - start
         return run_of(setting, round_index, requests, figures, demand=self._watch.demand(), seconds=seconds)
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
-        return {}
+        """Simulated with what the steps so far took. Preempted requests are taken to be recomputed."""
+        cost = None if self._watch is None else self._watch.cost()
+        if self._engine is None or self._engine.plan is None or cost is None:
+            return {}
+        config = replace(self._engine.config, swap_space=0, preemption_mode="recompute")
+        blocks = self._engine.plan.num_blocks
+        return {
+            setting: simulated_run(SimulatedEngine(config, blocks, cost), setting, requests, 0, self._asked)
+            for setting in settings
+        }
 
 
 async def _until_idle(engine: AsyncEngine) -> None:

@@ -88,10 +88,10 @@ def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
 
 
 def seqs_settings(setting: Setting, demand: Demand) -> list[Setting]:
-    """Fewer running requests: down to an eighth of what ran at the peak; more than that peak would change nothing."""
+    """Fewer running requests: powers of two from an eighth of what ran at the peak; more than that changes nothing."""
     most = min(demand.running, setting.max_num_seqs)
-    least = max(1, most // 8)
-    return neighbours(setting, "max_num_seqs", [n for n in reversed(powers_of_two(least, most)) if n < demand.running])
+    powers = [1 << power for power in range(most.bit_length()) if most // 8 <= 1 << power < demand.running]
+    return neighbours(setting, "max_num_seqs", powers[::-1])
 
 
 def headroom_settings(setting: Setting, demand: Demand, most: float) -> list[Setting]:

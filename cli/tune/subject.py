@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.device import device_memory
+from llmsched.engine.kv.draft import ModelDraft, model_name
 from llmsched.engine.kv.reconcile import ratios
 from llmsched.profiles.tuned import Scalar
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 class Subject:
     """`name` is the model as it was called on the command line, `model` and `device` are as a profile has them.
 
-    `memory` are actual / predicted bytes; `measured` is False for a simulation.
+    `memory` are actual / predicted bytes. `measured` is False for a simulation, whose errors are those of the report
+    of a run (see `bench.report.Subject`).
     """
 
     name: str
@@ -29,11 +32,13 @@ class Subject:
     device: Mapping[str, Scalar]
     memory: Mapping[str, Scalar]
     measured: bool = True
+    calibration_error: float | None = None
+    published_error: float | None = None
 
     @property
     def where(self) -> str:
         """Where the figures come from, in words."""
-        return "in process" if self.measured else f"on {self.device['name']}"
+        return "in process" if self.measured else str(self.device["name"])
 
 
 def subject_of(name: str, engine: AsyncEngine) -> Subject:
@@ -43,6 +48,21 @@ def subject_of(name: str, engine: AsyncEngine) -> Subject:
         model={"name": engine.model.name, "architecture": engine.model.architecture},
         device=device_table(engine.config.device),
         memory={} if engine.plan is None else ratios(engine.plan),
+    )
+
+
+def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Subject:
+    """A model on a device that is simulated."""
+    device = blueprint.plan.device
+    here = device_table(device.kind) if blueprint.calibration_error is not None else {}
+    return Subject(
+        name,
+        model={"name": model_name(name), "architecture": str((draft.content.get("architectures") or [""])[0])},
+        device=here or {"kind": device.kind, "name": device.name},
+        memory={},
+        measured=False,
+        calibration_error=blueprint.calibration_error,
+        published_error=blueprint.published_error,
     )
 
 

@@ -23,6 +23,8 @@ _ENOUGH = 32
 class LearnedCost:
     """A StepCost fitted to steps of this engine; `overhead` are the seconds between two steps."""
 
+    window: int | None = None
+
     def __init__(self, model: StepTimeModel, overhead: float) -> None:
         self._model = model
         self._overhead = overhead

@@ -38,8 +38,8 @@ def test_the_winner_is_written_and_can_be_loaded(tune: Callable[..., Outcome], t
     assert outcome.code == 0
     report = outcome.json
     assert sorted({trial["max_num_batched_tokens"] for trial in report["trials"]}) == [16, 32, 50]
-    assert all(trial["feasible"] and trial["reason"] is None for trial in report["trials"])
-    assert all(trial["p99_itl_ms"] > 0 and trial["p99_ttft_ms"] > 0 for trial in report["trials"])
+    assert all(trial["feasible"] is (trial["reason"] is None) for trial in report["trials"])
+    assert all(trial["skipped"] or trial["p99_itl_ms"] > 0 < trial["p99_ttft_ms"] for trial in report["trials"])
     assert report["best"]["max_num_batched_tokens"] in (16, 32, 50)
     assert report["best"].keys() == {"max_num_batched_tokens", "max_num_seqs", "headroom", "target_itl"}
     assert report["profile"] == str(tmp_path / "profiles" / "quick.toml")
@@ -88,15 +88,15 @@ def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], mon
         return build(config, progress)  # type: ignore[arg-type]
 
     def deadly(engine: Engine, **limits: Any) -> None:
-        if limits["max_num_batched_tokens"] == 32:
+        if limits["max_num_batched_tokens"] == 50:
             raise MemoryError("out of memory")
         reconfigure(engine, **limits)
 
     monkeypatch.setattr(runner, "build_engine", counting)
     monkeypatch.setattr(Engine, "reconfigure", deadly)
-    report = tune("--json", "--knobs", "max_num_batched_tokens", "--rounds", "2").json
-    assert [trial["feasible"] for trial in report["trials"]] == [True, False, True]
-    assert "out of memory" in report["trials"][1]["reason"]
+    report = tune("--json", "--knobs", "max_num_batched_tokens").json
+    assert [trial["feasible"] for trial in report["trials"]] == [True, True, False]
+    assert "out of memory" in report["trials"][2]["reason"]
     assert len(built) == 2
 
 

@@ -90,7 +90,7 @@ def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths:
         None,
         "10 of 10 requests failed: empty stream (the request ended without a token)",
         "MemoryError: CUDA out of memory. Tried to allocate 20 GiB",
-        "P99 TTFT 3000 ms is above 1000 ms",
+        "P99 TTFT 3,000 ms is above 1000 ms",
         None,
     ]
 
@@ -103,7 +103,7 @@ def test_none_feasible_is_said_with_the_reason_of_each() -> None:
     assert nearest is not None
     assert nearest.setting == D
     assert explain(evidence) == (
-        "none of the 3 settings tried is feasible; nearest is max_num_batched_tokens 256: P99 TTFT 3000 ms is above "
+        "none of the 3 settings tried is feasible; nearest is max_num_batched_tokens 256: P99 TTFT 3,000 ms is above "
         "1000 ms; relax the SLOs or lower the load"
     )
     broken = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C)}))
@@ -179,8 +179,8 @@ def test_the_sentence_tells_of_what_was_faster_but_too_late() -> None:
     evidence = raced(Scripted({A: lambda n: figures(1.2), D: lambda n: figures(5, ttft=3.0)}))
     fast = evidence.trials()[1]
     assert explain(evidence).endswith(
-        f"; max_num_batched_tokens 256 gave {fast.output_tokens_per_s:.1f} tokens/s, but its P99 TTFT 3000 ms is above "
-        "1000 ms"
+        f"; max_num_batched_tokens 256 gave {fast.output_tokens_per_s:.1f} tokens/s, but its P99 TTFT 3,000 ms is "
+        "above 1000 ms"
     )
 
 

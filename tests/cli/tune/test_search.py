@@ -69,12 +69,15 @@ def half_way_down(time: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("drift", "most"), [(lambda time: 1.0, 95), (slow_wave, 95), (half_way_down, 90)], ids=["steady", "wave", "step"]
+    ("drift", "most"), [(lambda time: 1.0, 57), (slow_wave, 57), (half_way_down, 51)], ids=["steady", "wave", "step"]
 )
 def test_near_the_best_of_the_grid_in_a_fifth_of_its_time(drift: Callable[[float], float], most: int) -> None:
-    """2 % noise in a full run: within 5 % on nearly all of 100 machines, and a fifth of the time on average."""
+    """2 % noise in a full run: within 5 % on nearly all of 60 machines, and in a fifth of the time on average.
+
+    A machine that becomes slower within a round can hide the best setting: then on fewer.
+    """
     reached, spent = [], []
-    for seed in range(100):
+    for seed in range(60):
         dice = random.Random(seed)
         rate = some_hill(dice)
         surface = Surface(rate, full=FULL, noise=0.02, drift=drift, seed=seed)
@@ -119,7 +122,7 @@ def test_only_settings_that_meet_the_slo_win() -> None:
     best = evidence.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 256
-    assert "but its P99 ITL 1024 ms is above 300 ms" in explain(evidence)
+    assert "but its P99 ITL 1,024 ms is above 300 ms" in explain(evidence)
 
 
 def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:

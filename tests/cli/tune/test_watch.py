@@ -1,0 +1,79 @@
+"""What the steps of an engine teach while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import Harness, make_request, tokens
+
+from llmsched.cli.bench.workload import Workload
+from llmsched.cli.tune.runner import EngineRunner
+from llmsched.cli.tune.simulate import Asked
+from llmsched.cli.tune.space import Demand, Setting
+from llmsched.cli.tune.watch import StepWatch
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.executor.cost import StepShape
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+
+def served(harness: Harness) -> StepWatch:
+    """A step takes 10 ms, and 0.1 ms for each prefill token."""
+    inner = harness.executor.execute
+
+    def timed(plan: StepPlan) -> StepResult:
+        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        result = inner(plan)
+        return StepResult(result.rows, 0.010 + 1e-4 * prefill)
+
+    harness.executor.execute = timed  # type: ignore[method-assign]
+    watch = StepWatch(harness)  # type: ignore[arg-type]  # has the executor and the scheduler, as an Engine
+    for number in range(6):
+        harness.add(make_request(f"r{number}", tokens(90 + 40 * number, seed=number), max_tokens=40))
+    harness.run()
+    return watch
+
+
+def test_what_steps_cost_is_learned() -> None:
+    cost = served(Harness(200, budget=64)).cost()
+    assert cost is not None
+    overhead = cost.seconds(StepShape(0, 1, 100)) - 0.010
+    assert 0 <= overhead < 0.005
+    assert cost.seconds(StepShape(50, 1, 100)) - overhead == pytest.approx(0.015, rel=0.1)
+    assert StepWatch(Harness(8)).cost() is None  # type: ignore[arg-type]
+
+
+def test_the_peak_of_a_run_is_told_and_forgotten() -> None:
+    watch = served(Harness(200, budget=64, max_num_seqs=3))
+    demand = watch.demand()
+    assert demand.running == 3
+    assert 0 < demand.kv_share < 1
+    assert not demand.preempted
+    watch.reset()
+    assert watch.demand() == Demand(0, 0.0, False)
+
+
+def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..., Path]) -> None:
+    config = EngineConfig(
+        str(tiny_model("llama")), device="cpu", max_num_batched_tokens=128, num_gpu_blocks_override=128
+    )
+    load = Workload(num_prompts=8, input_len=60, output_len=20, max_concurrency=4)
+    settings = [Setting(budget, 8) for budget in (16, 32, 128)]
+
+    async def main() -> None:
+        runner = EngineRunner(config, Asked(load, Slo(itl=1.0), 60.0), silent)
+        try:
+            assert runner.predict(settings, 8) == {}
+            run = await runner.run(settings[0], 8, 0)
+            predicted = runner.predict(settings, 8)
+        finally:
+            await runner.close()
+        assert list(predicted) == settings
+        assert all(each.completed == 8 and each.tokens_per_s for each in predicted.values())
+        assert predicted[settings[0]].demand == run.demand
+
+    asyncio.run(main())
