@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmsched.cli.bench.client import Target
 from llmsched.cli.bench.lag import loop_lags
+from llmsched.cli.bench.live import LiveFigures
 from llmsched.cli.bench.load import Load, run_load
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.placing import CountTokens
@@ -70,11 +72,13 @@ async def send_workload(
     total = 0 if workload.stop_after else len(planned)
     ended = 0
     untold: list[RequestRecord] = []
+    live = LiveFigures(asyncio.get_running_loop().time)
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
         ended += 1
         untold.append(record)
+        live.ended(record)
         progress("requests", ended, total)
 
     async def state() -> Sample | None:
@@ -86,7 +90,7 @@ async def send_workload(
     async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
         records = await run_load(
             planned,
-            target.send,
+            live.watching(target.send),
             closed=workload.closed,
             max_concurrency=workload.max_concurrency,
             timeout=timeout,

@@ -101,3 +101,19 @@ def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == ["note: a [red]fact[/red]", "warning: careful", "error: first second"]
+
+
+def test_the_detail_of_long_work_stands_beside_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    render.detail("heard by nobody")
+    with render.progress_bar() as progress:
+        render.detail("3 running")
+        progress("requests", 1, 4)
+        progress("requests", 2, 4)
+        render.detail("old")
+        render.detail("2 running")
+        progress("requests", 3, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "requests ... 25 % (3 running)",
+        "requests ... 50 %",
+        "requests ... 75 % (2 running)",
+    ]
