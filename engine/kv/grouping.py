@@ -53,10 +53,10 @@ def cache_layout(geometry: Geometry, block_size: int, longest: int | None) -> Ca
 
 
 def _group_size(num_full: int, num_windowed: int) -> int:
-    """Layers of one group: with the least padding of the last groups that MAX_GROUPS allow, then the fewest groups."""
+    """Layers of one group: no more than MAX_GROUPS groups if there is a way, then the least padding."""
 
-    def waste(size: int) -> tuple[bool, int, int]:
+    def waste(size: int) -> tuple[int, int, int]:
         groups = -(-num_full // size) + -(-num_windowed // size)
-        return groups > MAX_GROUPS, groups * size, groups
+        return max(MAX_GROUPS, groups), groups * size, groups
 
     return min(range(1, min(num_full, num_windowed) + 1), key=waste)

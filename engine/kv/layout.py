@@ -61,6 +61,6 @@ class KVLayout:
         """The most tokens of one sequence that so many blocks hold."""
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
-        if self.window_groups and width > window:
+        if self.window_groups and width >= window:
             width = (num_blocks - self.window_groups * window) // self.full_groups
         return width * self.block_size

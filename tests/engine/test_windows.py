@@ -10,7 +10,10 @@ import torch
 from engines import Collector, generate, layout_of, make_engine, prompt, sampling
 from tiny_models import ARCHITECTURES, build_model
 
+from llmsched.engine.build import build_engine
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.reconcile import reconcile
 
 #: Windows of 8 tokens in some layers: of 7 layers 6 have one in gemma3, of 3 layers 2 in the others.
 WINDOWED = ("gemma2", "gemma3", "gpt_oss")
@@ -112,3 +115,26 @@ def test_what_is_held_stops_growing_with_the_sequence_where_there_is_a_window() 
             assert engine.stats().blocks_used in (expected, expected - layout.window_groups)
             most = max(most, engine.stats().blocks_used)
     assert most == layout.num_blocks(208) == 52 + 6 * 3
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+def test_serve_holds_what_the_plan_says(tiny_model: Any, arch: str) -> None:
+    """As many sequences of max_model_len tokens as max_num_seqs promises, at the same time, and no block less."""
+    length, knobs = 120, {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": SIZE, "headroom": 0.0}
+    knobs |= {"device": "cpu", "dtype": "float32", "max_model_len": length, "output_prediction": "none"}
+    engine = build_engine(EngineConfig(model=str(tiny_model(arch)), num_gpu_blocks_override=300, **knobs))
+    plan = engine.plan
+    assert plan is not None
+    assert plan.layout == engine.scheduler.kv.layout == layout_of(arch, SIZE, length)
+    assert plan.measured is not None
+    assert {part.part: part.ratio for part in reconcile(plan, plan.measured)}["KV"] == 1
+    count = plan.max_num_seqs
+    assert 300 // (plan.layout.num_groups * length // SIZE) < count < 16, "with all tokens in all layers it is fewer"
+    for index in range(count):
+        engine.add_request(str(index), prompt(20, index), sampling(max_tokens=length - 20))
+    most, collector = 0, Collector(engine)
+    while engine.has_work():
+        collector.step()
+        most = max(most, engine.stats().blocks_used)
+    assert engine.stats().num_preemptions == 0
+    assert count * plan.blocks_for(length) - count * plan.layout.num_groups <= most <= count * plan.blocks_for(length)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import Harness, assert_right, make_request, tokens
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, RequestStatus
-from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak
+from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.pacing import LEAST_PREFILL, Pacer
@@ -38,6 +40,39 @@ def simulated_peak(growths: list[Growth]) -> int:
 )
 def test_peak_is_what_a_token_by_token_simulation_gives(growths: list[Growth]) -> None:
     assert future_peak(growths) == simulated_peak(growths)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=12),
+    st.sampled_from([KVLayout(4), KVLayout(4, 1, 1, 9), KVLayout(4, 2, 3, 30)]),
+)
+def test_peak_with_windows_is_what_a_token_by_token_simulation_gives(
+    drawn: list[tuple[int, int]], layout: KVLayout
+) -> None:
+    growths = [Growth(*each) for each in drawn]
+    most = 0
+    for step in range(max(g.remaining for g in growths) + 1):
+        held = np.array([g.held + step for g in growths if g.remaining >= step])
+        most = max(most, int(layout.room(held).sum()))
+    assert saturating_peak(growths, layout) == most
+    if layout.num_groups == 1:
+        assert saturating_peak(growths, layout) == future_peak(growths)
+
+
+def test_windows_let_more_in_where_lengths_are_predicted() -> None:
+    """Two groups, of which one keeps 3 blocks: 20 that grow to 10 blocks need 13 each, not 20."""
+    for layout, blocks in ((KVLayout(16, 1, 1, 20), 20 * (10 + 3)), (KVLayout(16, 2), 20 * 2 * 10)):
+        harness = Harness(
+            blocks, budget=400, max_num_seqs=40, headroom=0.0, output_prediction="max_tokens", layout=layout
+        )
+        for i in range(40):
+            harness.add(make_request(f"r{i:02}", tokens(20, seed=i), 140))
+        most = 0
+        while harness.scheduler.has_work():
+            harness.step()
+            most = max(most, len(harness.scheduler.running))
+        assert most == 20
+        assert harness.scheduler.counters.num_preemptions == 0
 
 
 def ended(length: int, max_tokens: int = 1000) -> object:

@@ -1,0 +1,36 @@
+"""Where layers are cached: in groups that share blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.model.paged import KVCache, LayerShape, place_layers
+
+FULL, WINDOW = LayerShape(2, 6, 4), LayerShape(2, 6, 4, 8)
+
+
+def test_one_group_has_a_slot_for_each_layer() -> None:
+    assert place_layers([FULL, WINDOW, LayerShape(1, 8, 8)], KVLayout(4)) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_layers_with_a_window_share_slots_with_the_others() -> None:
+    layers = [WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL, WINDOW]
+    places = place_layers(layers, KVLayout(4, 1, 3, 8))
+    assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0)]
+    cache = KVCache.allocate(layers, 10, KVLayout(4, 1, 3, 8), torch.float32, torch.device("cpu"))
+    assert cache.num_bytes == 10 * 2 * 2 * 4 * (6 + 4) * 4
+    assert [cache.of_layer(layer)[2] for layer in range(7)] == [1, 1, 0, 2, 2, 0, 3]
+    assert cache.of_layer(1)[0] is cache.of_layer(5)[0]
+
+
+def test_a_window_that_is_larger_than_the_layouts_keeps_all_tokens() -> None:
+    layers = [FULL, LayerShape(2, 6, 4, 9), WINDOW]
+    assert [group for group, _ in place_layers(layers, KVLayout(4, 1, 1, 8))] == [0, 0, 1]
+
+
+def test_layers_of_different_shapes_cannot_share_a_slot() -> None:
+    with pytest.raises(ModelError, match=r"layers with KV of \(2, 6, 4\) and \(1, 8, 8\) cannot share blocks"):
+        place_layers([FULL, LayerShape(1, 8, 8, 8)], KVLayout(4, 1, 1, 8))
