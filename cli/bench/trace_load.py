@@ -166,9 +166,10 @@ class TraceLoad(Schedule):
     def _describe_arrivals(self) -> str:
         if not self.replayed:
             return super()._describe_arrivals()
+        pace = f", {self.speedup:g} times as fast" if self.speedup != 1 else ""
         if self.request_rate is not None:
-            return f"at the trace's own times, scaled to {self.request_rate:g} requests/s"
-        return "at the trace's own times" + (f", {self.speedup:g} times as fast" if self.speedup != 1 else "")
+            pace = f", scaled to {self.request_rate:g} requests/s"
+        return f"over {self._offsets[-1]:,.4g} s at the trace's own times{pace}"
 
     def describe_requests(self) -> str:
         facts = self._facts()

@@ -55,8 +55,8 @@ def workload(
         TimestampUnit | None,
         typer.Option(
             "--timestamp-unit",
-            show_default="the format's own, or what is unmistakable",
-            help="Unit of timestamps that are numbers.",
+            show_default="ms for Mooncake, else s",
+            help="Unit of timestamps that are numbers. Times since 1970 are recognised whatever their unit.",
         ),
     ] = None,
     turns: Annotated[

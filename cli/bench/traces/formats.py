@@ -26,7 +26,7 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format. `time` names the field of a row's timestamp, None if there is none; `unit` is the format's own.
+    """A format. `time` names the field of a row's timestamp, None if there is none; `unit` is that of numbers there.
 
     `requests` makes the requests of a row, their offsets still 0: one, or of a conversation up to so many turns; it
     raises TraceError.
@@ -36,7 +36,7 @@ class Format:
     rows: Callable[[Path], Iterator[Row]]
     requests: Callable[[Row, int], list[TraceRequest]]
     time: Callable[[Row], str | None]
-    unit: TimestampUnit | None = None
+    unit: TimestampUnit = "s"
 
 
 def _csv(columns: Mapping[str, str]) -> Callable[[Path], Iterator[Row]]:
@@ -115,7 +115,7 @@ FORMATS: dict[TraceFormat, Format] = {
     known.name: known
     for known in (
         Format("azure", _csv(_AZURE), _lengths, lambda row: "TIMESTAMP"),
-        Format("burstgpt", _csv(_BURSTGPT), _lengths, lambda row: "Timestamp", "s"),
+        Format("burstgpt", _csv(_BURSTGPT), _lengths, lambda row: "Timestamp"),
         Format("lengths", _csv(_VIDUR), _lengths, lambda row: None),
         Format("mooncake", json_objects, _mooncake, lambda row: "timestamp", "ms"),
         Format("sharegpt", json_objects, _sharegpt, lambda row: None),

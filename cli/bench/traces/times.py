@@ -1,8 +1,8 @@
 """Timestamps of traces: which unit they are in, and when each request came after the first.
 
-A number alone does not tell its unit. It is taken from the format where that states one, from `--timestamp-unit`, or
-from the size where that is unmistakable: times since 1970 between 2001 and 2100 in seconds, milliseconds,
-microseconds and nanoseconds are a thousandfold apart and do not overlap.
+A number alone does not tell its unit. It is that of `--timestamp-unit`, else the format's own, unless the size tells
+another: times since 1970, between 2001 and 2100, in seconds, milliseconds, microseconds and nanoseconds are a
+thousandfold apart and do not overlap.
 """
 
 from __future__ import annotations
@@ -56,12 +56,10 @@ def _parse(value: Any) -> Stamp | None:
     return Stamp(float(since.days * 86_400_000_000 + since.seconds * 1_000_000 + since.microseconds), is_date=True)
 
 
-def offsets(
-    stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: TimestampUnit | None, where: str
-) -> list[float]:
+def offsets(stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
     """Seconds after the earliest stamp. `unit` is what the user says, `stated` what the format says.
 
-    Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if there is none for numbers.
+    Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit must be guessed.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
@@ -74,15 +72,13 @@ def offsets(
     return [(value - first) / per_second for value in values]
 
 
-def _unit(values: Sequence[float], stated: TimestampUnit | None, where: str) -> TimestampUnit:
-    """The unit of numbers. A stated one gives way to a finer one that the sizes make unmistakable, to no other."""
+def _unit(values: Sequence[float], stated: TimestampUnit, where: str) -> TimestampUnit:
+    """The unit of numbers: a stated one gives way to a finer one that their sizes make unmistakable, to no other."""
     low, high = min(values), max(values)
-    seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), None)
-    if seen is None and stated is not None:
-        return stated
-    if seen is not None and (stated is None or UNITS[seen] >= UNITS[stated]):
+    seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), stated)
+    if UNITS[seen] >= UNITS[stated]:
         return seen
-    span, hint = f"timestamps from {low:.15g} to {high:.15g}", "say which with --timestamp-unit s, ms, us or ns"
-    if seen is None:
-        raise TraceError(f"{where}: {span} may be in any unit; {hint}")
-    raise TraceError(f"{where}: {span} are {stated} by the format, but look like {seen} since 1970; {hint}")
+    raise TraceError(
+        f"{where}: timestamps from {low:.15g} to {high:.15g} are {stated} by the format, but look like {seen} since "
+        "1970; say which with --timestamp-unit s, ms, us or ns"
+    )

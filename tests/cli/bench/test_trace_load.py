@@ -71,11 +71,11 @@ def test_times_may_be_replaced() -> None:
 
 
 def test_the_load_in_words() -> None:
-    assert load().describe() == "at the trace's own times"
+    assert load().describe() == "over 4 s at the trace's own times"
     assert load(speedup=2, duration=3, max_concurrency=4).describe() == (
-        "at the trace's own times, 2 times as fast for 3 s, at most 4 at a time"
+        "over 2 s at the trace's own times, 2 times as fast for 3 s, at most 4 at a time"
     )
-    assert load(request_rate=3).describe() == "at the trace's own times, scaled to 3 requests/s"
+    assert load(request_rate=3).describe() == "over 1 s at the trace's own times, scaled to 3 requests/s"
     assert load(ignore_timestamps=True, request_rate=3).describe() == "poisson arrivals at 3 requests/s"
     assert load().describe_requests() == "4 requests of t.csv (mean 652 tokens in, 4 out, 2 of 0 sent as 1)"
     assert load(max_input_len=700).describe_requests().endswith("2 of 0 sent as 1, 1 cut)")

@@ -96,4 +96,4 @@ def test_a_chat_log_in_this_process(
     assert report["input_tokens"] > 24
     assert report["prefix_hit_rate"] == pytest.approx(0.5, abs=0.1)
     assert report["workload"]["trace"] == "log.jsonl"
-    assert report["workload"]["load"] == "at the trace's own times, 4 times as fast"
+    assert report["workload"]["load"] == "over 0.5 s at the trace's own times, 4 times as fast"
