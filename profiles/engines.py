@@ -54,11 +54,9 @@ class UnknownEngineError(LookupError):
 def engines() -> dict[str, EngineSpec]:
     """All engine classes of engines.toml by key."""
     table = tomllib.loads(files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
-    default = table["default"]
-    return {
-        key: engine_spec(key, {**default, **entry, "on": {**default["on"], **entry["on"]}})
-        for key, entry in table.items()
-    }
+    default = table.pop("default")
+    filled = {"default": default} | {key: _filled(entry, default) for key, entry in table.items()}
+    return {key: engine_spec(key, entry) for key, entry in filled.items()}
 
 
 def find_engine(name: str) -> EngineSpec:
@@ -79,3 +77,9 @@ def engine_spec(key: str, entry: Mapping[str, Any]) -> EngineSpec:
         row_seconds=entry["row_us"] * 1e-6,
         shares={kind: Efficiency(**{**kinds["default"], **own}) for kind, own in kinds.items()},
     )
+
+
+def _filled(entry: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """A class's table with the default's kinds of GPU where it has none of its own, but not with their errors."""
+    kinds = {kind: {name: own[name] for name in own if name != "error"} for kind, own in default["on"].items()}
+    return {**default, **entry, "on": {**kinds, **entry["on"]}}

@@ -6,7 +6,10 @@ prior of each constant's logarithm around the default, which holds what few rows
 
 Loads at a rate make other steps with other constants: after a change of formulas, fit, write the file, and fit again.
 
+`--leave-out` fits each class to its rows of all sources but one, and prints the errors on that one.
+
 python tests/bench/fit_published.py [CLASS ...]       ten minutes
+python tests/bench/fit_published.py --leave-out [CLASS ...]       ten minutes more
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
+import numpy as np
 from published import Row, read_rows
 from published_loads import Steps, steps_of
 
@@ -131,10 +136,35 @@ def table(name: str, found: Constants, start: Constants) -> str:
     return "\n".join(lines)
 
 
+def belongs(row: Row, name: str) -> bool:
+    """Whether a row is of this class; the default is made of all but those that are unlike the others."""
+    return row.engine == name or (name == "default" and row.engine != "nim" and row.gpu.key != "h20")
+
+
+def leave_out(name: str, steps: list[Steps]) -> None:
+    """Errors on each source's rows of constants that were fitted to the others."""
+    for source in dict.fromkeys(each.row.source for each in steps):
+        fit = Fit(name, [each for each in steps if each.row.source != source])
+        spec = engine_spec(name, spec_of(search(fit.loss, fit.start)))
+        sizes: dict[str, list[float]] = {"TPOT": [], "throughput": []}
+        for each in (each for each in steps if each.row.source == source):
+            found = each.figures(Roofline(each.row.work(), each.row.gpu, spec, dtype=each.row.dtype))
+            if each.row.tpot is not None:
+                sizes["TPOT"].append(abs(found.tpot / each.row.tpot.seconds - 1))
+            if each.row.throughput is not None and each.row.rate == float("inf"):
+                sizes["throughput"].append(abs(found.throughput / each.row.throughput - 1))
+        told = (f"{what} {len(v)} rows {median(v):.1%} {np.quantile(v, 0.9):.1%}" for what, v in sizes.items() if v)
+        print(f"{name:<14} {source:<24} " + "   ".join(told), flush=True)
+
+
 def main() -> None:
     rows = read_rows()
-    for name in sys.argv[1:] or dict.fromkeys(row.engine for row in rows):
-        fit = Fit(name, record([row for row in rows if row.engine == name and row.fitted]))
+    names = [name for name in sys.argv[1:] if name != "--leave-out"]
+    for name in names or ["default", *dict.fromkeys(row.engine for row in rows)]:
+        if "--leave-out" in sys.argv:
+            leave_out(name, record([row for row in rows if belongs(row, name)]))
+            continue
+        fit = Fit(name, record([row for row in rows if belongs(row, name) and row.fitted]))
         found = search(fit.loss, fit.start)
         counts = f"{len(fit.steps)} rows, {len(found)} constants"
         print(f"\n# {counts}, loss {fit.loss(fit.start):.1f} -> {fit.loss(found):.1f}")

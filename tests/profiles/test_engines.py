@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -33,6 +33,12 @@ def test_a_gpu_has_its_own_shares_or_its_architectures_or_the_default() -> None:
     assert engine.on(find_gpu("h200")) is engine.shares["hopper"]
     assert engine.on(find_gpu("b200")) is engine.shares["default"]
     assert engine.on(find_gpu("b200")).error is None
+
+
+def test_a_class_without_shares_for_a_kind_has_the_defaults_but_not_their_error() -> None:
+    default, lmdeploy = find_engine("default").on(find_gpu("h100")), find_engine("lmdeploy").on(find_gpu("h100"))
+    assert default.error is not None
+    assert lmdeploy == replace(default, error=None)
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are_known() -> None:

@@ -227,7 +227,7 @@ def _row(line: dict[str, Any]) -> Row:
     concurrency = line.get("concurrency") or line.get("batch")
     return Row(
         id=line["id"],
-        source=line["id"].split("-")[0] + "/" + line["engine"].split()[0],
+        source=line["id"].split("-")[0],
         gpu=find_gpu(_by_beginning(GPUS, line["gpu"])),
         engine=engine,
         model=next(file for part, file in MODELS.items() if part in line["model"]),
