@@ -18,7 +18,7 @@ from llmsched.engine.errors import ConfigError, LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a command lives: `function` of `module`; `summary` is its line in the help."""
+    """Where a command lives: `function` of `module`, or an app with commands of its own; `summary` is for the help."""
 
     module: str
     function: str
@@ -38,6 +38,7 @@ COMMANDS = {
     "calibrate": Entry(
         "llmsched.cli.calibrate", "calibrate", "Measure what steps cost here, for bench --simulate local."
     ),
+    "profiles": Entry("llmsched.cli.profiles.command", "profiles", "List, show and compare what tune has written."),
     "explain": Entry("llmsched.cli.explain", "explain", "Tell where the time of one request went."),
     "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
 }
@@ -80,8 +81,11 @@ class LazyGroup(TyperGroup):
 def load(name: str) -> Any:
     """Import the command `name` and build it."""
     entry = COMMANDS[name]
+    found = getattr(importlib.import_module(entry.module), entry.function)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(getattr(importlib.import_module(entry.module), entry.function))
+    single.command(name)(found)
     return typer.main.get_command(single)
 
 

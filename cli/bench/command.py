@@ -20,6 +20,7 @@ from llmsched.cli.bench.selfcheck.mode import bench_self
 from llmsched.cli.bench.simulated import open_simulated
 from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
+from llmsched.cli.profile import found_for_others, with_profile
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
@@ -60,6 +61,15 @@ def bench(
             "after `llmsched calibrate`; of MODEL only its config.json is needed.",
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME|PATH",
+            show_default=False,
+            help="Settings found by `llmsched tune`, of a model in this process or simulated; flags go first.",
+        ),
+    ] = None,
     *,
     load_options: LoadOptions,
     slo: Slo,
@@ -84,6 +94,7 @@ def bench(
       llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fcfs headroom=0" --rounds 3
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
       llmsched bench demo --request-rate 2 --report run.html --save-detailed run.jsonl --csv runs.csv
+      llmsched bench demo --profile demo --request-rate 2
       llmsched bench --self-check
       llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
     """
@@ -91,16 +102,24 @@ def bench(
     plan = Plan(load_options.load, slo, load_options.timeout, warmup)
     with render.progress_bar() as progress:
         if modes.self_check:
-            if target is not None or simulate is not None:
-                raise LlmschedError(f"--self-check has its own server; leave out {target or '--simulate'}")
+            if extra := target or (simulate and "--simulate") or (profile and "--profile"):
+                raise LlmschedError(f"--self-check has its own server; leave out {extra}")
             result = asyncio.run(bench_self(progress))
         elif target is not None and target.startswith(("http://", "https://")):
+            if profile is not None:
+                raise LlmschedError(
+                    f"--profile {profile}: the settings of a running server cannot be changed from here"
+                )
             if simulate is not None:
                 raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
             result = _bench_server(target, plan, modes, server, engine_options, progress)
         else:
             refuse_server_flags(server)
-            result = _bench_model(resolve_model(target), simulate, plan, modes, engine_options, progress)
+            model, options = resolve_model(target), with_profile(engine_options, profile)
+            if profile is not None and simulate is None:
+                for warning in found_for_others(profile, options.config(model)):
+                    render.warn(warning)
+            result = _bench_model(model, simulate, plan, modes, options, progress)
     outputs.give_out(result)
     if not result.well:
         raise typer.Exit(1)

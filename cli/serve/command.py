@@ -86,15 +86,17 @@ def serve(
     Then: curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
+    from llmsched.cli.profile import found_for_others, store_ratios, with_profile
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.pinning import pin_prefixes, read_prefixes
-    from llmsched.cli.serve.profile import profile_settings, store_ratios
     from llmsched.engine.metrics import check_prefix
 
     if api_key == "":
         raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve everyone")
     check_prefix(metrics_prefix)
-    config = engine_options.config(resolve_model(model), profile_settings(profile) if profile else None)
+    config = with_profile(engine_options, profile).config(resolve_model(model))
+    for warning in found_for_others(profile, config) if profile else ():
+        render.warn(warning)
     prefixes = read_prefixes(pin_prefix or [])
     listener = listen(host, port)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from llmsched.cli.profile import device_table
 from llmsched.engine.blueprint import Blueprint
-from llmsched.engine.device import device_memory
 from llmsched.engine.kv.draft import ModelDraft, model_name
 from llmsched.engine.kv.reconcile import ratios
 from llmsched.profiles.tuned import Scalar
@@ -64,11 +63,6 @@ def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Sub
         calibration_error=blueprint.calibration_error,
         published_error=blueprint.published_error,
     )
-
-
-def device_table(device: str) -> dict[str, Scalar]:
-    """This machine's device of a kind ("cpu" or "cuda"), as profiles name it."""
-    return {"kind": device, "name": device_memory(device).name, "cores": os.cpu_count() or 0}
 
 
 def versions_table() -> dict[str, Scalar]:

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from llmsched.cli.main import main
+from llmsched.cli.profile import profile_settings
 from llmsched.cli.serve import banner
 from llmsched.cli.serve.lifecycle import listen
-from llmsched.cli.serve.profile import profile_settings
 from llmsched.engine.errors import ConfigError
 
 
