@@ -103,6 +103,17 @@ class LoadFlags:
             rich_help_panel=_LOAD,
         ),
     ] = None
+    trace_block_size: Annotated[
+        int | None,
+        typer.Option(
+            "--trace-block-size",
+            min=1,
+            metavar="TOKENS",
+            show_default="512",
+            help="How many tokens one of the hash_ids of a Mooncake trace stands for.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None
     max_input_len: Annotated[
         int | None,
         typer.Option(

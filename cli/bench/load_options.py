@@ -21,7 +21,9 @@ from llmsched.profiles.shipped import UnknownWorkloadError, find_workload
 R = TypeVar("R")
 
 #: Flags of no use to a synthetic load; the first ones say how to read a file, the others what to do with it.
-_READING = {"trace_format": "format_name", "timestamp_unit": "unit", "turns": "turns", "limit": "limit"}
+_READING = {"trace_format": "format_name", "timestamp_unit": "unit", "turns": "turns", "limit": "limit"} | {
+    "trace_block_size": "block_tokens"
+}
 _TRACES = (*_READING, "ignore_timestamps", "speedup", "max_input_len", "max_output_len")
 
 #: Flags of no use to a trace, and what to say instead.

@@ -26,7 +26,7 @@ from llmsched.cli.bench.prompts import (
     Vocabulary,
 )
 from llmsched.cli.bench.schedule import OUTPUTS, Schedule, fingerprint
-from llmsched.cli.bench.traces.trace import BLOCK_TOKENS, Trace, TraceRequest, digest
+from llmsched.cli.bench.traces.trace import Trace, TraceRequest, digest
 from llmsched.cli.bench.workload import Workload
 from llmsched.engine.errors import LlmschedError
 
@@ -142,8 +142,8 @@ class TraceLoad(Schedule):
             yield Part(OWN, index, left)
         for block in request.hash_ids:
             if left > 0:
-                yield Part(BLOCK, block, min(BLOCK_TOKENS, left))
-            left -= BLOCK_TOKENS
+                yield Part(BLOCK, block, min(self.trace.block_tokens, left))
+            left -= self.trace.block_tokens
 
     def _answers(self, encode: Encode | None) -> list[int]:
         """Tokens of each answer; of a text, without an encoder, its words."""

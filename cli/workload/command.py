@@ -60,8 +60,18 @@ def workload(
         ),
     ] = None,
     turns: Annotated[
-        int, typer.Option("--turns", min=1, help="How many turns of each ShareGPT conversation are requests.")
-    ] = 1,
+        int | None,
+        typer.Option("--turns", min=1, show_default="1", help="Turns of each ShareGPT conversation that are requests."),
+    ] = None,
+    trace_block_size: Annotated[
+        int | None,
+        typer.Option(
+            "--trace-block-size",
+            min=1,
+            show_default="512",
+            help="Tokens that a hash id of a Mooncake trace stands for.",
+        ),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Analyse a load: lengths, arrivals, shared beginnings of prompts; and what max_model_len, headroom, prefix cache
@@ -75,14 +85,20 @@ def workload(
     """
     shipped = workloads().get(name)
     if shipped is not None and shipped.file is None:
-        _refuse_reading(name, limit, trace_format, timestamp_unit)
+        _refuse_reading(name, tokenizer, limit, trace_format, timestamp_unit, turns, trace_block_size)
         sample = sample_load(name, make_load(LoadFlags(workload=name), {"num_prompts": _DRAWN}))
     else:
         path = Path(name) if shipped is None or shipped.file is None else shipped.file
         if shipped is None and not path.exists():
             raise LlmschedError(f"{name} is neither a file nor a load that is shipped: {', '.join(workloads())}")
         trace = read_trace(
-            path, trace_format, unit=timestamp_unit, turns=turns, limit=limit, name=name if shipped else None
+            path,
+            trace_format,
+            unit=timestamp_unit,
+            turns=turns,
+            block_tokens=trace_block_size,
+            limit=limit,
+            name=name if shipped else None,
         )
         encode = _encode(tokenizer) if tokenizer is not None and trace.of_text else None
         if tokenizer is not None and not trace.of_text:
@@ -97,7 +113,7 @@ def workload(
 
 def _refuse_reading(name: str, *flags: object) -> None:
     if any(flag is not None for flag in flags):
-        raise LlmschedError(f"{name} is drawn, not read: --limit, --trace-format, --timestamp-unit are of no use to it")
+        raise LlmschedError(f"{name} is drawn, not read: of the flags, only --block-size and --json are of use to it")
 
 
 def _encode(model: str) -> Encode:

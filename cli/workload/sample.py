@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.prompts import COMMON_IDS, Encode
-from llmsched.cli.bench.traces.trace import BLOCK_TOKENS, Trace
+from llmsched.cli.bench.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def sample_trace(trace: Trace, encode: Encode | None, tokenizer: str | None) -> 
         outputs=[request.output_len for request in trace.requests],
         offsets=offsets,
         prompts=blocks if any(blocks) else None,
-        unit=BLOCK_TOKENS,
+        unit=trace.block_tokens,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from llmsched.cli.bench.traces.lines import Row, csv_rows, json_objects, shown
 from llmsched.cli.bench.traces.times import TimestampUnit
-from llmsched.cli.bench.traces.trace import BLOCK_TOKENS, Content, TraceRequest
+from llmsched.cli.bench.traces.trace import Content, TraceRequest
 
 TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "log"]
 
@@ -25,16 +25,23 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read what leaves a choice: how many turns of a conversation become requests, tokens of a block."""
+
+    turns: int = 1
+    block_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """A format. `time` names the field of a row's timestamp, None if there is none; `unit` is that of numbers there.
 
-    `requests` makes the requests of a row, their offsets still 0: one, or of a conversation up to so many turns; it
-    raises TraceError.
+    `requests` makes the requests of a row, their offsets still 0; it raises TraceError.
     """
 
     name: TraceFormat
     rows: Callable[[Path], Iterator[Row]]
-    requests: Callable[[Row, int], list[TraceRequest]]
+    requests: Callable[[Row, Reading], list[TraceRequest]]
     time: Callable[[Row], str | None]
     unit: TimestampUnit = "s"
 
@@ -43,23 +50,26 @@ def _csv(columns: Mapping[str, str]) -> Callable[[Path], Iterator[Row]]:
     return lambda path: csv_rows(path, columns)
 
 
-def _lengths(row: Row, turns: int) -> list[TraceRequest]:
+def _lengths(row: Row, reading: Reading) -> list[TraceRequest]:
     return [TraceRequest(row.line, 0.0, row.length("input tokens"), row.length("output tokens"))]
 
 
-def _mooncake(row: Row, turns: int) -> list[TraceRequest]:
-    """`hash_ids` name the blocks of 512 tokens that the prompt consists of; the last one may be shorter."""
+def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
+    """`hash_ids` name the blocks that the prompt consists of; the last one may be shorter."""
     length, answer = row.length("input_length"), row.length("output_length")
     blocks = row.values.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
         raise row.wrong(f"hash_ids is {shown(blocks)}; allowed is a list of whole numbers from 0 to 2^64 - 1")
-    needed = -(-length // BLOCK_TOKENS)
+    needed = -(-length // reading.block_tokens)
     if blocks and len(blocks) != needed:
-        raise row.wrong(f"{len(blocks)} hash_ids; {length} tokens are {needed} blocks of {BLOCK_TOKENS}")
+        raise row.wrong(
+            f"{len(blocks)} hash_ids; {length} tokens are {needed} blocks of {reading.block_tokens} "
+            "(--trace-block-size says another size)"
+        )
     return [TraceRequest(row.line, 0.0, length, answer, tuple(blocks))]
 
 
-def _sharegpt(row: Row, turns: int) -> list[TraceRequest]:
+def _sharegpt(row: Row, reading: Reading) -> list[TraceRequest]:
     """The first messages of the user that are answered, each with what was said before it; none if there are none."""
     said = row.values.get("conversations")
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
@@ -68,11 +78,11 @@ def _sharegpt(row: Row, turns: int) -> list[TraceRequest]:
     asked = [at for at, pair in enumerate(pairwise(messages)) if [m["role"] for m in pair] == ["user", "assistant"]]
     return [
         TraceRequest(row.line, 0.0, content=Content.of_messages(messages[: at + 1]), answer=messages[at + 1]["content"])
-        for at in asked[:turns]
+        for at in asked[: reading.turns]
     ]
 
 
-def _log(row: Row, turns: int) -> list[TraceRequest]:
+def _log(row: Row, reading: Reading) -> list[TraceRequest]:
     """A request as the OpenAI API takes it, or with that as its `body`."""
     body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
     limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)

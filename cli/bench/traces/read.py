@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmsched.cli.bench.traces.formats import FORMATS, Format, TraceFormat
+from llmsched.cli.bench.traces.formats import FORMATS, Format, Reading, TraceFormat
 from llmsched.cli.bench.traces.lines import Row, TraceError, first_line, json_objects, shown
 from llmsched.cli.bench.traces.times import Stamp, TimestampUnit, offsets, read_stamp
 from llmsched.cli.bench.traces.trace import Trace, TraceRequest
@@ -17,21 +17,24 @@ def read_trace(
     format_name: TraceFormat | None = None,
     *,
     unit: TimestampUnit | None = None,
-    turns: int = 1,
+    turns: int | None = None,
+    block_tokens: int | None = None,
     limit: int | None = None,
     name: str | None = None,
 ) -> Trace:
     """The trace in a file (also packed with gzip), in a format of FORMATS; None: what its first line looks like.
 
     Requests are sorted by time, those of one time stay in the order of the file; `limit` keeps the first of them.
-    `unit` is that of timestamps that are numbers. `turns`: how many turns of a conversation become requests.
+    `unit` is that of timestamps that are numbers; `turns` (of a conversation become requests, 1) and `block_tokens` (of
+    Mooncake's blocks, 512) are refused where they have no meaning.
 
     Raises TraceError, with the line where one is to blame: a file that cannot be read or understood, a timestamp or a
     length that is missing, negative or no number, a unit that must be guessed, no request at all.
     """
     known = FORMATS[detect(path) if format_name is None else format_name]
+    reading = _reading(path, known, turns, block_tokens)
     found: list[tuple[Stamp | None, TraceRequest]] = []
-    for entry in _entries(path, known, turns):
+    for entry in _entries(path, known, reading):
         found.append(entry)
         if limit is not None and len(found) >= limit and entry[0] is None:
             break
@@ -45,10 +48,21 @@ def read_trace(
         requests.sort(key=lambda request: request.offset)
     elif unit is not None:
         raise TraceError(f"{path}: --timestamp-unit {unit} is given, but there are no timestamps")
-    return Trace(name or path.name, known.name, tuple(requests[:limit]), timed=bool(stamps))
+    return Trace(name or path.name, known.name, tuple(requests[:limit]), bool(stamps), reading.block_tokens)
 
 
-def _entries(path: Path, known: Format, turns: int) -> Iterator[tuple[Stamp | None, TraceRequest]]:
+def _reading(path: Path, known: Format, turns: int | None, block_tokens: int | None) -> Reading:
+    if turns is not None and known.name != "sharegpt":
+        raise TraceError(f"{path}: --turns {turns} is given, but no conversations are in {known.name} traces")
+    if block_tokens is not None and known.name != "mooncake":
+        raise TraceError(
+            f"{path}: --trace-block-size {block_tokens} is given, but no blocks are in {known.name} traces"
+        )
+    default = Reading()
+    return Reading(turns or default.turns, block_tokens or default.block_tokens)
+
+
+def _entries(path: Path, known: Format, reading: Reading) -> Iterator[tuple[Stamp | None, TraceRequest]]:
     """The requests of a file with their timestamps. All have one, or none has."""
     first: tuple[Row, str | None] | None = None
     for row in known.rows(path):
@@ -58,7 +72,7 @@ def _entries(path: Path, known: Format, turns: int) -> Iterator[tuple[Stamp | No
             there, missing = (first[0], row) if field is None else (row, first[0])
             raise missing.wrong(f"no timestamp, though line {there.line} has one")
         stamp = None if field is None else read_stamp(row, field)
-        for request in known.requests(row, turns):
+        for request in known.requests(row, reading):
             if request.content is not None and not _is_unicode(request.content.text):
                 raise row.wrong("the prompt is no valid Unicode: it has half of a surrogate pair")
             yield stamp, request

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Tokens that one of `hash_ids` stands for (Mooncake's format).
-BLOCK_TOKENS = 512
-
 Message = Mapping[str, Any]
 
 
@@ -43,8 +40,8 @@ class TraceRequest:
     """One request of a trace, from line (or entry) `line` of its file.
 
     `offset` is in seconds after the first request of the trace, 0 where the trace is not timed. The prompt is either
-    `content` or `input_len` tokens, which begin with those of the blocks `hash_ids`. The length of the answer is
-    `output_len`, else that of the text `answer`; where both are None the trace does not state it.
+    `content` or `input_len` tokens, which are those of the blocks `hash_ids` where there are some. The length of the
+    answer is `output_len`, else that of the text `answer`; where both are None the trace does not state it.
     """
 
     line: int
@@ -70,12 +67,16 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests of a file in the order of their offsets. `timed`: the file says when each came."""
+    """The requests of a file in the order of their offsets. `timed`: the file says when each came.
+
+    `block_tokens` is how many tokens one of the `hash_ids` stands for; the last one of a prompt may stand for fewer.
+    """
 
     name: str
     format: str
     requests: tuple[TraceRequest, ...]
     timed: bool
+    block_tokens: int = 512
 
     @property
     def rate(self) -> float:

@@ -106,6 +106,15 @@ def test_equal_blocks_are_equal_tokens() -> None:
     assert blocks(5, length=100) == blocks(5)[:100]
 
 
+def test_blocks_of_another_size() -> None:
+    requests = tuple(TraceRequest(line, 0.0, 40, 1, (7, line, 9)) for line in range(2))
+    one, two = (r.prompt.token_ids or [] for r in TraceLoad(trace=Trace("q", "m", requests, True, 16)).plan(COMMON_IDS))
+    assert len(one) == 40
+    assert one[:16] == two[:16]
+    assert one[16:32] != two[16:32]
+    assert one[32:] == two[32:]
+
+
 def test_words_for_servers_share_prefixes_as_well() -> None:
     planned = TraceLoad(trace=trace(hash_ids=(3, 4, 5, 6))).plan(None)
     first, second = (planned[at].prompt.text or "" for at in (0, 1))
