@@ -16,9 +16,13 @@ from llmsched.cli.bench.metrics import ServerMetrics
 from llmsched.cli.bench.prompts import Encode
 from llmsched.cli.bench.record import RequestFailed, RequestRecord
 from llmsched.cli.bench.sampling import Memory, Sample
+from llmsched.cli.timeline import read_timeline
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
+
+#: An llmsched server keeps the decisions about so many requests.
+_MOST_TIMELINES = 2000
 
 #: Of what is asked beside the load.
 _ONE_CONNECTION = httpx.Limits(max_connections=1)
@@ -57,8 +61,11 @@ class Target(Protocol):
         """What it does now, by the event loop's clock; None where it does not tell."""
         ...
 
-    async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
-        """What its scheduler decided about each of its latest requests; None for one that it does not tell about."""
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
+        """What its scheduler decided about each of these requests; None for one that it does not tell about.
+
+        Times are those of the records' clock. A target forgets what is long past.
+        """
         ...
 
     def memory(self) -> Memory | None:
@@ -74,7 +81,8 @@ class TargetUnreachableError(Exception):
 class HttpOptions:
     """How to talk to a server. `url` may end in /v1 or not; `model` None asks the server for its first.
 
-    `lookup_timeout` (seconds) is for what is asked beside the load: the models and the metrics.
+    `lookup_timeout` (seconds) is for what is asked beside the load: the models and the metrics. `timelines`: ask an
+    llmsched server, after the load, what its scheduler decided.
     """
 
     url: str
@@ -83,6 +91,7 @@ class HttpOptions:
     api_key: str | None = None
     ignore_eos: bool = True
     lookup_timeout: float = 10.0
+    timelines: bool = False
 
 
 class HttpTarget:
@@ -99,6 +108,7 @@ class HttpTarget:
         self._model = options.model
         self._count_chunks: Mapping[str, Any] = {}
         self._answers_lookups = True
+        self._is_ours = False
         self._headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._lookups = httpx.AsyncClient(
             headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
@@ -115,7 +125,9 @@ class HttpTarget:
             self._answers_lookups = False
             return
         first = _first_model(response)
-        self._count_chunks = _COUNT_CHUNKS.get(str(first.get("owned_by")), {})
+        owner = str(first.get("owned_by"))
+        self._count_chunks = _COUNT_CHUNKS.get(owner, {})
+        self._is_ours = owner == "llmsched"
         if self._model is None and isinstance(name := first.get("id"), str):
             self.name = self._model = name
 
@@ -183,8 +195,21 @@ class HttpTarget:
         metrics = await self._metrics()
         return None if metrics is None else metrics.sample(asyncio.get_running_loop().time())
 
-    async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
-        return [None] * len(request_ids)
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
+        if not (self._options.timelines and self._is_ours):
+            return [None] * len(records)
+        first = max(0, len(records) - _MOST_TIMELINES)
+        return [None] * first + [await self._timeline(record) for record in records[first:]]
+
+    async def _timeline(self, record: RequestRecord) -> Timeline | None:
+        """What an llmsched server has to explain; it is taken to have arrived when it was sent."""
+        if record.request_id is None or record.sent is None:
+            return None
+        try:
+            response = await self._lookups.get(f"{self._root}/v1/requests/{record.request_id}/explain")
+            return read_timeline(response.json(), record.sent)
+        except (httpx.RequestError, ValueError, LookupError, TypeError):
+            return None
 
     def memory(self) -> Memory | None:
         return None

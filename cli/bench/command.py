@@ -99,7 +99,7 @@ def bench(
       llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
     """
     outputs.check(modes)
-    plan = Plan(load_options.load, slo, load_options.timeout, warmup)
+    plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None)
     with render.progress_bar() as progress:
         if modes.self_check:
             if extra := target or (simulate and "--simulate") or (profile and "--profile"):

@@ -93,11 +93,11 @@ class EngineTarget:
         stats, now = self._engine.stats(), asyncio.get_running_loop().time()
         return sample_of(now, stats.num_running, stats.num_waiting, use)
 
-    async def timelines(self, request_ids: Sequence[str]) -> list[Timeline | None]:
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
         try:
-            told = await self._engine.explain(request_ids)
+            told = await self._engine.explain([record.request_id or "" for record in records])
         except EngineDeadError:
-            return [None] * len(request_ids)
+            return [None] * len(records)
         return [choices[0] if choices else None for choices in told]
 
     def memory(self) -> Memory | None:

@@ -104,11 +104,10 @@ async def send_workload(
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
-    """Put on the records what the target tells of them, and empty the list. A target forgets what is long past."""
-    known = [record for record in ended if record.request_id is not None]
+    """Put on the records what the target tells of them, and empty the list."""
+    records = ended.copy()
     ended.clear()
-    timelines = await target.timelines([record.request_id or "" for record in known])
-    for record, timeline in zip(known, timelines, strict=True):
+    for record, timeline in zip(records, await target.timelines(records), strict=True):
         record.timeline = timeline
 
 

@@ -29,12 +29,16 @@ _IDLE_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do to a target, whichever it is. `timeout` is in seconds; warm-up requests: None for the usual number."""
+    """What to do to a target, whichever it is. `timeout` is in seconds; warm-up requests: None for the usual number.
+
+    `timelines`: an llmsched server is asked, after the load, what its scheduler decided.
+    """
 
     workload: Load
     slo: Slo
     timeout: float
     warmup: int | None
+    timelines: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ def http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: Engin
         api_key=flags.api_key,
         ignore_eos=not flags.stop_at_eos,
         lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
+        timelines=plan.timelines,
     )
 
 

@@ -58,6 +58,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     script: Callable[[int], Script]
     models: dict[str, Any] | None = None
     metrics: Callable[[], str] | None = None
+    other: Callable[[str], httpx.Response] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -69,6 +70,8 @@ class FakeServer(httpx.AsyncBaseTransport):
             return httpx.Response(200, json=self.models) if self.models else httpx.Response(404)
         if request.url.path == "/metrics":
             return httpx.Response(200, text=self.metrics()) if self.metrics else httpx.Response(404)
+        if request.method == "GET":
+            return self.other(request.url.path) if self.other else httpx.Response(404)
         number = len(self.bodies)
         self.bodies.append(json.loads(request.content))
         self.paths.append(request.url.path)

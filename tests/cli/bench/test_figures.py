@@ -459,3 +459,72 @@ def test_an_unreachable_lookup_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -
     figures = bench(server)
     assert figures.completed == 1
     assert figures.preemptions is None
+
+
+def test_stalls_have_their_request_length_and_time() -> None:
+    """Two streams that begin at 0 and at 0.5 s; the second stalls for 2 s after its third token."""
+    stalled = Script([*((0.5 + 0.1 * n, token()) for n in range(3)), (2.7, token()), (2.8, token() + end(5))])
+    scripts = [steady(5, 0.5, 0.1), stalled]
+    work = replace(ONE, num_prompts=2, request_rate=2.0, arrivals="constant")
+    report = json_of(bench(FakeServer(lambda number: scripts[number]), work), work)
+    assert report["worst_stall_ms"] == pytest.approx(2000)
+    worst, other = report["worst_stalls"]
+    assert (worst["request"], worst["tokens_before"], other["request"]) == (1, 3, 0)
+    assert [worst["ms"], worst["at_s"], other["ms"]] == pytest.approx([2000, 1.2, 100])
+
+
+def test_what_a_reader_would_have_noticed() -> None:
+    """At 10 tokens/s: not a stream of 20/s that stalls for 0.3 s with more than that ahead; one of 5/s; a failure."""
+    ahead = Script([*((0.05 * n, token()) for n in range(15)), (1.0, token() + end(16))])
+    scripts = [ahead, steady(5, 0.5, 0.2), Script(status=500)]
+    work, slo = replace(ONE, num_prompts=3), Slo(reader_speed=10.0)
+    reading = json_of(bench(FakeServer(lambda number: scripts[number]), work, slo), work, slo)["reading"]
+    assert reading["tokens_per_s"] == 10.0
+    assert reading["interrupted_requests"] == pytest.approx(2 / 3)
+    assert reading["late_tokens"] == pytest.approx(4 / 21)
+    assert reading["waits_ms"]["mean"] == pytest.approx(100)
+    assert reading["waits_ms"]["count"] == 4
+
+
+def test_the_interval_of_p99_is_in_the_report() -> None:
+    scripts = [steady(5, 0.5 + 0.01 * n, 0.1) for n in range(100)]
+    first, again = (json_of(bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=100))) for _ in range(2))
+    low, high = first["ttft_ms"]["p99_ci95"]
+    assert 500 < low < first["ttft_ms"]["p99"] <= high == pytest.approx(1490)
+    assert first["ttft_ms"]["p99_ci95"] == again["ttft_ms"]["p99_ci95"]
+    assert json_of(bench(FakeServer(always(steady(5, 0.5, 0.1)))))["ttft_ms"]["p99_ci95"] is None
+
+
+def test_an_slo_names_its_statistic_and_its_misses() -> None:
+    """One gap of 1 s among nine of 0.1 s misses the maximum, not the median."""
+    stalled = Script([*((0.5 + 0.1 * n, token()) for n in range(10)), (2.4, token() + end(11))])
+    for name, missed in (("p50", 0), ("max", 1)):
+        slo = Slo(itl=0.2, itl_statistic=name)
+        report = json_of(bench(FakeServer(always(stalled)), slo=slo), slo=slo)
+        assert report["slo"] == {"itl_ms": 200.0, "itl_statistic": name}
+        assert report["slo_missed"] == report["slo_missed_alone"] == {"itl": missed}
+        assert report["attainment"] == {"itl": 1.0 - missed, "all": 1.0 - missed}
+
+
+def test_the_decisions_of_our_server_are_asked_for_after_the_load() -> None:
+    entry = {"at_ms": 250.0, "until_ms": 250.0, "what": "admitted", "count": 1, "details": {"running": 1}}
+
+    def answer(path: str) -> httpx.Response:
+        if path.endswith("cmpl-0/explain"):
+            return httpx.Response(200, json={"id": "cmpl-0", "choices": [{"index": 0, "entries": [entry]}]})
+        return httpx.Response(404, json={"error": {"message": "forgotten"}})
+
+    def script(number: int) -> Script:
+        return Script([(0.5, token(id=f"cmpl-{number}")), (0.5, end(1))])
+
+    work = replace(ONE, num_prompts=2, output_len=1, max_concurrency=1)
+    for owner, timelines, told in (("llmsched", True, 1), ("llmsched", False, 0), ("vllm", True, 0)):
+        models = {"data": [{"id": "m", "owned_by": owner}]}
+        records = bench(FakeServer(script, models=models, other=answer), work, timelines=timelines).records
+        assert [record.request_id for record in records] == ["cmpl-0", "cmpl-1"]
+        assert sum(record.timeline is not None for record in records) == told
+        if told:
+            timeline = records[0].timeline
+            assert timeline is not None
+            assert (timeline.start, timeline.entries[0].time) == (0.0, 0.25)
+            assert timeline.entries[0].details == {"running": 1}
