@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget import compare, document, report
+from llmsched.cli.bench.simulated import LOCAL
+from llmsched.cli.kv_budget import compare, document, report, simulated
 from llmsched.cli.kv_budget.emit import Target, command_line
 from llmsched.cli.kv_budget.findings import Findings
 from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, size, tokens, with_engine_options
@@ -103,6 +104,14 @@ def kv_budget(
         int | None,
         typer.Option(parser=size, metavar="SIZE", help="Size of the loaded weights; default: from files or config."),
     ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU|local",
+            help="Plan for this GPU, and simulate serving what fits (or --users with --context) to tell its speed; "
+            "local: this machine, after `llmsched calibrate`.",
+        ),
+    ] = None,
     emit: Annotated[
         Target | None, typer.Option(help="Print the command line of that engine with the same memory, and no more.")
     ] = None,
@@ -124,12 +133,15 @@ def kv_budget(
       llmsched kv-budget Qwen/Qwen3-8B --gpu all --users 32 --context 8k
       llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
+      llmsched kv-budget Qwen/Qwen3-8B --simulate h100 --users 64 --context 4k
     """
     spec = resolve_model(model)
     config = asked_for(engine_options.config(spec), engine_options.given, users, context)
     if emit is not None and gpu == _ALL:
         raise ConfigError("--emit", "is for one GPU; name it with --gpu instead of all")
     mix = _lengths(config, mean_len, cv_len, lengths)
+    if simulate is not None:
+        gpu = _simulated_gpu(simulate, gpu, gpu_memory, emit)
     devices = _devices(config, gpu, gpu_memory)
     given = None if weights is None else Weights(weights, "--weights", exact=True)
     with render.progress_bar() as progress:
@@ -145,20 +157,35 @@ def kv_budget(
     if gpu == _ALL:
         _tell_all(found, json_output)
     else:
-        _tell(found[0], emit, json_output)
+        _tell(found[0], emit, simulate, json_output)
     if not any(each.fits for each in found):
         raise typer.Exit(1)
 
 
-def _tell(found: Findings, emit: Target | None, json_output: bool) -> None:
-    """One device: the report, or the command line of another engine, or both as JSON."""
+def _tell(found: Findings, emit: Target | None, simulate: str | None, json_output: bool) -> None:
+    """One device: the report and what was simulated, or the command line of another engine, or all of it as JSON."""
     line = None if emit is None or not found.fits else command_line(found, emit)
+    served = None if simulate is None else simulated.serve(found, simulate)
     if json_output:
-        render.emit_json(document.as_json(found) | ({"emit": line} if emit else {}))
+        extra = ({"emit": line} if emit else {}) | ({"simulated": simulated.as_json(served)} if simulate else {})
+        render.emit_json(document.as_json(found) | extra)
     elif line is not None:
         render.say(line)
     else:
         report.show(found)
+        if served is not None:
+            simulated.show(served)
+
+
+def _simulated_gpu(simulate: str, gpu: str | None, gpu_memory: int | None, emit: Target | None) -> str | None:
+    """The GPU to plan for, None for this machine's device. Raises ConfigError for what does not go together."""
+    if emit is not None:
+        raise ConfigError("--emit", "prints a command line and no more; leave it or --simulate out")
+    if gpu is not None or gpu_memory is not None:
+        raise ConfigError("--simulate", f"{simulate} says which device is meant; leave out --gpu and --gpu-memory")
+    if simulate == _ALL:
+        raise ConfigError("--simulate", "is for one device; name a GPU (l4, h100, ...) or local")
+    return None if simulate == LOCAL else simulate
 
 
 def _tell_all(found: list[Findings], json_output: bool) -> None:

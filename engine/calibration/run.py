@@ -59,12 +59,13 @@ class Step:
 class Measured:
     """What was measured of `engine`, and what follows from it.
 
-    `fit` is to the steps alone, in their order; `cost` adds what passes between them. `swap_seconds_per_byte` is for
-    copying KV in one direction.
+    `fit` is to the `samples` of the steps alone, in their order; `cost` adds what passes between them.
+    `swap_seconds_per_byte` is for copying KV in one direction.
     """
 
     engine: Engine
     steps: tuple[Step, ...]
+    samples: tuple[Sample, ...]
     between: tuple[Between, ...]
     fit: Fit
     cost: FittedCost
@@ -77,6 +78,11 @@ def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = 
     The steps are run in turn, `repeats` times over, so that what else the machine does falls on all alike.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
+    return measure_engine(engine, repeats, progress)
+
+
+def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> Measured:
+    """As measure_device, for an engine that has been built; afterwards only `engine_beside` may be made of it."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     steps = choose_steps(_room(engine))
@@ -87,11 +93,12 @@ def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = 
     plans = [executor.rehearsal(rows) for rows in steps.values()]
     seconds = _measure(executor, plans, repeats, progress)
     shapes = [shape_of(plan, engine.plan.window) for plan in plans]
-    found = fit([Sample(shape, time) for shape, time in zip(shapes, seconds, strict=True)], engine.plan.window)
+    samples = tuple(Sample(shape, time) for shape, time in zip(shapes, seconds, strict=True))
+    found = fit(samples, engine.plan.window)
     swap = _copying(executor, engine.scheduler.kv.swap, repeats)
     between = _between(engine, progress)
     measured = [Step(name, rows, time) for (name, rows), time in zip(steps.items(), seconds, strict=True)]
-    return Measured(engine, tuple(measured), between, found, _with_between(found.cost, between), swap)
+    return Measured(engine, tuple(measured), samples, between, found, with_between(found.cost, between), swap)
 
 
 def _room(engine: Engine) -> Room:
@@ -121,7 +128,7 @@ def _copying(executor: TorchExecutor, swap: SwapSpace, repeats: int) -> float:
     return statistics.median(times[1:]) / (2 * count * swap.block_bytes)
 
 
-def _with_between(cost: FittedCost, between: Sequence[Between]) -> FittedCost:
+def with_between(cost: FittedCost, between: Sequence[Between]) -> FittedCost:
     """The cost of a step together with what passes until the next one begins."""
     per_step, per_row = non_negative(np.array([[1 / seconds, num_seqs / seconds] for num_seqs, seconds in between]))
     return cost._replace(step=cost.step + float(per_step), row=cost.row + float(per_row))

@@ -1,0 +1,78 @@
+"""`llmsched kv-budget --simulate`: the plan of a GPU, and how fast what fits would be served."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
+    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "home"))
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    shutil.copy(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json", tmp_path / "config.json")
+    return str(tmp_path)
+
+
+def test_it_tells_what_gpu_tells_and_the_speed(command: CommandLine, llama: str) -> None:
+    plain = command("kv-budget", llama, "--gpu", "l4", "--max-model-len", "4096", "--json").json
+    found = command("kv-budget", llama, "--simulate", "l4", "--max-model-len", "4096", "--json").json
+    served = found.pop("simulated")
+    assert found == plain
+    # The headroom stays free, and what is left holds so many sequences of 2,048 tokens.
+    above = plain["num_blocks"] - plain["plan"]["headroom_blocks"]
+    assert served["concurrency"] == above // 128
+    assert (served["input_len"], served["output_len"]) == (1536, 512)
+    assert served["preemptions"] == 0
+    # 16 GB of weights over 300 GB/s: no step takes less than 50 ms.
+    assert 50 < served["tpot_ms"] < 200
+    rate = served["concurrency"] / served["tpot_ms"] * 1e3
+    assert 0.5 * rate < served["output_tokens_per_s"] < rate
+
+
+def test_a_question_is_simulated_as_asked(command: CommandLine, llama: str) -> None:
+    arguments = ("kv-budget", llama, "--simulate", "h100", "--users", "8", "--context", "4k")
+    served = command(*arguments, "--json").json["simulated"]
+    assert (served["concurrency"], served["input_len"], served["output_len"]) == (8, 3072, 1024)
+    shown = command(*arguments)
+    assert "SIMULATED 8 requests at a time of 3,072 tokens in and 1,024 out:" in shown.out
+
+
+def test_what_does_not_fit_is_not_simulated(command: CommandLine, llama: str) -> None:
+    outcome = command("kv-budget", llama, "--simulate", "t4", "--json")
+    assert outcome.code == 1
+    assert outcome.json["simulated"] is None
+    assert "SIMULATED" not in command("kv-budget", llama, "--simulate", "t4").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--simulate", "h1000"), "did you mean h100"),
+        (("--simulate", "all"), "is for one device"),
+        (("--simulate", "h100", "--gpu", "l4"), "leave out --gpu"),
+        (("--simulate", "h100", "--gpu-memory", "24GiB"), "leave out --gpu"),
+        (("--simulate", "h100", "--emit", "vllm"), "leave it or --simulate out"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
+    outcome = command("kv-budget", llama, *arguments)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert outcome.err.count("error:") == 1
+
+
+def test_a_machine_that_was_not_calibrated_is_told_to_be(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
+    outcome = command("kv-budget", str(tiny_model("llama")), "--simulate", "local", "--device", "cpu")
+    assert outcome.code == 2
+    assert "run `llmsched calibrate" in outcome.err
