@@ -61,13 +61,14 @@ def as_json(variants: Sequence[Compared], task: Task) -> dict[str, Any]:
     }
 
 
-def show(document: dict[str, Any]) -> None:
-    """Print what `as_json` made for a person."""
-    runs, ratios = document["runs"], document["ratios"]
+def show(document: dict[str, Any], subject: report.Subject) -> None:
+    """Print what `as_json` made for a person; `subject` is that of any variant."""
+    runs, ratios, rounds = document["runs"], document["ratios"], document["rounds"]
     first, *others = runs
-    kind = "MEASURED" if document["measured"] else "SIMULATED"
-    work = first["workload"]["load"]
-    render.say(f"{kind} {first['target']} ({first['where']}): {work}; {document['rounds']} rounds each, interleaved")
+    times = "1 round" if rounds == 1 else f"{rounds} rounds, interleaved, with the next seeds"
+    render.say(f"{report.headline(subject)}; {times}")
+    if not subject.measured:
+        render.say(report.how_sure(subject))
     columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
     rows = []
     for figure in _FIGURES:
@@ -76,12 +77,12 @@ def show(document: dict[str, Any]) -> None:
             continue
         relations = [ratios[run["policy"]][_key(figure)] for run in others]
         rows.append([figure.name, *(_shown(value, figure.unit) for value in values), *map(_times, relations)])
-    render.table("all rounds together", columns, rows)
+    render.table("all rounds together; latencies in ms", columns, rows)
     for run in others:
         by_round = ratios[run["policy"]]["output_tokens_per_s_by_round"]
-        render.say(
-            f"output tokens/s, {run['policy']} / {first['policy']}, by round: {', '.join(map(_times, by_round))}"
-        )
+        if rounds > 1:
+            pair = f"{run['policy']} / {first['policy']}"
+            render.say(f"output tokens/s by round, {pair}: {', '.join(map(_times, by_round))}")
     for name in ("TTFT", "ITL", "TPOT", "E2E", "percentiles"):
         render.say(f"{name}: {first['definitions'][name]}")
     for name, meaning in document["definitions"].items():

@@ -36,4 +36,4 @@ async def bench_knee(
             run = None if found.at_knee is None else Measured(subject, found.at_knee)
     except TargetUnreachableError as problem:
         raise LlmschedError(f"nobody answers, so there is no knee to find: {problem}") from problem
-    return Result(report, lambda: show(report), found.knee.verdict != "never met", rows, run, charts(report))
+    return Result(report, lambda: show(report, subject), found.knee.verdict != "never met", rows, run, charts(report))

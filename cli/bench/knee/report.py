@@ -11,6 +11,9 @@ from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.cli.chart import Chart, Series
 
+#: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
+_KEEPS_UP = 0.95
+
 _KEPT = (
     *("completed", "failed", "valid", "duration_s", "achieved_rate", "requests_per_s", "output_tokens_per_s"),
     *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "attainment", "goodput_rps", "preemptions"),
@@ -28,10 +31,11 @@ def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
 
     whole = report.as_json(subject, found.points[0].figures)
     return {
-        **{name: whole[name] for name in ("measured", "target", "where")},
+        **{name: whole[name] for name in ("measured", "calibration_error", "target", "where")},
         "verdict": found.knee.verdict,
         "knee_rps": found.knee.rate,
         "missed_rps": found.knee.missed,
+        "knee_sustained": None if found.at_knee is None else sustained(found.at_knee),
         "attainment_goal": found.goal.attainment,
         "tolerance": found.goal.tolerance,
         "lowest_rps": found.goal.low,
@@ -46,10 +50,16 @@ def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
     }
 
 
-def show(document: dict[str, Any]) -> None:
-    """Print what `as_json` made for a person."""
-    kind = "MEASURED" if document["measured"] else "SIMULATED"
-    render.say(f"{kind} {document['target']} ({document['where']}): rates until requests no longer meet their SLOs")
+def show(document: dict[str, Any], subject: report.Subject) -> None:
+    """Print what `as_json` made of a target, for a person."""
+    work = subject.workload.describe_requests()
+    render.say(f"{subject.kind} {subject.name} ({subject.where}): {work}, at one rate after the other")
+    if not subject.measured:
+        render.say(report.how_sure(subject))
+    if (burst := document["all_at_once"]) is not None:
+        render.say(
+            f"all at once: {burst['requests_per_s']:.3g} requests/s, {burst['output_tokens_per_s']:.4g} tokens/s"
+        )
     if document["slo_from_idle_target"]:
         render.say("no SLO given; 5 times the median of the idle target")
     limits = [
@@ -77,10 +87,22 @@ def show(document: dict[str, Any]) -> None:
         render.chart(charts(document)[0])
     for name in ("TTFT", "ITL", "E2E", "goodput"):
         render.say(f"{name}: {document['definitions'][name]}")
+    if document["knee_sustained"] is False:
+        sent, served = (document["at_knee"][name] for name in ("achieved_rate", "requests_per_s_steady"))
+        render.warn(
+            f"at the knee {sent:.3g} requests/s were sent and {served:.3g} served: more and more were running, so a "
+            "longer load (--num-prompts) may find the knee lower"
+        )
     if not all(point["valid"] for point in document["points"]):
         render.warn(
             "at some rates nothing was served, or the client itself was late: those figures are not the target's"
         )
+
+
+def sustained(figures: Measurement) -> bool | None:
+    """Whether a target served as fast as was sent, ramp and drain left out; None if the run was too short to tell."""
+    served, sent = figures.requests_per_s_steady, figures.achieved_rate
+    return None if served is None or not sent else served >= _KEEPS_UP * sent
 
 
 def charts(document: dict[str, Any]) -> list[Chart]:

@@ -92,8 +92,11 @@ async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) ->
     points: list[Point] = []
 
     async def attempt(rate: float) -> float:
-        progress("rates", len(points), 0)
-        figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, silent)
+
+        def told(_: str, done: int, total: int) -> None:
+            progress(f"attempt {len(points) + 1}, {rate:.3g} requests/s", done, total)
+
+        figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, told)
         points.append(Point(rate, figures.goodput.attainment["all"] if figures.goodput else 0.0, figures))
         return points[-1].attainment
 

@@ -99,10 +99,24 @@ def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert [point["rate"] for point in document["points"]] == [attempt.rate for attempt in found.knee.attempts]
     assert {point["met"] for point in document["points"]} == {True, False}
     assert document["slo"] == {"ttft_ms": 500.0}
-    show(document)
+    show(document, target.subject(work.workload, found.slo))
     printed = capsys.readouterr().out
     assert "MEASURED queue (here)" in printed
     assert f"knee at {found.knee.rate:.3g} requests/s: 90% of requests or more meet the SLO" in printed
+
+
+def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """With 15 s of patience a load of 40 s meets its SLO up to 14 requests/s, of which the queue serves 10."""
+    target, work = opened(Queue()), plan(Slo(ttft=15.0), arrivals="constant", request_rate=12.0)
+    found = find(target, work)
+    document = as_json(target, work, found)
+    assert found.knee.rate is not None
+    assert found.knee.rate > 12
+    assert document["knee_sustained"] is False
+    show(document, target.subject(work.workload, found.slo))
+    assert "10 served: more and more were running" in capsys.readouterr().err
+    steady = find(target, plan(arrivals="constant", request_rate=1.0))
+    assert as_json(target, work, steady)["knee_sustained"] is True
 
 
 @pytest.mark.parametrize(
