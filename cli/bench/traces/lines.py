@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from llmsched.engine.errors import LlmschedError
 _GZIP = b"\x1f\x8b"
 _SHOWN = 80
 _CHUNK = 1 << 20
+
+#: What stands between the elements of a JSON array, and the longest of its words (-Infinity, an escaped character).
+_BETWEEN = re.compile(r"[\s,]*")
+_LONGEST_WORD = 12
 
 
 class TraceError(LlmschedError):
@@ -130,23 +135,34 @@ def _elements(path: Path) -> Iterator[Row]:
     """Reads only as far as objects are asked for."""
     decoder = json.JSONDecoder()
     with opened(path) as text:
-        waiting, number, wanted = text.read(_CHUNK).lstrip().removeprefix("["), 0, _CHUNK
+        waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK
+        while not waiting.strip():
+            waiting = text.read(_CHUNK)
+        at = waiting.index("[") + 1
         while True:
-            waiting = waiting.lstrip(", \t\r\n")
+            at = _BETWEEN.match(waiting, at).end()  # type: ignore[union-attr]  # matches nothing as well
             row = Row(path, number + 1, {}, "entry")
-            if waiting.startswith("]"):
+            if waiting.startswith("]", at):
                 return
             try:
-                value, end = decoder.raw_decode(waiting)
+                value, at = decoder.raw_decode(waiting, at)
             except (ValueError, RecursionError) as problem:
-                if not (more := text.read(wanted)):
-                    raise row.wrong(f"no JSON ({_reason(problem)}): {shown(waiting)}") from problem
-                waiting, wanted = waiting + more, 2 * wanted
+                more = "" if _is_broken(problem, waiting) else text.read(wanted)
+                if not more:
+                    raise row.wrong(f"no JSON ({_reason(problem)}): {shown(waiting[at : at + _CHUNK])}") from problem
+                waiting, at, wanted = waiting[at:] + more, 0, 2 * wanted
                 continue
             if not isinstance(value, dict):
                 raise row.wrong(f"{shown(value)}; allowed is a JSON object")
-            number, waiting, wanted = number + 1, waiting[end:], _CHUNK
+            number, wanted = number + 1, _CHUNK
             yield Row(path, number, value, "entry")
+
+
+def _is_broken(problem: Exception, text: str) -> bool:
+    """Whether JSON is wrong whatever may follow: the fault is not at the end of the text, nor an open string."""
+    if not isinstance(problem, json.JSONDecodeError):
+        return True
+    return not problem.msg.startswith("Unterminated") and problem.pos < len(text) - _LONGEST_WORD
 
 
 def _reason(problem: Exception) -> str:

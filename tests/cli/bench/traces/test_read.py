@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmsched.cli.bench.traces import lines
 from llmsched.cli.bench.traces.lines import TraceError
 from llmsched.cli.bench.traces.read import read_trace
 from llmsched.cli.bench.traces.trace import Trace, digest
@@ -228,14 +229,24 @@ def test_a_long_array_is_read_as_far_as_asked(write: Any) -> None:
         read_trace(path)
 
 
+@pytest.mark.parametrize("chunk", [5, 64, 1000])
+def test_an_array_may_be_cut_anywhere_while_it_is_read(write: Any, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    talk = [{"from": "human", "value": 'é "\\ \n \u00e9 -1.5e3 true'}, {"from": "gpt", "value": "]} , {["}]
+    path = write("  \n" * 9 + json.dumps([{"n": -1.5e-7, "ok": None, "conversations": talk}] * 7, indent=1))
+    whole = read_trace(path).requests
+    monkeypatch.setattr(lines, "_CHUNK", chunk)
+    assert read_trace(path, "sharegpt").requests == whole
+    assert len(whole) == 7
+
+
 def test_request_logs(write: Any) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a b"}]}, {"role": "assistant", "content": None}]
-    lines = [
+    rows = [
         {"messages": messages, "max_completion_tokens": 9, "created": 1_700_000_000},
         {"custom_id": "1", "body": {"prompt": "c", "max_tokens": 3}, "timestamp": 1_700_000_001},
         {"prompt": "d e f", "created_at": 1_700_000_002},
     ]
-    trace = read_trace(write("\n".join(json.dumps(line) for line in lines)))
+    trace = read_trace(write("\n".join(json.dumps(row) for row in rows)))
     assert trace.format == "log"
     assert [(r.words_in, r.words_out, r.offset) for r in trace.requests] == [(2, 9, 0), (1, 3, 1), (3, None, 2)]
     assert trace.requests[0].content is not None
