@@ -10,7 +10,7 @@ from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.fitted import fitted_cost
-from llmsched.engine.executor.roofline import roofline
+from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated import StepCost
 from llmsched.engine.kv.draft import ModelDraft, model_name
 from llmsched.engine.kv.plan import MemoryPlan
@@ -18,6 +18,7 @@ from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.kv.work import model_work
 from llmsched.engine.simulation import SimulatedEngine
 from llmsched.profiles.calibrated import calibration_name, load_calibration
+from llmsched.profiles.engines import UnknownEngineError, find_engine
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu
 from llmsched.profiles.tuned import ProfileError
 
@@ -31,13 +32,15 @@ class Blueprint:
 
     `cost` is the time of a step, `swap_seconds` that of copying so many bytes of KV to or from host memory.
     `calibration_error` is the cost's relative error on the device that it was fitted to, `published_error` its median
-    one of TPOT against published measurements; None where that is not known. `notes` are for the user's eyes.
+    one of TPOT against published measurements; None where that is not known. `where` is the device, with the class of
+    engines whose steps it computes if that is not this one. `notes` are for the user's eyes.
     """
 
     config: EngineConfig
     plan: MemoryPlan
     cost: StepCost
     swap_seconds: Callable[[int], float]
+    where: str
     calibration_error: float | None = None
     published_error: float | None = None
     notes: tuple[str, ...] = ()
@@ -59,13 +62,15 @@ class Blueprint:
 
 
 def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Blueprint:
-    """An engine on the GPU of that name; its cost is a roofline.
+    """An engine on the GPU of that name; its cost is a roofline, of this engine ("h100") or of a class that
+    profiles/engines.toml knows ("h100:vllm"), whose steps the same scheduler then fills.
 
-    Raises ConfigError for an unknown GPU, for settings that it cannot serve, and when the model does not fit.
+    Raises ConfigError for an unknown GPU or class, for settings that it cannot serve, and when the model does not fit.
     """
+    gpu_name, colon, engine_name = name.partition(":")
     try:
-        gpu = find_gpu(name)
-    except UnknownGpuError as unknown:
+        gpu, engine = find_gpu(gpu_name), find_engine(engine_name if colon else "default")
+    except (UnknownGpuError, UnknownEngineError) as unknown:
         raise ConfigError("--simulate", str(unknown)) from unknown
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
@@ -77,8 +82,9 @@ def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Bluepri
         kv_dtype_bytes=plan.kv_dtype_bytes,
         recall=draft.recall,
     )
-    cost = roofline(work, gpu, dtype=config.dtype)
-    return Blueprint(config, plan, cost, cost.swap_seconds, published_error=cost.error)
+    cost = Roofline(work, gpu, engine, dtype=config.dtype)
+    where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
+    return Blueprint(config, plan, cost, cost.swap_seconds, where, published_error=cost.error)
 
 
 def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
@@ -107,7 +113,7 @@ def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
         )
     per_byte = found.swap_seconds_per_byte
     notes = _threads_differ(found.device.get("threads")) if device.kind == "cpu" else ()
-    return Blueprint(config, plan, cost, lambda count: count * per_byte, found.error, notes=notes)
+    return Blueprint(config, plan, cost, lambda count: count * per_byte, device.name, found.error, notes=notes)
 
 
 def _threads_differ(calibrated: object) -> tuple[str, ...]:

@@ -55,10 +55,11 @@ def bench(
         str | None,
         typer.Option(
             "--simulate",
-            metavar="GPU|local",
+            metavar="GPU[:ENGINE]|local",
             show_default=False,
-            help="Run the scheduler alone, on a virtual clock, as on this GPU (l4, h100, ...), or as here with local, "
-            "after `llmsched calibrate`; of MODEL only its config.json is needed.",
+            help="Run the scheduler alone, on a virtual clock, as on this GPU (l4, h100, ...; h100:vllm: with "
+            "steps as fast as vLLM's), or as here with local, after `llmsched calibrate`; of MODEL only its "
+            "config.json is needed.",
         ),
     ] = None,
     profile: Annotated[

@@ -38,7 +38,7 @@ LOCAL = "local"
 
 
 def make_blueprint(config: EngineConfig, device: str, progress: Progress = silent) -> Blueprint:
-    """The engine that `config` would give on the GPU of that name, or with "local" on this machine's device.
+    """The engine that `config` would give on a GPU (see gpu_blueprint for names), or with "local" on this machine's.
 
     Raises ModelError and ConfigError, the latter also where this machine was not calibrated for the model.
     """
@@ -132,7 +132,7 @@ async def open_simulated(
 
     yield Opened(
         name=model,
-        where=blueprint.plan.device.name,
+        where=blueprint.where,
         warmup=0,
         measure=measure,
         settings={name: value for name, value in asdict(blueprint.config).items() if value is not None},

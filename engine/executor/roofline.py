@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.kv.work import Arithmetic, Matrices, ModelWork
-from llmsched.profiles.engines import Efficiency, EngineSpec, find_engine
+from llmsched.profiles.engines import Efficiency, EngineSpec
 from llmsched.profiles.gpus import GpuSpec
 
 #: Share of the link's rate that copies from page-locked memory reach.
@@ -27,7 +27,10 @@ SWAP_SHARE = 0.8
 
 
 class Roofline:
-    """A StepCost: seconds(shape) of one model on one GPU under one engine.
+    """A StepCost: seconds(shape) of one model on one GPU under one class of engines.
+
+    `dtype` is the type of activations (bfloat16, float16, float32). Raises ConfigError for one that the GPU does not
+    multiply.
 
     `window` is the model's. `error` is the median relative error of TPOT against published measurements that were
     not fitted to, None where there are none for this engine on this kind of GPU.
@@ -75,15 +78,6 @@ class Roofline:
     def swap_seconds(self, num_bytes: int) -> float:
         """Seconds to copy so many bytes of KV to or from host memory."""
         return num_bytes * self._swap
-
-
-def roofline(work: ModelWork, gpu: GpuSpec, *, engine: str = "default", dtype: str = "bfloat16") -> Roofline:
-    """The cost of `work` on `gpu` under the engine class of that name in profiles/engines.toml.
-
-    `dtype` is the type of activations (bfloat16, float16, float32). Raises UnknownEngineError, and ConfigError for a
-    type that the GPU does not multiply.
-    """
-    return Roofline(work, gpu, find_engine(engine), dtype=dtype)
 
 
 def _both(arithmetic: float, reading: float) -> float:

@@ -20,9 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
 from published import Row, read_rows
-from published_loads import Figures, steps_of
-
-from llmsched.engine.executor.roofline import roofline
+from published_loads import Figures, published_cost, steps_of
 
 
 class Outcome(NamedTuple):
@@ -41,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def predict(row: Row) -> Outcome:
-    cost = roofline(row.work(), row.gpu, engine=row.engine, dtype=row.dtype)
+    cost = published_cost(row)
     return Outcome(row, steps_of(row, cost).figures(cost))
 
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
 from published import Row, read_rows
-from published_loads import Steps, steps_of
+from published_loads import Steps, published_cost, steps_of
 
-from llmsched.engine.executor.roofline import Roofline, roofline
+from llmsched.engine.executor.roofline import Roofline
 from llmsched.profiles.engines import engine_spec
 
 #: Typical engines and GPUs: the centre of the prior.
@@ -122,7 +122,7 @@ def search(loss: Callable[[Constants], float], start: Mapping[tuple[str, str], f
 
 def record(rows: list[Row]) -> list[Steps]:
     """The steps of each load; where requests come at a rate, those that the constants of now make of it."""
-    return [steps_of(row, roofline(row.work(), row.gpu, engine=row.engine, dtype=row.dtype)) for row in rows]
+    return [steps_of(row, published_cost(row)) for row in rows]
 
 
 def table(name: str, found: Constants, start: Constants) -> str:

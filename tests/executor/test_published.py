@@ -9,9 +9,7 @@ from __future__ import annotations
 from statistics import median, quantiles
 
 from published import Row, read_rows
-from published_loads import Figures, steps_of
-
-from llmsched.engine.executor.roofline import roofline
+from published_loads import Figures, published_cost, steps_of
 
 #: Loads that are simulated in a fraction of a second.
 MOST_TOKENS = 20_000
@@ -30,7 +28,7 @@ def _tokens(row: Row) -> float:
 
 
 def predicted(row: Row) -> Figures:
-    cost = roofline(row.work(), row.gpu, engine=row.engine, dtype=row.dtype)
+    cost = published_cost(row)
     return steps_of(row, cost).figures(cost)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.cost import StepShape
-from llmsched.engine.executor.roofline import Roofline, roofline
+from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.kv.fields import read_config_file
 from llmsched.engine.kv.work import ModelWork, model_work
-from llmsched.profiles.engines import UnknownEngineError, engine_spec
+from llmsched.profiles.engines import engine_spec, find_engine
 from llmsched.profiles.gpus import find_gpu
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
@@ -133,7 +133,7 @@ def test_steps_as_arrays_give_the_same_as_one_by_one() -> None:
         "google--gemma-4-26B-A4B",
         "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     ):
-        cost = roofline(work(name), find_gpu("h100"))
+        cost = Roofline(work(name), find_gpu("h100"), find_engine("default"))
         rng = np.random.default_rng(1)
         steps = [StepShape(*map(int, rng.integers(0, 5000, 9))) for _ in range(20)]
         steps = [s._replace(kv_tokens=s.kv_tokens + 5000, window_kv_tokens=s.window_kv_tokens + 5000) for s in steps]
@@ -142,11 +142,9 @@ def test_steps_as_arrays_give_the_same_as_one_by_one() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    with pytest.raises(UnknownEngineError, match="known are default"):
-        roofline(work(LLAMA), find_gpu("h100"), engine="nobody")
     with pytest.raises(ConfigError, match="bfloat16 is not multiplied by Tesla T4; use float16"):
-        roofline(work(LLAMA), find_gpu("t4"))
-    assert roofline(work(LLAMA), find_gpu("t4"), dtype="float16").error is None
+        Roofline(work(LLAMA), find_gpu("t4"), IDEAL)
+    assert Roofline(work(LLAMA), find_gpu("t4"), IDEAL, dtype="float16").error is None
     with pytest.raises(ModelError, match="martian cannot be simulated"):
         model_work({"model_type": "martian", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
                     "vocab_size": 100}, dtype_bytes=2)  # fmt: skip
@@ -154,6 +152,6 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 def test_swap_goes_over_the_link() -> None:
     model = work(LLAMA)
-    fast, slow = (roofline(model, find_gpu(gpu)).swap_seconds(1 << 30) for gpu in ("h100", "a100-80gb"))
+    fast, slow = (Roofline(model, find_gpu(gpu), IDEAL).swap_seconds(1 << 30) for gpu in ("h100", "a100-80gb"))
     assert slow == pytest.approx(2 * fast)
     assert (1 << 30) / fast == pytest.approx(51.2e9)

@@ -12,10 +12,12 @@ from published import Row
 
 from llmsched.engine.executor.base import RowResult, StepResult
 from llmsched.engine.executor.cost import StepShape, shape_of
+from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated import StepCost, VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, SamplingParams
 from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.profiles.engines import find_engine
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -80,6 +82,11 @@ class Steps:
         order = np.argsort(seconds)
         tokens = np.cumsum(self.shapes.decode_seqs[order])  # type: ignore[index]
         return float(seconds[order][np.searchsorted(tokens, tokens[-1] / 2)])
+
+
+def published_cost(row: Row) -> Roofline:
+    """What a step of the row's model costs on its GPU under its engine."""
+    return Roofline(row.work(), row.gpu, find_engine(row.engine), dtype=row.dtype)
 
 
 def load_of(row: Row) -> list[tuple[float, int, int]]:

@@ -50,6 +50,17 @@ def test_a_config_is_all_it_needs(command: CommandLine, llama: str) -> None:
     assert report["client_lag_ms"]["max"] == 0.0
 
 
+def test_the_steps_of_another_engine(command: CommandLine, llama: str) -> None:
+    usual, other = (command("bench", llama, "--simulate", name, *LOAD, "--json").json for name in ("h100", "h100:nim"))
+    assert (usual["where"], other["where"]) == ("NVIDIA H100 SXM5 80GB", "NVIDIA H100 SXM5 80GB, steps as of nim")
+    assert other["itl_ms"]["p50"] > 1.2 * usual["itl_ms"]["p50"]
+    assert other["published_error"] < 0.1
+    for name in ("h100:", "h100:vlm"):
+        outcome = command("bench", llama, "--simulate", name, *LOAD)
+        assert outcome.code == 2
+        assert "is not a known engine class; known are default" in outcome.err
+
+
 def test_the_same_seed_gives_the_same_bytes(command: CommandLine, llama: str) -> None:
     first = command("bench", llama, "--simulate", "l4", *LOAD, "--json").out
     assert command("bench", llama, "--simulate", "l4", *LOAD, "--json").out == first
