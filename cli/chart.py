@@ -132,10 +132,17 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     return kept
 
 
-def distribution(samples: Sequence[float]) -> list[Point]:
-    """The cumulative distribution of samples: each value with the percentage of samples up to it."""
+def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
+    """The cumulative distribution of samples: values with the percentage of samples up to each.
+
+    Of more than `most` samples those at about so many evenly spaced ranks, among them the lowest and the highest.
+    """
     ordered = sorted(samples)
-    return [(value, 100.0 * (index + 1) / len(ordered)) for index, value in enumerate(ordered)]
+    step = max(1, len(ordered) // most)
+    ranks = [*range(0, len(ordered), step)]
+    if ordered and ranks[-1] != len(ordered) - 1:
+        ranks.append(len(ordered) - 1)
+    return [(ordered[rank], 100.0 * (rank + 1) / len(ordered)) for rank in ranks]
 
 
 def number(value: float) -> str:

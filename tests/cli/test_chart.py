@@ -60,6 +60,10 @@ def test_thinning_keeps_order_and_extremes() -> None:
 def test_a_distribution_counts_samples_up_to_a_value() -> None:
     assert distribution([3.0, 1.0, 2.0, 2.0]) == [(1.0, 25.0), (2.0, 50.0), (2.0, 75.0), (3.0, 100.0)]
     assert distribution([]) == []
+    many = distribution([float(n) for n in range(100_000)], most=100)
+    assert len(many) == 101
+    assert (many[0], many[-1]) == ((0.0, 0.001), (99_999.0, 100.0))
+    assert all(share == (value + 1) / 1000 for value, share in many)
 
 
 def test_a_line_in_characters() -> None:
