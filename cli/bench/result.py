@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.report import Subject
+from llmsched.cli.bench.tables import Table
 from llmsched.cli.chart import Chart
 
 
@@ -23,7 +24,7 @@ class Result:
     """The report as JSON, how to `show` it to a person, and whether all went `well` (else exit code 1).
 
     `rows` are the reports of the single runs, for a table of them. `run` is the one to be shown in detail, if there is
-    one, and `charts` are what a page has before it.
+    one; `notes`, `tables` and `charts` are what a page has before it.
     """
 
     report: Mapping[str, Any]
@@ -31,4 +32,6 @@ class Result:
     well: bool
     rows: Sequence[Mapping[str, Any]]
     run: Measured | None = None
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()

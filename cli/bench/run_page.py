@@ -17,6 +17,10 @@ def result_page(result: Result) -> str:
     """The HTML of a result: what the mode itself has to show, then the run that stands for it, if there is one."""
     title = f"llmsched bench: {result.report['target']}" if "target" in result.report else "llmsched bench"
     page = Page(title)
+    for note in result.notes:
+        page.say(note)
+    for table in result.tables:
+        _show_table(page, table)
     _show_charts(page, result.charts)
     if result.run is not None:
         _show_run(page, result.run)
@@ -35,15 +39,19 @@ def _show_run(page: Page, run: Measured) -> None:
     shown = [tables.latency_table(figures), tables.totals_table(figures)]
     shown += [table for table in (tables.slo_table(subject.slo, figures), tables.stall_table(figures)) if table]
     for table in shown:
-        if table.title:
-            page.heading(table.title)
-        page.table(table.columns, table.rows)
+        _show_table(page, table)
     if (sentence_or_none := tables.reading_sentence(figures)) is not None:
         page.say(sentence_or_none)
     page.heading("charts")
     _show_charts(page, run_charts(figures, subject.slo))
     page.heading("definitions")
     page.terms(tables.definitions(subject.slo, figures))
+
+
+def _show_table(page: Page, table: tables.Table) -> None:
+    if table.title:
+        page.heading(table.title)
+    page.table(table.columns, table.rows)
 
 
 def _show_charts(page: Page, charts: Sequence[Chart]) -> None:

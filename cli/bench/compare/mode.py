@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmsched.cli.bench.compare.measured import Engines
-from llmsched.cli.bench.compare.report import as_json, show
+from llmsched.cli.bench.compare.report import as_json, charts, notes, show, table
 from llmsched.cli.bench.compare.run import Perform, Task, compare
 from llmsched.cli.bench.compare.simulated import Blueprints
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
@@ -49,4 +49,13 @@ async def bench_variants(
     compared = await compare(list(configs), perform, task, progress)
     report = as_json(compared, task)
     well = all(not run["failed"] and run["completed"] for run in report["runs"])
-    return Result(report, lambda: show(report, compared[0].subject), well, report["runs"])
+    subject = compared[0].subject
+    return Result(
+        report,
+        lambda: show(report, subject),
+        well,
+        report["runs"],
+        notes=notes(report, subject),
+        tables=[table(report)],
+        charts=charts(compared),
+    )

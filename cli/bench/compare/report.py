@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from llmsched.cli import render
 from llmsched.cli.bench import report
 from llmsched.cli.bench.compare.run import Compared, Task
+from llmsched.cli.bench.tables import Table
+from llmsched.cli.chart import Chart, Series, distribution
+from llmsched.engine.latency import RequestLatency
 
 #: Said wherever the figures of memory are.
 DEFINITIONS = {
@@ -63,28 +66,12 @@ def as_json(variants: Sequence[Compared], task: Task) -> dict[str, Any]:
 
 def show(document: dict[str, Any], subject: report.Subject) -> None:
     """Print what `as_json` made for a person; `subject` is that of any variant."""
-    runs, ratios, rounds = document["runs"], document["ratios"], document["rounds"]
-    first, *others = runs
-    times = "1 round" if rounds == 1 else f"{rounds} rounds, interleaved, with the next seeds"
-    render.say(f"{report.headline(subject)}; {times}")
-    if not subject.measured:
-        render.say(report.how_sure(subject))
-    columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
-    rows = []
-    for figure in _FIGURES:
-        values = [_value(run, figure.path) for run in runs]
-        if all(value is None for value in values):
-            continue
-        relations = [ratios[run["policy"]][_key(figure)] for run in others]
-        rows.append([figure.name, *(_shown(value, figure.unit) for value in values), *map(_times, relations)])
-    render.table("all rounds together; latencies in ms", columns, rows)
-    for run in others:
-        by_round = ratios[run["policy"]]["output_tokens_per_s_by_round"]
-        if rounds > 1:
-            pair = f"{run['policy']} / {first['policy']}"
-            render.say(f"output tokens/s by round, {pair}: {', '.join(map(_times, by_round))}")
+    for note in notes(document, subject):
+        render.say(note)
+    render.table(*table(document))
+    runs = document["runs"]
     for name in ("TTFT", "ITL", "TPOT", "E2E", "percentiles"):
-        render.say(f"{name}: {first['definitions'][name]}")
+        render.say(f"{name}: {runs[0]['definitions'][name]}")
     for name, meaning in document["definitions"].items():
         render.say(f"{name}: {meaning}")
     for run in runs:
@@ -92,6 +79,57 @@ def show(document: dict[str, Any], subject: report.Subject) -> None:
             render.error(f"{run['policy']}: {count} requests failed: {reason} ({run['failure_examples'][reason]})")
     for warning in dict.fromkeys(warning for run in runs for warning in run["warnings"]):
         render.warn(warning)
+
+
+def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
+    """What was done, how far it is to be trusted, and how much the rounds differ."""
+    rounds, first = document["rounds"], document["baseline"]
+    if rounds == 1:
+        return [f"{report.headline(subject)}; 1 round", *_sure(subject)]
+    by_round = [
+        f"output tokens/s by round, {name} / {first}: {', '.join(map(_times, ratios['output_tokens_per_s_by_round']))}"
+        for name, ratios in document["ratios"].items()
+    ]
+    return [
+        f"{report.headline(subject)}; {rounds} rounds, interleaved, with the next seeds",
+        *_sure(subject),
+        *by_round,
+    ]
+
+
+def _sure(subject: report.Subject) -> list[str]:
+    return [] if subject.measured else [report.how_sure(subject)]
+
+
+def table(document: dict[str, Any]) -> Table:
+    """The figures of the variants side by side, then their ratios to the first."""
+    runs, ratios = document["runs"], document["ratios"]
+    first, *others = runs
+    columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
+    rows = []
+    for figure in _FIGURES:
+        values = [_value(run, figure.path) for run in runs]
+        if any(value is not None for value in values):
+            relations = [ratios[run["policy"]][_key(figure)] for run in others]
+            rows.append([figure.name, *(_shown(value, figure.unit) for value in values), *map(_times, relations)])
+    return Table("all rounds together; latencies in ms", columns, rows)
+
+
+def charts(variants: Sequence[Compared]) -> list[Chart]:
+    """How TTFT, ITL and E2E are distributed, a line for each variant."""
+
+    def chart(name: str, samples: Callable[[RequestLatency], Iterable[float]]) -> Chart:
+        lines = (
+            Series(one.name, distribution([1e3 * x for latency in one.figures.latencies for x in samples(latency)]))
+            for one in variants
+        )
+        return Chart(f"distribution of {name}", "ms, logarithmic", "% of samples up to it", tuple(lines), log_x=True)
+
+    return [
+        chart("TTFT", lambda latency: [latency.ttft]),
+        chart("ITL", lambda latency: latency.itl),
+        chart("E2E", lambda latency: [latency.e2e]),
+    ]
 
 
 def _run(variant: Compared, task: Task) -> dict[str, Any]:
@@ -147,4 +185,4 @@ def _shown(value: float | None, unit: str) -> str:
 
 
 def _times(ratio: float | None) -> str:
-    return "n/a" if ratio is None else f"{ratio:.2f}x"
+    return "n/a" if ratio is None else f"{ratio:.3g}x"

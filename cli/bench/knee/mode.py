@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 
 from llmsched.cli.bench.client import TargetUnreachableError
-from llmsched.cli.bench.knee.report import as_json, charts, show
+from llmsched.cli.bench.knee.report import as_json, charts, notes, show, table
 from llmsched.cli.bench.knee.run import Wish, check, explore
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.report import as_json as run_as_json
@@ -36,4 +36,14 @@ async def bench_knee(
             run = None if found.at_knee is None else Measured(subject, found.at_knee)
     except TargetUnreachableError as problem:
         raise LlmschedError(f"nobody answers, so there is no knee to find: {problem}") from problem
-    return Result(report, lambda: show(report, subject), found.knee.verdict != "never met", rows, run, charts(report))
+    well = found.knee.verdict != "never met"
+    return Result(
+        report,
+        lambda: show(report, subject),
+        well,
+        rows,
+        run,
+        notes=notes(report, subject),
+        tables=[table(report)],
+        charts=charts(report),
+    )

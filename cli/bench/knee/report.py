@@ -8,6 +8,7 @@ from llmsched.cli import render
 from llmsched.cli.bench import report
 from llmsched.cli.bench.knee.run import Found, Point
 from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.tables import Table
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.cli.chart import Chart, Series
 
@@ -52,38 +53,12 @@ def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
 
 def show(document: dict[str, Any], subject: report.Subject) -> None:
     """Print what `as_json` made of a target, for a person."""
-    work = subject.workload.describe_requests()
-    render.say(f"{subject.kind} {subject.name} ({subject.where}): {work}, at one rate after the other")
-    if not subject.measured:
-        render.say(report.how_sure(subject))
-    if (burst := document["all_at_once"]) is not None:
-        render.say(
-            f"all at once: {burst['requests_per_s']:.3g} requests/s, {burst['output_tokens_per_s']:.4g} tokens/s"
-        )
-    if document["slo_from_idle_target"]:
-        render.say("no SLO given; 5 times the median of the idle target")
-    limits = [
-        f"{name.removesuffix('_ms').upper()} {value:.4g} ms"
-        for name, value in document["slo"].items()
-        if name.endswith("_ms")
-    ]
-    render.say(f"SLO: {', '.join(limits)}, met by {document['attainment_goal']:.0%} of requests")
-    columns = [
-        "requests/s",
-        "served/s",
-        "output tokens/s",
-        "TTFT P50",
-        "TTFT P99",
-        "ITL P99",
-        "E2E P99",
-        "met by",
-        "goodput",
-        "",
-    ]
-    rows = [_row(point) for point in sorted(document["points"], key=lambda point: point["rate"])]
-    render.table("latency in ms", columns, rows, text_columns=0)
-    render.say(verdict(document))
-    if len(rows) > 2:
+    *before, last = notes(document, subject)
+    for note in before:
+        render.say(note)
+    render.table(*table(document), text_columns=0)
+    render.say(last)
+    if len(document["points"]) > 2:
         render.chart(charts(document)[0])
     for name in ("TTFT", "ITL", "E2E", "goodput"):
         render.say(f"{name}: {document['definitions'][name]}")
@@ -97,6 +72,31 @@ def show(document: dict[str, Any], subject: report.Subject) -> None:
         render.warn(
             "at some rates nothing was served, or the client itself was late: those figures are not the target's"
         )
+
+
+def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
+    """What was done, how far it is to be trusted, what was asked for, and last what came of it."""
+    work = subject.workload.describe_requests()
+    found = [f"{subject.kind} {subject.name} ({subject.where}): {work}, at one rate after the other"]
+    if not subject.measured:
+        found.append(report.how_sure(subject))
+    if (burst := document["all_at_once"]) is not None:
+        found.append(
+            f"all at once: {burst['requests_per_s']:.3g} requests/s, {burst['output_tokens_per_s']:.4g} tokens/s"
+        )
+    if document["slo_from_idle_target"]:
+        found.append("no SLO given; 5 times the median of the idle target")
+    slo = document["slo"]
+    limits = [f"{name.removesuffix('_ms').upper()} {slo[name]:.4g} ms" for name in slo if name.endswith("_ms")]
+    found.append(f"SLO: {', '.join(limits)}, met by {document['attainment_goal']:.0%} of requests")
+    return [*found, verdict(document)]
+
+
+def table(document: dict[str, Any]) -> Table:
+    """A row for each attempt, in the order of their rates."""
+    columns = ["requests/s", "served/s", "output tokens/s", "TTFT P50", "TTFT P99", "ITL P99", "E2E P99"]
+    rows = [_row(point) for point in sorted(document["points"], key=lambda point: point["rate"])]
+    return Table("latency in ms", [*columns, "met by", "goodput", ""], rows)
 
 
 def sustained(figures: Measurement) -> bool | None:

@@ -200,7 +200,7 @@ def test_what_cannot_be_compared_is_exit_code_2(command: CommandLine, target: st
     assert message in outcome.err
 
 
-def test_simulated_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
+def test_simulated_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """On a virtual clock all is exact: four requests at a time, 10 blocks each against the 3 that 42 tokens take."""
     arguments = (
         *("bench", str(tiny_model("llama")), "--simulate", "l4", "--compare", "static,continuous", "--json"),
@@ -219,8 +219,12 @@ def test_simulated_as_it_is_typed(command: CommandLine, tiny_model: Callable[...
     assert document["ratios"]["continuous"]["output_tokens_per_s"] > 1.2
     assert static["kv_waste"] > 0.7
     assert command(*arguments).out == outcome.out
-    shown = command(*(argument for argument in arguments if argument != "--json"))
+    page = tmp_path / "comparison.html"
+    shown = command(*(argument for argument in arguments if argument != "--json"), "--report", str(page))
     assert shown.out.startswith("SIMULATED")
+    text = page.read_text()
+    for words in ("SIMULATED", "continuous / static", "KV waste", "distribution of TTFT"):
+        assert words in text
 
 
 def test_a_simulated_variant_that_does_not_fit_is_exit_code_2(
