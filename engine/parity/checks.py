@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmsched.engine.kv.finder import MIN_COPIED
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.parity.prompts import Prompt, PromptSet
 
 #: Chunk sizes besides one block and one block and a token.
@@ -31,11 +32,13 @@ class Check:
     preempted: Literal["recompute", "swap"] | None = None
 
 
-def make_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterator[Check]:
+def make_checks(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[Check]:
     """Alone, mixed, chunked, with prefix hits, preempted; see the functions below."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
-    blocks = sum(-(-(len(prompt.token_ids) + num_tokens) // block_size) for prompt in prompts.all)
-    plenty = 2 * (blocks + 1)  # twice: a tenth is kept as headroom, and a wave leaves its blocks cached
+    block_size = layout.block_size
+    width = sum(layout.width(len(prompt.token_ids) + num_tokens) for prompt in prompts.all)
+    # Twice: a wave leaves its blocks cached, what has left a window among them.
+    plenty = 2 * layout.num_groups * (width + 1)
     one_by_one = tuple((prompt,) for prompt in prompts.general)
     yield Check("alone", one_by_one, longest, plenty, num_tokens)
     # The first prompt fills a step; those behind it are chunked around the decodes of those before.
@@ -43,7 +46,7 @@ def make_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterato
     for size in sorted({*ODD_CHUNKS, block_size, block_size + 1}):
         yield Check(f"chunks of {size}", (prompts.general,), size, plenty, num_tokens)
     yield _prefix_check(prompts, plenty, num_tokens, block_size)
-    yield from _preemption_checks(prompts, num_tokens, block_size)
+    yield from _preemption_checks(prompts, num_tokens, layout)
 
 
 def _prefix_check(prompts: PromptSet, num_blocks: int, num_tokens: int, block_size: int) -> Check:
@@ -66,13 +69,15 @@ def _hit(num_known: int, block_size: int) -> int:
     return num_known if num_known % block_size >= MIN_COPIED else num_known // block_size * block_size
 
 
-def _preemption_checks(prompts: PromptSet, num_tokens: int, block_size: int) -> Iterator[Check]:
-    """Four prompts of two blocks in a pool of eight: each needs a ninth for its second token, so somebody must go.
+def _preemption_checks(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[Check]:
+    """Four prompts of two blocks in a pool of eight (of each group of layers): each needs a third for its second
+    token, so somebody must go.
 
     With prefix caching, the preempted find some of their blocks again; with swap, they get back what they lost.
     """
-    wave = (prompts.edges[:4],)
-    most = min(num_tokens, 6 * block_size + 1)  # what one of them can have in eight blocks: its last token needs no KV
-    yield Check("preemption", wave, 8 * block_size, 8, most, preempted="recompute")
-    yield Check("preemption, prefix cache", wave, 8 * block_size, 8, most, caching=True, preempted="recompute")
-    yield Check("preemption, swap", wave, 8 * block_size, 8, most, preempted="swap")
+    wave, length = (prompts.edges[:4],), 2 * layout.block_size
+    pool, budget = 4 * layout.num_blocks(length), 4 * length
+    most = min(num_tokens, layout.longest(pool) - length + 1)  # what one of them can have: its last token needs no KV
+    yield Check("preemption", wave, budget, pool, most, preempted="recompute")
+    yield Check("preemption, prefix cache", wave, budget, pool, most, caching=True, preempted="recompute")
+    yield Check("preemption, swap", wave, budget, pool, most, preempted="swap")

@@ -13,6 +13,9 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.geometry import kv_geometry
+from llmsched.engine.kv.grouping import cache_layout
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.model.open import open_model
@@ -45,6 +48,11 @@ class Subject:
     dtype: torch.dtype
     block_size: int = 16
 
+    @property
+    def layout(self) -> KVLayout:
+        """How the KV cache of a long context would be laid out."""
+        return cache_layout(kv_geometry(self.model.config), self.block_size, None).layout
+
 
 def load_subject(config: EngineConfig, progress: Progress = silent) -> Subject:
     """Load `config.model` as serving would, in its device and dtype. Raises ModelError, ConfigError."""
@@ -70,7 +78,7 @@ def check_parity(
         progress("plain transformers", done, len(prompts.all))
         expected[prompt.name] = reference.continuation(prompt.token_ids, num_tokens)
     progress("plain transformers", len(prompts.all), len(prompts.all))
-    checks = list(make_checks(prompts, num_tokens, subject.block_size))
+    checks = list(make_checks(prompts, num_tokens, subject.layout))
     results = []
     for done, check in enumerate(checks):
         progress("comparing", done, len(checks))
@@ -146,6 +154,7 @@ def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
         block_size=subject.block_size,
         enable_prefix_caching=check.caching,
         output_prediction="none",  # a pool too small for all is to be filled, not respected
+        headroom=0.0,
         preemption_mode=check.preempted or "auto",
         swap_space=swap.num_slots,  # only the slots themselves count from here on
     )
@@ -157,8 +166,12 @@ def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
         kv_dtype=subject.dtype,
         max_model_len=config.max_model_len,
         num_swap_slots=swap.num_slots,
+        layout=subject.layout,
     )
-    return Engine(config, subject.info, subject.tokenizer, executor, check.num_blocks, swap=swap), executor
+    engine = Engine(
+        config, subject.info, subject.tokenizer, executor, check.num_blocks, swap=swap, layout=subject.layout
+    )
+    return engine, executor
 
 
 def _run_wave(engine: Engine, executor: TorchExecutor, prompts: ListLike[Prompt], num_tokens: int) -> list[Answer]:

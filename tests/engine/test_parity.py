@@ -66,8 +66,8 @@ def test_tokens_and_logits_are_those_of_transformers(arch: str) -> None:
     assert positions["prefix hits"] == 8 * 18
     details = {check.name: check.detail for check in report.checks}
     assert details["prefix hits"] == "47, 15, 16, 16, 31, 32, 32 cached tokens"
-    assert int(details["preemption"].split()[0]) >= 2
-    assert int(details["preemption, swap"].split()[-3]) >= 2
+    assert int(details["preemption"].split()[0]) >= (1 if subject(arch).layout.window_groups else 2)
+    assert int(details["preemption, swap"].split()[-3]) >= (1 if subject(arch).layout.window_groups else 2)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt_oss"])
