@@ -57,7 +57,8 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
     ]
     missed = figures.completed - round(good.attainment["all"] * (figures.completed + figures.failed))
     rows.append(["all", "", f"{good.attainment['all']:.1%}", str(missed), ""])
-    title = f"goodput {good.requests_per_s:.3g} requests/s"
+    # A goodput of zero is a figure, and is seen to be one.
+    title = f"goodput {f'{good.requests_per_s:.3g}' if good.requests_per_s else '0.0'} requests/s"
     return Table(title, ["SLO", "limit", "met by", "requests that missed it", "and no other"], rows)
 
 

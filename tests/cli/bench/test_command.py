@@ -140,7 +140,7 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
     with serving(byte_by_byte) as url:
         outcome = command("bench", url, "--num-prompts", "2", "--slo-ttft", "0ms", "--save", str(tmp_path / "r.json"))
     assert outcome.code == 0
-    assert "goodput 0 requests/s" in outcome.out
+    assert "goodput 0.0 requests/s" in outcome.out
     assert json.loads((tmp_path / "r.json").read_text())["goodput_rps"] == 0.0
 
 
