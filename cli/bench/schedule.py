@@ -117,7 +117,7 @@ class Schedule:
 
     def settings(self) -> dict[str, Any]:
         """The fields for JSON, with the load in words; what shapes a schedule is null where it has no effect."""
-        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "trace"}
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.repr}  # a trace has no place here
         idle = set(_SHAPES) if self.process is None else set()
         if self.arrivals != "daynight":
             idle |= {"day_period", "day_amplitude"}
