@@ -9,7 +9,8 @@ A step is a sum of parts that follow one another:
 
 Hypot because a product is slowed down by both limits where they meet: against microsoft/vidur's profiles of matrix
 products (A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B) it errs by 3 % (median) and 9 % (P90), with 26 microseconds
-for each layer, 73 % of the matrix rate, and 80 to 90 % of the bandwidth. The shares come from profiles/engines.toml.
+for each layer, 73 to 76 % of the matrix rate, and 79 to 92 % of the bandwidth (tests/executor/test_op_profiles.py). The
+shares come from profiles/engines.toml.
 """
 
 from __future__ import annotations
@@ -29,11 +30,9 @@ SWAP_SHARE = 0.8
 class Roofline:
     """A StepCost: seconds(shape) of one model on one GPU under one class of engines.
 
-    `dtype` is the type of activations (bfloat16, float16, float32). Raises ConfigError for one that the GPU does not
-    multiply.
-
-    `window` is the model's. `error` is the median relative error of TPOT against published measurements that were
-    not fitted to, None where there are none for this engine on this kind of GPU.
+    `dtype` is the type of activations (bfloat16, float16, float32). `window` is the model's. `error` is the median
+    relative error of TPOT against published measurements that were not fitted to, None where there are none for this
+    engine on this kind of GPU. Raises ConfigError for a dtype that the GPU does not multiply.
     """
 
     def __init__(self, work: ModelWork, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -48,8 +47,7 @@ class Roofline:
         self._per_token = work.vector_bytes / bandwidth
         self._dense = _seconds(work.dense, rates, bandwidth)
         self._experts = _seconds(work.experts, rates, bandwidth * share.experts, share.experts)
-        self._missed = 1 - work.experts_per_token / work.num_experts if work.num_experts else 0.0
-        self._chosen = 1 - self._missed
+        self._chosen = work.experts_per_token / work.num_experts if work.num_experts else 0.0
         self._head = _seconds(work.head, rates, bandwidth)
         attention_rate = _matrix_rate(gpu, share, dtype, "bf16") * share.attention
         self._prefill = _sums((a.windowed, a.prefill_flops / attention_rate) for a in work.attention)
@@ -67,9 +65,9 @@ class Roofline:
         (a, b), (c, d) = self._dense, self._head
         seconds = self._launch + self._per_token * tokens + self._per_row * sampled
         seconds += _both(a * tokens, b) + _both(c * sampled, d * (sampled > 0))
-        if self._missed:
+        if self._chosen:
             a, b = self._experts
-            seconds += _both(a * self._chosen * tokens, b * (1 - self._missed**tokens))
+            seconds += _both(a * self._chosen * tokens, b * (1 - (1 - self._chosen) ** tokens))
         (full, windowed), (p, wp), (q, wq) = self._kv, self._prefill, self._decode
         seconds += _both(p * pairs + wp * window_pairs, full * prefill_kv + windowed * window_prefill_kv)
         kv, window_kv = kv - prefill_kv, window_kv - window_prefill_kv

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,8 @@ SHARES = {"matrix": 0.7, "matrix_fp8": 0.6, "matrix_fp8_block": 0.45, "bandwidth
 SHARES |= {"attention": 0.7, "experts": 0.55}
 #: Standard deviation of a constant's logarithm in the prior, for costs and for shares, and of a row's in the data.
 COST_SPREAD, SHARE_SPREAD, ROW_SPREAD = 1.0, 0.3, 0.1
+#: Rows of a kind of GPU that are enough for shares of its own.
+LEAST_ROWS = 3
 #: Relative change from the default below which a share counts as not told by the rows.
 LEAST_CHANGE = 0.01
 #: Nothing reads faster than the datasheet says, or multiplies much faster than the best products that were profiled.
@@ -60,9 +63,11 @@ class Fit:
 
     def __init__(self, name: str, steps: list[Steps]) -> None:
         self.name = name
-        self.steps = [each for each in steps if each.row.fitted]
+        fitted = [each for each in steps if each.row.fitted]
+        counts = Counter(kind_of(each.row) for each in fitted)
+        kinds = sorted(kind for kind, count in counts.items() if count >= LEAST_ROWS)
+        self.steps = [each for each in fitted if kind_of(each.row) in kinds]
         self.works = {each.row.id: each.row.work() for each in steps}
-        kinds = sorted({kind_of(each.row) for each in self.steps})
         self.start: Constants = {("costs", key): value for key, value in COSTS.items()}
         self.start |= {(kind, key): value for kind in kinds for key, value in SHARES.items() if self._told(kind, key)}
 

@@ -75,6 +75,13 @@ def test_a_decode_of_experts_reads_those_that_were_chosen() -> None:
     assert many == pytest.approx((model.dense.size + model.experts.size) / 3350e9, rel=0.05)
 
 
+def test_experts_that_are_all_chosen_are_a_dense_model() -> None:
+    model = work("Qwen--Qwen3-30B-A3B", num_experts_per_tok=128)
+    cost = Roofline(model, find_gpu("h100"), IDEAL)
+    reading = (model.dense.size + model.experts.size) / 3350e9
+    assert cost.seconds(StepShape(0, 1, 0)) == pytest.approx(reading, rel=0.01)
+
+
 def test_latent_attention_reads_one_vector_and_computes_with_every_head() -> None:
     model = work("deepseek-ai--DeepSeek-V3")
     assert [part.kv_bytes for part in model.attention] == [61 * 576 * 2]
