@@ -27,10 +27,26 @@ class Engines:
     """Engines of several settings, one at a time. Those that need the same memory share what is loaded once."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], progress: Progress) -> None:
+        """Raises ConfigError for a device that is not there."""
         self._configs = {name: _with_budget(config) for name, config in configs.items()}
         self._progress = progress
         self._built: Engine | None = None
         self._built_for: EngineConfig | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError or ModelError, before the first run and not after it, for what cannot be built."""
+        from llmsched.engine.blueprint import resolve
+        from llmsched.engine.device import device_memory
+        from llmsched.engine.kv.draft import open_draft
+        from llmsched.engine.kv.dtypes import check_servable
+        from llmsched.engine.model.placement import resolve_device
+
+        configs = list(self._configs.values())
+        for config in configs:
+            check_servable(config)
+        draft = open_draft(configs[0].model, self._progress)
+        for config in configs:
+            resolve(draft, self._largest(config), device_memory(resolve_device(config.device)))
 
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`. Raises ModelError and ConfigError."""

@@ -41,7 +41,9 @@ async def bench_variants(
     rounds = _DEFAULT_ROUNDS if modes.rounds is None else modes.rounds
     perform: Perform
     if simulate is None:
-        warmup, perform = 1 if plan.warmup is None else plan.warmup, Engines(configs, progress)
+        engines = Engines(configs, progress)
+        engines.check()
+        warmup, perform = 1 if plan.warmup is None else plan.warmup, engines
     else:
         refuse_warmup(plan)
         warmup, perform = 0, Blueprints(configs, simulate, progress)

@@ -66,6 +66,8 @@ def _knobs(part: str) -> dict[str, Any]:
         name = name.replace("-", "_").strip("_")
         if not equals:
             name, value = "scheduling_policy", _policy(word)
+        if name == "seed":
+            raise LlmschedError("--compare: requests are greedy, so a seed of the engine changes nothing; leave it out")
         if name in knobs:
             raise LlmschedError(f"--compare {part!r}: {name} is set twice")
         knobs[name] = knob_value(name, value)

@@ -46,6 +46,7 @@ def test_policies_and_settings() -> None:
         ("fair,headroom=200%", "headroom: 2.0 is out of range"),
         ("fair,model=x", "model: is no setting"),
         ("fair,headroom=", "headroom: '' is not a share"),
+        ("fair,seed=3", "a seed of the engine changes nothing"),
     ],
 )
 def test_what_is_wrong_is_said(text: str, message: str) -> None:
@@ -200,6 +201,26 @@ def test_what_cannot_be_compared_is_exit_code_2(command: CommandLine, target: st
     assert message in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("max_model_len=512", "--max-model-len: "),
+        ("kv_cache_dtype=fp8", "--kv-cache-dtype: fp8 cannot be served"),
+        ("max_model_len=100k", "beyond the 512 positions"),
+    ],
+)
+def test_a_variant_that_cannot_be_built_is_told_before_the_first_run(
+    command: CommandLine, tiny_model: Callable[..., Path], variant: str, message: str
+) -> None:
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "10", "--device", "cpu"),
+        *("--compare", f"fair max_model_len=100,{variant}"),
+    )
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err
+    assert "round 1" not in outcome.err
+
+
 def test_simulated_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """On a virtual clock all is exact: four requests at a time, 10 blocks each against the 3 that 42 tokens take."""
     arguments = (
@@ -235,4 +256,4 @@ def test_a_simulated_variant_that_does_not_fit_is_exit_code_2(
         *("--compare", "fair,max_model_len=512"),
     )
     assert (outcome.code, outcome.out) == (2, "")
-    assert "max_model_len" in outcome.err.replace("--max-model-len", "max_model_len")
+    assert "--max-model-len: " in outcome.err
