@@ -118,7 +118,8 @@ def _text(choice: dict[str, Any]) -> str:
     if not isinstance(delta := choice.get("delta"), dict):
         return ""
     parts = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
-    for call in delta.get("tool_calls") or ():
+    calls = delta.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
         if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
             parts += [function.get("name"), function.get("arguments")]
     return "".join(part for part in parts if isinstance(part, str))

@@ -34,7 +34,7 @@ class ServerMetrics:
                         continue
                     name = sample.name.rpartition(":")[2]
                     values[name] = values.get(name, 0.0) + sample.value
-        except ValueError:
+        except (ValueError, IndexError):
             return None
         return cls(values)
 

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 from fake_server import FakeServer, Script, end, event, token, usage
+from hypothesis import given
+from hypothesis import strategies as st
 from virtual_time import run_virtual
 
 from llmsched.cli.bench.client import HttpOptions, HttpTarget
 from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.metrics import ServerMetrics
 from llmsched.cli.bench.placing import EXACT, USAGE
 from llmsched.cli.bench.prompts import COMMON_IDS
 from llmsched.cli.bench.run import run_workload
+from llmsched.cli.bench.sampling import Sample
 from llmsched.cli.bench.workload import Workload
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
@@ -145,3 +149,37 @@ def test_answers_that_end_too_early_are_named() -> None:
     early = Script([(0.1, token()), (0.2, token()), (0.2, end(2))])
     assert "1 of 1 answers have fewer tokens than were asked for" in bench(early).warnings[0]
     assert not any("fewer tokens" in warning for warning in bench(early, ignore_eos=False).warnings)
+
+
+_NAMES = ("choices", "delta", "text", "content", "tool_calls", "function", "usage", "completion_tokens", "token_ids")
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 5) | st.floats(allow_nan=False) | st.sampled_from(["", "x", "stop"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.fixed_dictionaries({"choices": st.lists(_ANYTHING, max_size=2), "usage": _ANYTHING, "id": _ANYTHING}))
+def test_whatever_a_chunk_holds_the_run_goes_on(content: dict[str, Any]) -> None:
+    """A chunk is taken or refused, whatever a server puts into it."""
+    failures = bench(Script([(0.1, event(content)), (0.2, token() + end(1))])).failures
+    assert failures.keys() <= {"error event", "not understood", "ended by abort", "ended by error"}
+
+
+@given(st.text(alphabet='vl:num_preemtios{}="\\,# \n1+eINa', max_size=60))
+def test_whatever_the_metrics_say_the_run_goes_on(text: str) -> None:
+    metrics = ServerMetrics.of(text)
+    told = None if metrics is None else metrics.preemptions()
+    assert told is None or "num_preemptions" in text
+
+
+def test_the_state_as_servers_name_it() -> None:
+    vllm = "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.25\n"
+    sglang = "sglang:num_running_reqs 3\nsglang:num_queue_reqs 2\nsglang:token_usage 0.25\n"
+    for text in (vllm, sglang):
+        metrics = ServerMetrics.of(text)
+        assert metrics is not None
+        assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=0.25)
+    unknown = ServerMetrics.of("process_cpu_seconds_total 3\nvllm:num_requests_running NaN\n")
+    assert unknown is not None
+    assert unknown.sample(1.5) is None
