@@ -82,8 +82,11 @@ class Race:
         self._num_rounds = 0
         self._pace: dict[Setting, float] = {}
 
-    async def __call__(self, stage: str, settings: Sequence[Setting]) -> None:
-        """Tell the good from the bad by short runs. Settings are given in order of preference."""
+    async def __call__(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
+        """Tell the good from the bad by short runs. Settings are given in order of preference.
+
+        With `prune` those that a cost model says are hopeless are not run.
+        """
         lengths = self._rules.lengths[:-1] or self._rules.lengths
         self.evidence.consider(settings)
         alive, done = list(settings), 0
@@ -92,7 +95,7 @@ class Race:
                 break
             to_come = sum(n * max(2, len(alive) >> k) for k, n in enumerate(lengths[index + 1 :], start=1))
             total = done + requests * len(alive) + to_come
-            alive = await self._round(stage, alive, requests, done, total, prune=index == 0)
+            alive = await self._round(stage, alive, requests, done, total, prune=prune and index == 0)
             if index == 0 and await self._disturbed(alive, requests):
                 alive = [s for s in alive if not any(run.problem for run in self.evidence.runs[s])]
                 alive = await self._round(stage, alive, requests, done, total, prune=False)

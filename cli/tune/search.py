@@ -40,6 +40,12 @@ async def search(space: Space, race: Race) -> list[str]:
             await race(knob, settings)
     await _look_around(space, race)
     await race.final()
+    if evidence.best() is None and (
+        skipped := [setting for setting in evidence.runs if evidence.trial(setting).skipped]
+    ):
+        # Whoever says that nothing is good enough has to have tried it.
+        await race("what was left out", skipped, prune=False)
+        await race.final()
     if race.disturbed_rounds:
         notes.append(f"the machine changed under {race.disturbed_rounds} of the first rounds, which were run again")
     if race.out_of_time:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import mean
@@ -13,6 +13,7 @@ import pytest
 from surface import Figure, Surface, hill, made_run
 from virtual_time import run_virtual
 
+from llmsched.cli.tune.evidence import Run
 from llmsched.cli.tune.objective import Evidence, explain
 from llmsched.cli.tune.race import Race, Rules, rung_lengths
 from llmsched.cli.tune.search import Space, search
@@ -111,6 +112,23 @@ def test_a_cost_model_spares_the_hopeless() -> None:
                     assert not trial.skipped or rate(trial.setting) < 0.95 * rate(best.setting)
     assert sum(share >= 0.95 for share in reached) >= 38
     assert runs[True] < 0.85 * runs[False]
+
+
+def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
+    """The model has the ends right and says that all between them is too late; only 128 is not."""
+
+    class Misled(Surface):
+        def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+            ends = (BUDGETS[0], BUDGETS[-1])
+            itl = {s: 0.4 if s.max_num_batched_tokens in ends else 2.0 for s in settings}
+            return {s: made_run(s, requests, 0, 100.0, itl[s]) for s in settings}
+
+    surface = Misled(lambda s: 100.0, itl=lambda s: 0.1 if s.max_num_batched_tokens == 128 else 0.4, noise=0.0)
+    evidence, _ = searched(surface, slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
+    best = evidence.best()
+    assert best is not None
+    assert best.setting.max_num_batched_tokens == 128
+    assert not any(trial.skipped for trial in evidence.trials())
 
 
 def test_only_settings_that_meet_the_slo_win() -> None:

@@ -1,0 +1,200 @@
+"""tune against an exhaustive grid on a real model: how good its choice is, in how much of the grid's time.
+
+The grid is every token budget with every number of sequences, each measured in full as often as tune measures the best.
+The ITL limit is one that about half of the budgets meet, unless it is given. Afterwards tune's choice and the grid's
+best run against each other in turn. Then the same grid on a virtual clock, with steps as calibrated here: does the
+simulated choice agree, and if not, what does it cost? MEASURED and SIMULATED, one after the other in one run.
+
+python tests/bench/bench_tune.py [--model MODEL] [--slo-itl SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from llmsched.cli.bench.workload import Workload
+from llmsched.cli.tune.objective import Evidence, Trial, rate_in_words
+from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
+from llmsched.cli.tune.runner import EngineRunner
+from llmsched.cli.tune.search import Space, search
+from llmsched.cli.tune.simulate import Asked, SimulatedRunner
+from llmsched.cli.tune.space import Setting, describe, powers_of_two
+from llmsched.engine.blueprint import Blueprint
+from llmsched.engine.calibration.run import measure_device
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+BUDGETS = tuple(powers_of_two(32, 512))
+#: The last is more than ever run at a time: no limit.
+SEQS = (1, 2, 3, 128)
+GRID = [Setting(tokens, seqs) for tokens, seqs in product(BUDGETS, SEQS)]
+START = Setting(BUDGETS[0], SEQS[-1])
+#: Times that the two winners run against each other.
+DUEL = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    asked: Asked
+    requests: int
+    rounds: int
+
+    def evidence(self) -> Evidence:
+        return Evidence(self.asked.slo, "goodput")
+
+
+async def find_limit(runner: Runner, task: Task) -> float:
+    """An ITL limit between what small and large budgets give: the geometric mean of their P99."""
+    found = Evidence(Slo(), "throughput")
+    for budget in (BUDGETS[0], BUDGETS[-1]):
+        found.add(await runner.run(Setting(budget, SEQS[-1]), task.requests, 999))
+    small, large = (trial.itl.p99 or 1.0 for trial in found.trials())
+    return float((small * large) ** 0.5)
+
+
+async def tune(runner: Runner, task: Task) -> tuple[Evidence, float]:
+    """What tune finds, and in how many seconds."""
+    evidence, start = task.evidence(), time.perf_counter()
+    concurrency = task.asked.load.max_concurrency or 1
+    race = Race(runner, evidence, Rules(rung_lengths(task.requests, concurrency), task.rounds))
+    await search(Space(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, 0.25), race)
+    return evidence, time.perf_counter() - start
+
+
+async def measure(
+    runner: Runner, task: Task, settings: Sequence[Setting], rounds: int, first_round: int
+) -> tuple[Evidence, float]:
+    """Every setting in full, in turn, every second round backwards."""
+    evidence, start = task.evidence(), time.perf_counter()
+    evidence.consider(settings)
+    for index in range(rounds):
+        for setting in settings[:: 1 if index % 2 == 0 else -1]:
+            evidence.add(await runner.run(setting, task.requests, first_round + index))
+    return evidence, time.perf_counter() - start
+
+
+def calibrated(config: EngineConfig) -> Blueprint:
+    measured = measure_device(config, 3, silent)
+    assert measured.engine.plan is not None
+    per_byte = measured.swap_seconds_per_byte
+    return Blueprint(
+        measured.engine.config,
+        measured.engine.plan,
+        measured.cost,
+        lambda count: count * per_byte,
+        calibration_error=measured.fit.error,
+    )
+
+
+def show_grid(measured: Evidence, simulated: Evidence) -> None:
+    print(f"{'budget':>8} {'seqs':>5} | {'MEASURED':>9} {'P99 ITL':>8} {'':>4} | {'SIMULATED':>9} {'P99 ITL':>8}")
+    print(f"{'':>8} {'':>5} | {'good req/s':>9} {'ms':>7} {'':>4} | {'good req/s':>9} {'ms':>7}")
+    for setting in GRID:
+        cells = []
+        for trial in (measured.trial(setting), simulated.trial(setting)):
+            itl = "n/a" if trial.itl.p99 is None else f"{1e3 * trial.itl.p99:.1f}"
+            cells.append(f"{trial.goodput_rps or 0.0:>9.2f} {itl:>8} {'' if trial.feasible else 'no':>4}")
+        print(f"{setting.max_num_batched_tokens:>8} {setting.max_num_seqs:>5} | {' | '.join(cells)}")
+
+
+def told(trial: Trial | None, evidence: Evidence) -> str:
+    if trial is None:
+        return "none is feasible"
+    return f"{describe(trial.setting, GRID)}: {rate_in_words(trial, evidence.goal)}"
+
+
+async def compare(runner: EngineRunner, task: Task) -> Evidence:
+    """Print how tune's choice stands in the grid; what the grid gave."""
+    tuned, tune_seconds = await tune(runner, task)
+    grid, grid_seconds = await measure(runner, task, GRID, task.rounds, 100)
+    num_runs = sum(len(runs) for runs in tuned.runs.values())
+    print(f"tune: {num_runs} runs in {tune_seconds:.0f} s; grid: {len(GRID) * task.rounds} in {grid_seconds:.0f} s")
+    print(f"share of the grid's time: {tune_seconds / grid_seconds:.2f} (wanted: 0.20 or less)")
+    chosen, best = tuned.best(), grid.best()
+    print(f"MEASURED choice of tune: {told(chosen, tuned)}")
+    print(f"MEASURED best of the grid: {told(best, grid)}")
+    if chosen is not None and best is not None:
+        share = grid.standing().share(chosen.setting, best.setting)
+        reason = grid.trial(chosen.setting).reason or "feasible"
+        print(f"tune's choice in the grid's runs: {share:.3f} of the best; there {reason}")
+        if chosen.setting != best.setting:
+            await duel(runner, task, chosen.setting, best.setting)
+    return grid
+
+
+async def duel(runner: EngineRunner, task: Task, chosen: Setting, best: Setting) -> None:
+    """Tune's choice and the grid's best in turn, without what favoured either before."""
+    found, _ = await measure(runner, task, [chosen, best], DUEL, 200)
+    share = found.standing().share(chosen, best)
+    print(f"against each other, {DUEL} times in turn: {share:.3f} (wanted: 0.95 or more)")
+    for setting in (chosen, best):
+        print(f"  {describe(setting, GRID)}: {found.trial(setting).reason or 'feasible'}")
+
+
+async def compare_simulated(blueprint: Blueprint, task: Task, grid: Evidence) -> None:
+    """Print what would have been chosen on a virtual clock, and what that gave when it was measured."""
+    runner, best = SimulatedRunner(blueprint, task.asked), grid.best()
+    simulated, seconds = await measure(runner, task, GRID, 1, 100)
+    found, tune_seconds = await tune(runner, task)
+    show_grid(grid, simulated)
+    print(f"SIMULATED best of the grid ({seconds:.1f} s): {told(simulated.best(), simulated)}")
+    print(f"SIMULATED choice of tune ({tune_seconds:.1f} s): {told(found.best(), found)}")
+    for name, trial in (("best", simulated.best()), ("choice", found.best())):
+        if trial is not None and best is not None:
+            share = grid.standing().share(trial.setting, best.setting)
+            reason = grid.trial(trial.setting).reason or "feasible"
+            agrees = "agrees" if trial.setting == best.setting else "differs"
+            print(f"the simulated {name} {agrees}; measured it is {share:.3f} of the measured best, {reason}")
+
+
+async def measured(config: EngineConfig, task: Task) -> tuple[Task, Evidence]:
+    """The task with its limit, and the grid."""
+    runner = EngineRunner(config, task.asked, silent)
+    try:
+        if task.asked.slo.itl is None:
+            task = replace(task, asked=task.asked._replace(slo=Slo(itl=await find_limit(runner, task))))
+            await runner.close()
+            runner = EngineRunner(config, task.asked, silent)
+        load = task.asked.load
+        print(
+            f"{load.describe_requests()}, {load.describe()}; P99 ITL at most {1e3 * (task.asked.slo.itl or 0):.1f} ms"
+        )
+        return task, await compare(runner, task)
+    finally:
+        await runner.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--num-prompts", type=int, default=24)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--slo-itl", type=float, default=None, help="seconds")
+    options = parser.parse_args()
+    load = Workload(
+        num_prompts=options.num_prompts,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        max_concurrency=options.concurrency,
+    )
+    config = EngineConfig(options.model, dtype=options.dtype, max_num_batched_tokens=BUDGETS[-1])
+    task = Task(Asked(load, Slo(itl=options.slo_itl), 600.0), options.num_prompts, options.rounds)
+    task, grid = asyncio.run(measured(config, task))
+    start = time.perf_counter()
+    blueprint = calibrated(config)
+    print(f"calibrated in {time.perf_counter() - start:.0f} s; error {blueprint.calibration_error:.1%}")
+    asyncio.run(compare_simulated(blueprint, task, grid))
+
+
+if __name__ == "__main__":
+    main()
