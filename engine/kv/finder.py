@@ -23,7 +23,8 @@ class PrefixHit(NamedTuple):
     memory: all blocks of groups that keep all tokens, and those of groups with a window from nodes[window_start] on.
     The KV of the first `num_tokens` tokens is there: in the nodes' blocks, and, where they go beyond those, in the
     first part of `copy_from` (a block of each group). The first `num_alike` tokens are those of a cached prefix,
-    whether or not their KV is worth copying, or is still there in every group.
+    whether or not their KV is worth copying, or is still there in every group. `from_host`: host memory has more of the
+    request than the cache, and what its windows see.
     """
 
     nodes: list[PrefixNode]
@@ -32,6 +33,7 @@ class PrefixHit(NamedTuple):
     copy_from: tuple[int, ...] | None = None
     num_alike: int = 0
     window_start: int = 0
+    from_host: bool = False
 
     @property
     def node(self) -> PrefixNode | None:
@@ -79,12 +81,13 @@ class PrefixFinder:
         if known < MIN_COPIED:
             source, known = None, 0
         window_start = self._layout.first_kept(start) if self._layout.window_groups else len(nodes)
-        if self._restores(request, found, start + known):
-            assert request.swapped is not None
-            nodes = found[: (request.swapped.num_tokens - 1) // size]
+        swapped = request.swapped
+        from_host = swapped is not None and swapped.first <= len(found) and swapped.num_tokens > start + known
+        if from_host and swapped is not None and self._layout.window_groups:
+            nodes = found[: swapped.num_tokens // size]
             start, known, source, window_start = len(nodes) * size, 0, None, len(nodes)
         num_evictable = self._pool.count_cached(blocks_of(nodes, nodes[window_start:]))
-        return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start)
+        return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
         """How many of the nodes a sequence can go on after: up to where a window's worth is there in every group."""
@@ -94,13 +97,6 @@ class PrefixFinder:
             if present >= min(count, self._layout.num_behind):
                 usable = count
         return usable
-
-    def _restores(self, request: Request, found: list[PrefixNode], num_tokens: int) -> bool:
-        """Whether groups with a window are to come from host memory: that has more than the hit's `num_tokens`."""
-        swapped = request.swapped
-        if swapped is None or not self._layout.window_groups:
-            return False
-        return swapped.first <= len(found) and swapped.num_tokens > num_tokens
 
     def _to_copy(
         self, last: PrefixNode | None, child: PrefixNode | None, salt: str, block: bytes, alike: int

@@ -78,7 +78,9 @@ class KVManager:
 
         Requests that want the log-probabilities of their prompt have to compute all of it.
         """
-        return self._finder.find(request) if self._may_share(request) else NO_HIT
+        if self._may_share(request):
+            return self._finder.find(request)
+        return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
 
     def find_in_flight(self, request: Request, hit: PrefixHit) -> int:
         """How many tokens beyond the hit running requests are about to write, as whole blocks that then can be found.
@@ -107,8 +109,7 @@ class KVManager:
 
     def _window_start(self, request: Request, hit: PrefixHit) -> int:
         """The first block that groups with a window have of a request when it is admitted."""
-        from_host = self._num_restorable(request, hit) > 0
-        return request.swapped.window_start if from_host and request.swapped is not None else hit.window_start
+        return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
         """Give the request blocks for all its tokens; those of the hit, and those in host memory, count as computed.
@@ -116,9 +117,8 @@ class KVManager:
         A request that comes back after a preemption finds what it wrote itself, which makes nothing shared. Returns how
         many blocks are copied back from host memory.
         """
-        num_restored = self._num_restorable(request, hit)
         window_start = self._window_start(request, hit)
-        swapped = request.swapped if num_restored else None
+        swapped = request.swapped if hit.from_host else None
         if swapped is None:
             self.swap.discard(request)
         self.pool.acquire(hit.blocks(), shared=request.num_preemptions == 0)
@@ -132,30 +132,25 @@ class KVManager:
         request.block_table = table
         request.encoded = b""
         self.grow(request)
-        if swapped is not None:
-            self._restore(request, swapped, len(hit.nodes))
+        num_restored = 0 if swapped is None else self._restore(request, swapped, len(hit.nodes))
         if source is not None:
             self._copy(source, table, len(hit.nodes))
         if self.enable_prefix_caching:
             self._writers.add(request)
         return num_restored
 
-    def _num_restorable(self, request: Request, hit: PrefixHit) -> int:
-        """How many blocks host memory holds of the request that the hit does not; 0 if it is of no use."""
-        swapped = request.swapped
-        if swapped is None or swapped.first > len(hit.nodes) or swapped.num_tokens <= hit.num_tokens:
-            return 0
-        skipped = self.layout.full_groups * (len(hit.nodes) - swapped.first)
-        return len(swapped.all_slots) - skipped
+    def _restore(self, request: Request, swapped: Swapped, start: int) -> int:
+        """Copy what host memory holds of the request back, of groups that keep all tokens from block `start` on.
 
-    def _restore(self, request: Request, swapped: Swapped, start: int) -> None:
-        """Copy what host memory holds of the request back, of groups that keep all tokens from block `start` on."""
+        Returns how many blocks that is.
+        """
         table, end = table_of(request), self.layout.width(swapped.num_tokens)
         slots = swapped.slots[self.layout.full_groups * (start - swapped.first) :] + swapped.window_slots
         blocks = table.full_blocks(start, end)
         if self.layout.window_groups:
             blocks += table.window_blocks(swapped.window_start, end)
         self.swap.restore(request, slots, blocks)
+        return len(slots)
 
     def _copy(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
         """Copy a block of each group to block `index` of the table in the next step."""

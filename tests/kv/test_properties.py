@@ -22,15 +22,9 @@ TEXTS = [[1] * common + [seed * 50 + i for i in range(50)] for seed, common in e
 PROMPTS = st.tuples(st.sampled_from(TEXTS), st.integers(1, 50), st.lists(st.integers(1, 2), max_size=6)).map(
     lambda drawn: drawn[0][: drawn[1]] + drawn[2]
 )
-#: Without windows, with one of less than a block, of a block and a bit, of all but the longest; of several groups.
-LAYOUTS = [
-    KVLayout(BLOCK),
-    KVLayout(BLOCK),
-    KVLayout(BLOCK, 1, 1, 3),
-    KVLayout(BLOCK, 1, 1, 9),
-    KVLayout(BLOCK, 1, 2, 18),
-    KVLayout(BLOCK, 2, 3, 41),
-]
+#: Windows of less than a block, of a block and a bit, of all but the longest.
+WINDOWS = st.sampled_from([1, 2, 3, 8, 9, 10, 18, 30, 41])
+LAYOUTS = st.just(KVLayout(BLOCK)) | st.builds(KVLayout, st.just(BLOCK), st.integers(1, 2), st.integers(1, 3), WINDOWS)
 SALTS = st.sampled_from(["", "", "tenant"])
 
 
@@ -46,7 +40,7 @@ class KVLife(RuleBasedStateMachine):
         self.preempted: list[Request] = []
         self.now = 0.0
 
-    @initialize(layout=st.sampled_from(LAYOUTS), blocks=st.integers(8, 40), slots=st.sampled_from([0, 4, 40]))
+    @initialize(layout=LAYOUTS, blocks=st.integers(8, 40), slots=st.sampled_from([0, 4, 40]))
     def start(self, layout: KVLayout, blocks: int, slots: int) -> None:
         blocks, slots = blocks * layout.num_groups, slots * layout.num_groups
         self.driver = KVDriver(blocks, BLOCK, blocks // 4, slots, layout)
@@ -187,5 +181,5 @@ class KVLife(RuleBasedStateMachine):
         assert self.kv._writers.requests() == []
 
 
-KVLife.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+KVLife.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)
 TestKVLife = KVLife.TestCase

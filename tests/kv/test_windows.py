@@ -139,6 +139,21 @@ def test_swap_takes_the_window_and_leaves_what_others_hold() -> None:
     assert driver.kv.swap.num_free == 40
 
 
+def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() -> None:
+    driver = driver_of(200, num_swap_slots=40)
+    request, other = driver.come(tokens(400), name="request"), driver.come(tokens(400), name="other")
+    driver.step({request: 320, other: 400})
+    assert request.num_computed_tokens == 320
+    assert driver.kv.num_swapped(request) == 2 * 3
+    driver.swap_out(request)
+    forget_windows(driver, tokens(400), 0, 22)
+    assert hit(driver, tokens(400)) == 0
+    driver.admit(request)
+    assert request.num_computed_tokens == 320
+    driver.step({request: 80, other: 1})
+    assert driver.kv.swap.num_free == 40
+
+
 def test_a_pin_holds_the_window_behind_its_prefix() -> None:
     driver = driver_of(60, max_pinned_blocks=40)
     pin = driver.kv.pins.pin(tokens(160), "", None, now=0.0)
