@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from llmsched.cli.profile import profile_settings, store_ratios
 from llmsched.cli.serve.banner import start_rows, told
-from llmsched.cli.serve.profile import profile_settings, store_ratios
 from llmsched.engine import AsyncEngine
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
