@@ -13,8 +13,9 @@ from llmsched.cli.bench.tables import Table
 from llmsched.cli.chart import Chart, Series, distribution
 from llmsched.engine.latency import RequestLatency
 
-#: Said wherever the figures of memory are.
+#: Said wherever these figures are.
 DEFINITIONS = {
+    "steps": "forward passes of the engine, however long each took",
     "KV waste": "share of the KV memory held by requests that had no KV in it, on average over the steps",
     "peak memory": "weights, activations and the most KV that requests held at once: what the work needs; the engine "
     "reserves more where there is more",
@@ -39,6 +40,7 @@ _FIGURES = (
         for percentile in ("p50", "p95", "p99")
     ),
     _Figure(("worst_stall_ms",), "worst stall", "ms"),
+    _Figure(("steps",), "steps", "count"),
     _Figure(("kv_waste",), "KV waste", "share"),
     _Figure(("peak_kv_bytes",), "peak KV", "bytes"),
     _Figure(("peak_memory_bytes",), "peak memory", "bytes"),
@@ -137,6 +139,7 @@ def _run(variant: Compared, task: Task) -> dict[str, Any]:
     return {
         "policy": variant.name,
         **report.as_json(subject, variant.figures),
+        "steps": variant.usage.steps,
         "kv_waste": variant.usage.kv_waste,
         "peak_kv_bytes": variant.usage.peak_kv,
         "peak_memory_bytes": variant.usage.peak,

@@ -1,4 +1,4 @@
-"""How much memory a run took, from what the engine saw after each step."""
+"""How many steps and how much memory a run took, from what the engine saw after each step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from llmsched.engine.kv.use import KVUse
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Memory that runs needed, in bytes.
+    """The steps that runs took, and the memory that they needed, in bytes.
 
     `kv_waste` is the share of the KV memory held by requests that had no KV in it, on average over the steps;
     `peak_kv` the most that was held at once. Weights and activations are those that the engine was built with, as
     measured where the device tells, else as planned.
     """
 
+    steps: int
     kv_waste: float | None
     peak_kv: int
     weights: int
@@ -38,5 +39,9 @@ def usage(plan: MemoryPlan, seen: Sequence[KVUse]) -> Usage:
     weights = plan.weights_bytes if measured is None else measured.weights
     activations = measured.activations if measured is not None else None
     return Usage(
-        waste, blocks * plan.block_bytes, weights, plan.activation_bytes if activations is None else activations
+        len(seen),
+        waste,
+        blocks * plan.block_bytes,
+        weights,
+        plan.activation_bytes if activations is None else activations,
     )

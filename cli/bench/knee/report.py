@@ -122,7 +122,7 @@ def charts(document: dict[str, Any]) -> list[Chart]:
     goal = (("asked for", 100 * document["attainment_goal"]),)
     asked = "requests/s asked for"
     return [
-        Chart(verdict(document), asked, "ms, logarithmic", latencies, log_y=True, limits=limits),
+        Chart("latency by rate", asked, "ms, logarithmic", latencies, log_y=True, limits=limits),
         Chart("requests that met every SLO", asked, "% of requests", (Series("met", met),), limits=goal),
         Chart("goodput", asked, "requests/s", (Series("goodput", rates),)),
     ]

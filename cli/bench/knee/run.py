@@ -22,7 +22,7 @@ _IDLE_REQUESTS = 8
 _START, _HIGHEST = 0.5, 4.0
 
 #: The lowest rate that is tried: at which the target is busy for this share of the time.
-_LOWEST_LOAD = 0.25
+_LOWEST_LOAD = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     assert found.kv_waste == pytest.approx((0.5 + 0.25) / 2)
     assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]
     assert found.peak == found.weights + found.activations + found.peak_kv
+    assert found.steps == 3
     assert usage(plan, []).kv_waste is None  # type: ignore[arg-type]
 
 

@@ -84,9 +84,9 @@ def test_without_rate_and_slo_the_idle_target_says_where_to_begin_and_what_is_sl
     assert queue.loads[0].closed
     assert queue.loads[0].num_requests == 8
     assert found.goal.start == pytest.approx(5)
-    assert found.goal.low == pytest.approx(2.5)
+    assert found.goal.low == pytest.approx(0.5)
     assert found.knee.rate is not None
-    assert 2.5 <= found.knee.rate < 10
+    assert 0.5 <= found.knee.rate < 10
 
 
 def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
