@@ -190,10 +190,16 @@ def detail(text: str) -> None:
 def progress_bar() -> Iterator[Progress]:
     """Yield the Progress callback of long work: bars on a terminal, else a line per stage and per quarter of it."""
     if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         shown: AbstractContextManager[Any] = Bars(
             *columns, TextColumn("{task.fields[detail]}", markup=False), console=stderr(), transient=True
         )

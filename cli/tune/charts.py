@@ -20,14 +20,16 @@ def curve(evidence: Evidence) -> list[Chart]:
     limits, goal = evidence.slo.given(), "good requests/s" if evidence.goal == "goodput" else "output tokens/s"
     charts = []
     for name in ("itl", "ttft"):
-        points = [(_budget(trial), 1e3 * p99) for trial in trials if (p99 := getattr(trial, name).p99) is not None]
-        limit = ((f"SLO of {figure_name(name, evidence.slo)}", 1e3 * limits[name]),) if name in limits else ()
-        title = f"P99 {name.upper()} by token budget"
-        charts.append(Chart(title, _BUDGET, "ms", (Series(f"P99 {name.upper()}", points),), log_x=True, limits=limit))
-    rates = [(_budget(trial), rate) for trial in trials if (rate := _rate(trial, evidence)) is not None]
-    missed = [point for point, trial in zip(rates, trials, strict=False) if not trial.feasible]
-    series = [Series(goal, rates), *([Series("of those not feasible", missed, "dots")] if missed else [])]
-    charts.append(Chart(f"{goal} by token budget", _BUDGET, goal, tuple(series), log_x=True))
+        label = figure_name(name, evidence.slo)
+        points = [(_budget(trial), 1e3 * figure) for trial in trials if (figure := _figure(trial, name)) is not None]
+        limit = ((f"SLO of {label}", 1e3 * limits[name]),) if name in limits else ()
+        title, series = f"{label} by token budget", (Series(label, points),)
+        charts.append(Chart(title, _BUDGET, "ms", series, log_x=True, limits=limit))
+    rates = [(trial, rate) for trial in trials if (rate := _rate(trial, evidence)) is not None]
+    missed = [(_budget(trial), rate) for trial, rate in rates if not trial.feasible]
+    drawn = [Series(goal, [(_budget(trial), rate) for trial, rate in rates])]
+    drawn += [Series("not feasible", missed, "dots")] if missed else []
+    charts.append(Chart(f"{goal} by token budget", _BUDGET, goal, tuple(drawn), log_x=True))
     return charts
 
 
@@ -43,6 +45,12 @@ def _sweep(trials: Sequence[Trial]) -> list[Trial]:
 
 def _budget(trial: Trial) -> float:
     return float(trial.setting.max_num_batched_tokens)
+
+
+def _figure(trial: Trial, name: str) -> float | None:
+    """The figure that is held against the SLO; P99 where there is none."""
+    p99: float | None = getattr(trial, name).p99
+    return trial.held.get(name, p99)
 
 
 def _rate(trial: Trial, evidence: Evidence) -> float | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.load import Load
+from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
 from llmsched.cli.bench.simulated import LOCAL, make_blueprint
 from llmsched.cli.options import EngineOptions
 from llmsched.cli.tune.objective import Evidence, Goal
@@ -31,6 +32,9 @@ from llmsched.profiles.tuned import TunedProfile, latest_profile
 
 if TYPE_CHECKING:
     from llmsched.engine.service import AsyncEngine
+
+#: Runs in full that a search is likely to need.
+_FULL_RUNS = 10
 
 #: Largest step worth trying where no flag says so, by device: beyond it a step only gets longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
@@ -71,6 +75,12 @@ class Outcome:
 async def tune_engine(model: str, task: Task, options: EngineOptions, progress: Progress) -> Outcome:
     """Search on an engine in this process. Raises ModelError, ConfigError, LlmschedError (of the state)."""
     kind = device_memory(options.given.get("device", "auto")).kind
+    if (seconds := _schedule_seconds(task.load)) > task.time_limit / _FULL_RUNS:
+        once, whole = render.human_seconds(seconds), render.human_seconds(task.time_limit)
+        render.warn(
+            f"sending this load once takes {once}, and {whole} are for the whole search: give a longer --time-limit or "
+            "less load (--limit, --speedup, --num-prompts)"
+        )
     runner, engine = await _largest_engine(_config(model, kind, task, options), task, options, progress)
     try:
         return await _run(subject_of(model, engine), engine.config, runner, task, options, progress)
@@ -96,6 +106,13 @@ async def tune_simulated(model: str, device: str, task: Task, options: EngineOpt
     task = replace(task, rounds=1)
     runner = SimulatedRunner(blueprint, Asked(task.load, task.slo, task.timeout))
     return await _run(simulated_subject(model, draft, blueprint), blueprint.config, runner, task, options, progress)
+
+
+def _schedule_seconds(load: Load) -> float:
+    """How long it takes to send the load, at least."""
+    if load.closed:
+        return load.stop_after or 0.0
+    return max((request.offset for request in load.plan(COMMON_IDS, WordEncode(COMMON_IDS))), default=0.0)
 
 
 async def _run(
@@ -155,7 +172,7 @@ def _space(config: EngineConfig, task: Task, subject: Subject) -> tuple[Space, l
         if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
             budgets = sorted({*budgets, start.max_num_batched_tokens})
         notes.append(f"the search began from profile {name}")
-    return Space(task.knobs, tuple(budgets), start, config.max_headroom), notes
+    return Space(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom), notes
 
 
 def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:

@@ -44,7 +44,7 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
         "profile": None if profile is None else str(profile),
         "slo": _slo_table(task.slo),
         "workload": task.load.parameters(),
-        "definitions": dict(DEFINITIONS),
+        "definitions": {**DEFINITIONS, "goodput_rps": "goodput at the steady rate, so without ramp and drain"},
     }
 
 

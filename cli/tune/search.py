@@ -13,11 +13,12 @@ from llmsched.cli.tune.space import Setting, headroom_settings, seqs_settings, t
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Where to search: the knobs, the token budgets, the setting to start from, the largest headroom allowed."""
+    """Where to search: the knobs, the token budgets, the setting to start from, and how large others may become."""
 
     knobs: tuple[str, ...]
     budgets: tuple[int, ...]
     start: Setting
+    max_num_seqs: int
     max_headroom: float
 
 
@@ -78,7 +79,7 @@ def _next(knob: str, space: Space, evidence: Evidence) -> Sequence[Setting] | st
         return "no setting works so far"
     start = incumbent.setting
     if knob == "max_num_seqs":
-        found = seqs_settings(start, demand)
+        found = seqs_settings(start, demand, space.max_num_seqs)
         return found if len(found) > 1 else f"no more than {demand.running} requests ran at a time"
     if knob == "headroom":
         found = headroom_settings(start, demand, space.max_headroom)

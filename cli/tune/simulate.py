@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class SimulatedRunner:
         self._asked = asked
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+        await asyncio.sleep(0)  # the only moment at which Ctrl-C can be heard
         return simulated_run(self._blueprint.engine(), setting, requests, round_index, self._asked)
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:

@@ -87,11 +87,15 @@ def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
     return [setting, *(other for other in others if other != setting)]
 
 
-def seqs_settings(setting: Setting, demand: Demand) -> list[Setting]:
-    """Fewer running requests: powers of two from an eighth of what ran at the peak; more than that changes nothing."""
-    most = min(demand.running, setting.max_num_seqs)
-    powers = [1 << power for power in range(most.bit_length()) if most // 8 <= 1 << power < demand.running]
-    return neighbours(setting, "max_num_seqs", powers[::-1])
+def seqs_settings(setting: Setting, demand: Demand, most: int) -> list[Setting]:
+    """Other caps of running requests: powers of two from an eighth of what ran at the peak to below it.
+
+    More than the peak changes nothing, unless it was the cap that ended it: then up to `most`.
+    """
+    capped = demand.running >= setting.max_num_seqs
+    highest = most if capped else demand.running - 1
+    powers = [1 << power for power in range(highest.bit_length()) if demand.running // 8 <= 1 << power <= highest]
+    return neighbours(setting, "max_num_seqs", sorted({*powers, *([most] if capped else [])}, reverse=True))
 
 
 def headroom_settings(setting: Setting, demand: Demand, most: float) -> list[Setting]:
@@ -103,12 +107,16 @@ def headroom_settings(setting: Setting, demand: Demand, most: float) -> list[Set
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     """Steps sized to the gap that the SLOs allow between tokens, under this token budget and under the largest.
 
-    The largest as well because with a target the budget is only the ceiling of what steps are sized to.
+    The largest as well because with a target the budget is only the ceiling of what steps are sized to. Where there is
+    a target already, none is tried too.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
+    allowed = EngineConfig.knob_rule("target_itl")
     targets = [share * min(limits) for share in TARGETS] if limits else []
+    targets = [target for target in targets if allowed["low"] <= target <= allowed["high"]]
     budgets = sorted({setting.max_num_batched_tokens, largest})
     aimed = [replace(setting, max_num_batched_tokens=tokens, target_itl=itl) for itl in targets for tokens in budgets]
+    aimed.append(replace(setting, target_itl=None))
     return [setting, *(other for other in aimed if other != setting)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsched.cli import render
 from llmsched.cli.tune.evidence import Run, failed_run, from_json, to_json
 from llmsched.cli.tune.race import Runner
 from llmsched.cli.tune.space import Setting
@@ -32,6 +33,7 @@ class Journal:
         self.path = path
         self.runs: list[Run] = []
         self.predicted: list[dict[Setting, Run]] = []
+        self._writable = True
         self._about = json.loads(json.dumps(about))
         if resume:
             self._read()
@@ -40,14 +42,23 @@ class Journal:
 
     def add(self, run: Run) -> None:
         self.runs.append(run)
-        self._write({"run": to_json(run)})
+        self._keep({"run": to_json(run)})
 
     def add_predicted(self, predicted: Mapping[Setting, Run]) -> None:
-        self._write({"predicted": [to_json(run) for run in predicted.values()]})
+        self._keep({"predicted": [to_json(run) for run in predicted.values()]})
 
     def delete(self) -> None:
         """The search is over."""
         self.path.unlink(missing_ok=True)
+
+    def _keep(self, line: Mapping[str, Any]) -> None:
+        """Write a line down if that is possible: a full disk must not end a search that could go on without."""
+        if self._writable:
+            try:
+                self._write(line)
+            except LlmschedError as problem:
+                self._writable = False
+                render.warn(f"{problem}; should the search be interrupted, it begins anew")
 
     def _write(self, line: Mapping[str, Any], mode: str = "a") -> None:
         try:

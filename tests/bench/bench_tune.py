@@ -63,7 +63,7 @@ async def tune(runner: Runner, task: Task) -> tuple[Evidence, float]:
     evidence, start = task.evidence(), time.perf_counter()
     concurrency = task.asked.load.max_concurrency or 1
     race = Race(runner, evidence, Rules(rung_lengths(task.requests, concurrency), task.rounds))
-    await search(Space(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, 0.25), race)
+    await search(Space(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, SEQS[-1], 0.25), race)
     return evidence, time.perf_counter() - start
 
 

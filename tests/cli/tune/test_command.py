@@ -141,6 +141,13 @@ def test_bad_usage_is_exit_code_2(tune: Callable[..., Outcome], arguments: tuple
     assert message in outcome.err
 
 
+def test_a_load_that_takes_long_to_send_is_warned_of(tune: Callable[..., Outcome]) -> None:
+    slow = ("--request-rate", "20", "--arrivals", "constant", "--knobs", "max_num_batched_tokens")
+    outcome = tune(*slow, "--time-limit", "1s")
+    assert "sending this load once takes 150 ms, and 1.00 s are for the whole search" in outcome.err
+    assert "sending this load" not in tune(*slow).err
+
+
 def test_a_server_is_refused_with_the_reason(command: CommandLine) -> None:
     outcome = command("tune", "http://localhost:8000")
     assert outcome.code == 2

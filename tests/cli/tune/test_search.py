@@ -39,7 +39,7 @@ def searched(
 
     async def main() -> list[str]:
         race = Race(surface, evidence, Rules(rung_lengths(FULL, 4), REPEATS, time_limit))
-        return await search(Space(knobs, BUDGETS, start or Setting(32, 16), 0.25), race)
+        return await search(Space(knobs, BUDGETS, start or Setting(32, 16), 16, 0.25), race)
 
     return evidence, run_virtual(main())
 

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.cli.tune.space import largest_useful, powers_of_two
+from llmsched.cli.tune.space import (
+    Demand,
+    Setting,
+    describe,
+    headroom_settings,
+    largest_useful,
+    parse_knobs,
+    powers_of_two,
+    seqs_settings,
+    target_settings,
+)
 from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import Slo
 
 
 @pytest.mark.parametrize(
@@ -46,3 +57,56 @@ def test_reversed_or_empty_bounds_are_refused(low: int, high: int) -> None:
 @pytest.mark.parametrize(("concurrency", "input_len", "tokens"), [(4, 256, 1024), (1, 1, 1), (3, 100, 512)])
 def test_a_step_need_not_hold_more_than_all_prompts(concurrency: int, input_len: int, tokens: int) -> None:
     assert largest_useful(concurrency, input_len) == tokens
+
+
+@pytest.mark.parametrize(
+    ("cap", "running", "most", "tried"),
+    [
+        (128, 40, 128, [128, 32, 16, 8]),
+        (128, 4, 128, [128, 2, 1]),
+        (128, 1, 128, [128]),
+        (4, 4, 16, [4, 16, 8, 2, 1]),  # the cap was what ended the peak: more may be better
+        (4, 4, 4, [4, 2, 1]),
+        (4, 4, 6, [4, 6, 2, 1]),
+        (1, 1, 1, [1]),
+    ],
+)
+def test_caps_that_can_make_a_difference(cap: int, running: int, most: int, tried: list[int]) -> None:
+    settings = seqs_settings(Setting(64, cap), Demand(running, 0.1), most)
+    assert [setting.max_num_seqs for setting in settings] == tried
+
+
+def test_headroom_matters_only_where_kv_is_scarce() -> None:
+    setting = Setting(64, 8, 0.1)
+    assert headroom_settings(setting, Demand(8, 0.5), 0.25) == [setting]
+    for demand in (Demand(8, 0.85), Demand(8, 0.5, preempted=True)):
+        assert [s.headroom for s in headroom_settings(setting, demand, 0.25)] == [0.1, 0.02, 0.05, 0.2]
+    assert [s.headroom for s in headroom_settings(setting, Demand(8, 0.85), 0.1)] == [0.1, 0.02, 0.05]
+
+
+def test_targets_follow_from_the_tightest_slo_of_gaps() -> None:
+    setting = Setting(64, 8)
+    assert target_settings(setting, Slo(ttft=1.0), 256) == target_settings(setting, Slo(itl=0.0), 256) == [setting]
+    tried = target_settings(setting, Slo(itl=0.1, tpot=0.05), 256)
+    assert [(s.max_num_batched_tokens, s.target_itl) for s in tried] == [
+        (64, None),
+        (64, 0.05),
+        (256, 0.05),
+        (64, pytest.approx(0.03)),
+        (256, pytest.approx(0.03)),
+    ]
+    aimed = Setting(256, 8, target_itl=0.05)
+    assert Setting(256, 8) in target_settings(aimed, Slo(ttft=1.0), 256)
+
+
+def test_knobs_are_read_and_ordered() -> None:
+    assert parse_knobs("headroom, max-num-seqs") == ("max_num_seqs", "headroom")
+    with pytest.raises(LlmschedError, match="'luck' is none of max_num_batched_tokens, max_num_seqs"):
+        parse_knobs("luck")
+
+
+def test_a_setting_is_described_by_what_differs() -> None:
+    one, other = Setting(64, 8, target_itl=0.05), Setting(32, 8)
+    assert describe(one, [one, other]) == "max_num_batched_tokens 64, target_itl 50 ms"
+    assert describe(other, [one, other]) == "max_num_batched_tokens 32, target_itl off"
+    assert describe(one, [one]) == "max_num_batched_tokens 64"

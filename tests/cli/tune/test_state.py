@@ -39,7 +39,7 @@ def searched(surface: Surface, journal: Journal) -> Evidence:
     async def main() -> None:
         race = Race(Resumable(surface, journal), evidence, Rules(rung_lengths(32, 4), 2))
         budgets = tuple(powers_of_two(32, 1024))
-        await search(Space(("max_num_batched_tokens", "max_num_seqs"), budgets, Setting(32, 16), 0.25), race)
+        await search(Space(("max_num_batched_tokens", "max_num_seqs"), budgets, Setting(32, 16), 16, 0.25), race)
 
     run_virtual(main())
     return evidence
@@ -114,6 +114,18 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LlmschedError, match="cannot be written"):
         Journal(tmp_path / "file" / "s.jsonl", ABOUT, resume=False)
+
+
+def test_a_disk_that_is_full_does_not_end_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep" / "s.jsonl"
+    journal = Journal(path, ABOUT, resume=False)
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("")
+    for _ in range(2):
+        journal.add(made_run(Setting(64, 8), 8, 0, 10.0))
+    assert capsys.readouterr().err.count("it begins anew") == 1
+    assert len(journal.runs) == 2
 
 
 def test_the_state_lies_beside_the_profile_and_goes_with_the_search(tmp_path: Path) -> None:
