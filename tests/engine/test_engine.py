@@ -443,3 +443,23 @@ def test_what_kv_memory_holds_is_told_after_each_step_before_it_is_given_back() 
         engine.step()
     assert [(use.held, use.empty, use.total) for use in seen] == [(32, 12, 128), (32, 11, 128), (32, 10, 128)]
     assert engine.kv_use().held == 0
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", ["fair", "static"])
+def test_what_is_told_of_a_step_is_what_holds_after_it(arch: str, policy: str) -> None:
+    """In every group of layers, as long as nobody ends and no block leaves a window with the step."""
+    engine, seen = make_engine(arch, block_size=4, max_num_batched_tokens=16, scheduling_policy=policy), []
+    engine.on_step = seen.append
+    for index in range(4):
+        engine.add_request(f"r{index}", prompt(20 + 7 * index, seed=index), sampling(max_tokens=6 + 3 * index))
+    compared = 0
+    while engine.has_work():
+        before = len(engine.scheduler.running)
+        engine.step()
+        after = engine.kv_use()
+        assert 0 <= seen[-1].empty <= seen[-1].held
+        if before == len(engine.scheduler.running) and seen[-1].held == after.held:
+            assert seen[-1] == after
+            compared += 1
+    assert compared > 5
