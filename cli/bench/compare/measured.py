@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from llmsched.cli.bench.compare.run import Done, Task
+from llmsched.cli.bench.compare.usage import Meter
 from llmsched.cli.bench.inprocess import EngineTarget, running
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.prompts import usable_ids
 from llmsched.cli.bench.report import Subject
 from llmsched.cli.bench.run import send_workload, warm_up
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.use import KVUse
 from llmsched.engine.progress import Progress
 
 if TYPE_CHECKING:
@@ -50,23 +50,23 @@ class Engines:
 
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`. Raises ModelError and ConfigError."""
-        uses: list[KVUse] = []
-        async with self.running(name, uses) as engine:
+        meter = Meter()
+        async with self.running(name, meter) as engine:
             ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
             await warm_up(target, workload, task.warmup, ids=ids, timeout=task.timeout)
             await engine.reset_prefix_cache()
-            uses.clear()
+            meter.forget()
             run = await send_workload(target, workload, ids=ids, timeout=task.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.config).items() if value is not None}
             assert engine.plan is not None
             subject = Subject(target.name, "in process", task.workload, task.slo, task.warmup, settings)
-            return Done(run, subject, engine.plan, uses)
+            return Done(run, subject, engine.plan, meter)
 
     @asynccontextmanager
-    async def running(self, name: str, uses: list[KVUse]) -> AsyncIterator[AsyncEngine]:
+    async def running(self, name: str, meter: Meter) -> AsyncIterator[AsyncEngine]:
         """A new engine with the settings of that name, started; stopped when the block ends.
 
-        How KV memory is used after each step is added to `uses`.
+        `meter` is told how KV memory is used after each step.
         """
         from llmsched.engine.build import RESERVING, engine_beside
 
@@ -74,7 +74,7 @@ class Engines:
         built = self._build(self._largest(config))
         settings = {knob: value for knob, value in asdict(config).items() if knob not in RESERVING}
         engine = engine_beside(built, **settings)
-        engine.on_step = uses.append
+        engine.on_step = meter
         async with running(engine) as service:
             yield service
 

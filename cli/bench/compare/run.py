@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from llmsched.cli.bench.compare.usage import Usage, usage
+from llmsched.cli.bench.compare.usage import Meter, Usage, usage
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement
 from llmsched.cli.bench.record import RequestRecord
 from llmsched.cli.bench.report import Subject
 from llmsched.cli.bench.run import Run
 from llmsched.engine.kv.plan import MemoryPlan
-from llmsched.engine.kv.use import KVUse
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
@@ -30,12 +29,12 @@ class Task:
 
 
 class Done(NamedTuple):
-    """A run: by whom, under which memory plan, and how KV memory was used after each step."""
+    """A run: by whom, under which memory plan, and how KV memory was used in its steps."""
 
     run: Run
     subject: Subject
     plan: MemoryPlan
-    uses: Sequence[KVUse]
+    meter: Meter
 
 
 class Perform(Protocol):
@@ -65,7 +64,7 @@ class _Rounds:
         runs = [one.run for one in self.done]
         figures = [run.measure(task.workload, task.slo) for run in [one_after_the_other(runs), *runs]]
         last = self.done[-1]
-        found = usage(last.plan, [use for one in self.done for use in one.uses])
+        found = usage(last.plan, [one.meter for one in self.done])
         return Compared(name, last.subject, figures[0], tuple(figures[1:]), found)
 
 
@@ -91,7 +90,7 @@ def one_after_the_other(runs: Sequence[Run]) -> Run:
     records: list[RequestRecord] = []
     now = 0.0
     for run in runs:
-        start = min(record.scheduled for record in run.records)
+        start = min((record.scheduled for record in run.records), default=0.0)
         moved = [record.moved(now - start, len(records)) for record in run.records]
         now = max((record.end for record in moved if record.end is not None), default=now)
         records += moved

@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 
 from llmsched.cli import render
 from llmsched.cli.bench.compare.run import Done, Task
+from llmsched.cli.bench.compare.usage import Meter
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.report import Subject
 from llmsched.cli.bench.simulated import make_blueprint, simulate_run
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.use import KVUse
 from llmsched.engine.progress import Progress
 
 
@@ -27,11 +27,11 @@ class Blueprints:
 
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`."""
-        blueprint, uses = self._blueprints[name], list[KVUse]()
+        blueprint, meter = self._blueprints[name], Meter()
         engine = blueprint.engine()
-        engine.on_step = uses.append
+        engine.on_step = meter
         run = simulate_run(engine, blueprint.plan, workload, task.timeout, progress)
-        return Done(run, _subject(blueprint, task), blueprint.plan, uses)
+        return Done(run, _subject(blueprint, task), blueprint.plan, meter)
 
 
 def _subject(blueprint: Blueprint, task: Task) -> Subject:

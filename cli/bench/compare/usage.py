@@ -30,18 +30,38 @@ class Usage:
         return self.weights + self.activations + self.peak_kv
 
 
-def usage(plan: MemoryPlan, seen: Sequence[KVUse]) -> Usage:
-    """What the steps of all runs on an engine with this plan come to."""
-    held = [use for use in seen if use.held]
-    waste = sum(use.empty / use.held for use in held) / len(held) if held else None
-    blocks = max((use.held for use in seen), default=0) // plan.block_size
+@dataclass(slots=True)
+class Meter:
+    """Adds up what an engine tells after each step; `shares` over the `held_steps`, those in which any was held."""
+
+    steps: int = 0
+    held_steps: int = 0
+    shares: float = 0.0
+    peak: int = 0
+
+    def __call__(self, use: KVUse) -> None:
+        self.steps += 1
+        self.peak = max(self.peak, use.held)
+        if use.held:
+            self.held_steps += 1
+            self.shares += use.empty / use.held
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.steps = self.held_steps = self.peak = 0
+        self.shares = 0.0
+
+
+def usage(plan: MemoryPlan, meters: Sequence[Meter]) -> Usage:
+    """What the runs on engines with this plan come to."""
+    held_steps = sum(meter.held_steps for meter in meters)
+    blocks = max(meter.peak for meter in meters) // plan.block_size
     measured = plan.measured
-    weights = plan.weights_bytes if measured is None else measured.weights
-    activations = measured.activations if measured is not None else None
+    activations = None if measured is None else measured.activations
     return Usage(
-        len(seen),
-        waste,
-        blocks * plan.block_bytes,
-        weights,
-        plan.activation_bytes if activations is None else activations,
+        steps=sum(meter.steps for meter in meters),
+        kv_waste=sum(meter.shares for meter in meters) / held_steps if held_steps else None,
+        peak_kv=blocks * plan.block_bytes,
+        weights=plan.weights_bytes if measured is None else measured.weights,
+        activations=plan.activation_bytes if activations is None else activations,
     )

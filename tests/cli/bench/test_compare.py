@@ -13,7 +13,7 @@ from command_line import CommandLine
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
 from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other
-from llmsched.cli.bench.compare.usage import usage
+from llmsched.cli.bench.compare.usage import Meter, usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
 from llmsched.cli.bench.record import Chunk, RequestRecord
 from llmsched.cli.bench.run import Run
@@ -102,16 +102,20 @@ def tiny_config(tiny_model: Callable[..., Path], **knobs: object) -> EngineConfi
 
 def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     async def plan_of() -> object:
-        async with Engines({"fair": tiny_config(tiny_model)}, silent).running("fair", []) as engine:
+        async with Engines({"fair": tiny_config(tiny_model)}, silent).running("fair", Meter()) as engine:
             return engine.plan
 
     plan = asyncio.run(plan_of())
-    found = usage(plan, [KVUse(0, 0, 640, 1024), KVUse(320, 160, 0, 1024), KVUse(160, 40, 0, 1024)])  # type: ignore[arg-type]
+    meters = [Meter(), Meter()]
+    for meter, use in zip((meters[0], *meters), [(0, 0, 640), (320, 160, 0), (160, 40, 0)], strict=True):
+        meter(KVUse(*use, 1024))
+    found = usage(plan, meters)  # type: ignore[arg-type]
     assert found.kv_waste == pytest.approx((0.5 + 0.25) / 2)
     assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]
     assert found.peak == found.weights + found.activations + found.peak_kv
     assert found.steps == 3
-    assert usage(plan, []).kv_waste is None  # type: ignore[arg-type]
+    meters[0].forget()
+    assert usage(plan, meters[:1]).kv_waste is None  # type: ignore[arg-type]
 
 
 def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
@@ -150,7 +154,7 @@ def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callab
     engines = Engines(configure(base, variants), silent)
 
     async def settings(name: str) -> tuple[int | None, int, int, object]:
-        async with engines.running(name, []) as engine:
+        async with engines.running(name, Meter()) as engine:
             config = engine.config
             return config.max_num_batched_tokens, config.max_num_seqs, config.block_size, engine._engine.executor
 
