@@ -4,6 +4,15 @@ Half of the rows (by a hash of their id) were fitted to (tests/bench/fit_publish
 are predicted / published - 1. TPOT and throughput are what is promised; TTFT is shown for information: it depends on
 when the requests of a closed loop came, which is hardly ever published.
 
+What misses by more than 30 % among the checks, and why as far as the sources tell:
+
+- gpt-oss under SGLang (A100, H100): published at 6 and 34 % of what vLLM does on the same machine; no load explains it
+- 1,000 conversations at once (gpustack-qwen3-14b, 32b): mean and P99 of TTFT tell that some 10 seconds passed before
+  first tokens came, which counts against their throughput
+- prompts of 32,000 tokens of gpt-oss on an A100: its attention with sinks is much slower there than on an H100
+- gpustack-quant-*: TTFT shows that all 1,000 requests ran at once, so that max_num_seqs was not vLLM's default
+- four output tokens for each prompt of 128 (gpustack-*-9, -11): TPOT is then the time of three steps full of prefills
+
 python tests/bench/bench_published.py [PART OF AN ID ...]       ten minutes on two cores
 """
 

@@ -18,6 +18,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.kv.draft import ModelDraft
 from llmsched.engine.kv.fields import read_config_file
+from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.work import ModelWork, model_work
 from llmsched.profiles.gpus import GpuSpec, find_gpu
 
@@ -66,7 +67,6 @@ ENGINES = {
     "SGLang": "sglang",
     "LMDeploy": "lmdeploy",
 }
-
 
 #: Mean over requests of TPOT; mean over tokens (ITL); median over tokens; mean of E2E / output tokens.
 TpotKind = Literal["request", "token", "median", "whole"]
@@ -162,10 +162,10 @@ class Row:
         return model_work(self.draft().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
 
     def settings(self) -> EngineConfig:
-        """The scheduler's settings that come nearest to what the engine did."""
+        """The scheduler's settings that come nearest to what the engine does by default."""
         large = self.gpu.architecture == "hopper"
         limits = {
-            "vllm": (2048, 256) if not large else (8192, 1024),
+            "vllm": (8192, 1024) if large else (2048, 256),
             "sglang": (8192, 1024),
             "lmdeploy": (8192, 256),
             "nim": (8192, 2048),
@@ -196,9 +196,9 @@ class Row:
         """
         return self.id.startswith("aic") and (self.concurrency or 1) > 1
 
-    def num_blocks(self, config: EngineConfig) -> int:
-        memory = DeviceMemory("cuda", self.gpu.name, self.gpu.memory)
-        return self.draft().plan(config, memory).num_blocks
+    def plan(self, config: EngineConfig) -> MemoryPlan:
+        """The GPU's memory, with the model on it."""
+        return self.draft().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
 
 
 @cache
