@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.kv.copies import Copies
 from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
+from llmsched.engine.kv.held import Held
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.misses import Miss, Misses
 from llmsched.engine.kv.pins import Pins, most_pinned_blocks
@@ -23,7 +25,7 @@ class KVManager:
 
     A request's blocks cover whole blocks of its tokens from the beginning; only blocks whose KV has been written can be
     found by others, and a found block is never written again: at least the last token of a request is always computed,
-    into a block of its own. Where that block begins like one that is known, the known part is copied (`take_copies`).
+    into a block of its own. Where that block begins like one that is known, the known part is copied (`Copies`).
 
     Between two steps a request holds blocks for all its tokens in groups of layers that keep them, and in groups with a
     window what KVLayout says of its computed tokens, or less where it has fewer. In a step those have to hold the
@@ -52,10 +54,9 @@ class KVManager:
         self.misses = Misses(self.prefixes)
         self._writers = Writers()
         self._finder = PrefixFinder(self.layout, self.prefixes, self._writers, self.pool)
-        self._copies: dict[int, int] = {}
+        self.copies = Copies(self.swap)
+        self.held = Held(self.pool)
         self._now = 0.0
-        self._held: list[list[int]] = []
-        self._num_held_empty = 0
 
     @property
     def max_request_blocks(self) -> int:
@@ -134,7 +135,7 @@ class KVManager:
         self.grow(request)
         num_restored = 0 if swapped is None else self._restore(request, swapped, len(hit.nodes))
         if source is not None:
-            self._copy(source, table, len(hit.nodes))
+            self.copies.note(source, table, len(hit.nodes))
         if self.enable_prefix_caching:
             self._writers.add(request)
         return num_restored
@@ -151,20 +152,6 @@ class KVManager:
             blocks += table.window_blocks(swapped.window_start, end)
         self.swap.restore(request, slots, blocks)
         return len(slots)
-
-    def _copy(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
-        """Copy a block of each group to block `index` of the table in the next step."""
-        full, window = table.column(index)
-        blocks = [*full, *window]
-        for group, source in enumerate(sources):
-            if source in blocks:  # it was evicted just now, to become a destination: it is its own then
-                other = blocks.index(source)
-                blocks[group], blocks[other] = source, blocks[group]
-        table.replace(index, 0, blocks)
-        for source, destination in zip(sources, blocks, strict=True):
-            if source != destination:
-                self._copies[destination] = source
-                self.swap.overwrite(destination)
 
     def num_growing(self, request: Request) -> int:
         """Blocks still missing for the request's tokens; 0 or less without them while num_tokens <= table.capacity."""
@@ -316,29 +303,13 @@ class KVManager:
         blocks = table.ids[0, : table.num_findable].tolist()
         return next((i for i, block in enumerate(blocks) if self.pool.ref_count(block) == 1), len(blocks))
 
-    # -- static batches ---------------------------------------------------------------------------------------
-
-    def hold(self, request: Request) -> None:
-        """Keep the blocks of a request that ends from being used by others until `release_held`."""
-        blocks = table_of(request).held_blocks()
-        self.pool.acquire(blocks)
-        self._held.append(blocks)
-        self._num_held_empty += num_empty(request)
-
-    def release_held(self) -> None:
-        """Give back what `hold` kept."""
-        for blocks in self._held:
-            self.pool.release(blocks)
-        self._held.clear()
-        self._num_held_empty = 0
-
     # -- how memory is used -----------------------------------------------------------------------------------
 
     def use(self, running: Iterable[Request]) -> KVUse:
         """How the memory is used now, between two steps, while `running` hold blocks."""
         return KVUse(
             held=self.pool.num_used * self.block_size,
-            empty=self._num_held_empty + sum(num_empty(request) for request in running),
+            empty=self.held.num_empty + sum(num_empty(request) for request in running),
             cached=self.pool.num_cached * self.block_size,
             total=self.pool.num_blocks * self.block_size,
         )
@@ -351,16 +322,8 @@ class KVManager:
         return self.pins.expire(now)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(source, destination) blocks to copy before anything else of the next step, noted since the last call.
-
-        Why that is safe: only blocks written in earlier steps are sources, so a source holds what it is copied for when
-        the copy is noted. From then on it may be evicted and given to another, but nothing is written to it before the
-        step, and copies come first in it. It may become the destination of a later copy, but was none of an earlier
-        one, and a destination occurs once, as that of its last owner: so in order, or with all sources read first,
-        each block gets what was meant.
-        """
-        copies, self._copies = self._copies, {}
-        return [(source, destination) for destination, source in copies.items()]
+        """(source, destination) blocks to copy before anything else of the next step, noted since the last call."""
+        return self.copies.take()
 
     def take_swaps(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(block, slot) pairs to copy before the copies of `take_copies`, (slot, block) pairs to copy after them.
@@ -378,9 +341,7 @@ class KVManager:
         """Raise AssertionError unless every block is accounted for by the given requests, pins and the prefix tree, and
         every slot of host memory by the given swapped requests.
         """
-        held = self.pins.holds()
-        for blocks in self._held:
-            held.update(blocks)
+        held = self.pins.holds() + self.held.holds()
         holders = list(holders)
         for request in holders:
             held.update(table_of(request).held_blocks())

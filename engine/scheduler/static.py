@@ -42,9 +42,9 @@ class StaticScheduler(Scheduler):
             super().finish(request, reason)
             self._release_batch()
             return
-        self.kv.hold(request)
+        self.kv.held.add(request)
         super().finish(request, reason)
 
     def _release_batch(self) -> None:
         if not self.running:
-            self.kv.release_held()
+            self.kv.held.release()

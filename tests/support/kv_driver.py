@@ -73,7 +73,7 @@ class KVDriver:
 
     def next_copies(self) -> list[tuple[int, int]]:
         """The copies that the next step will make."""
-        return [(source, destination) for destination, source in self.kv._copies.items()]
+        return self.kv.copies.pending()
 
     def leave(self, request: Request) -> None:
         self.running.remove(request)
