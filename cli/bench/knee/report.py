@@ -15,9 +15,12 @@ from llmsched.cli.chart import Chart, Series
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
 _KEEPS_UP = 0.95
 
+#: A prefix hit rate that rises by more than this from the first attempt on is no draw of the load.
+_HITS_RISE = 0.2
+
 _KEPT = (
     *("completed", "failed", "valid", "duration_s", "achieved_rate", "requests_per_s", "output_tokens_per_s"),
-    *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "attainment", "goodput_rps", "preemptions"),
+    *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "attainment", "goodput_rps", "prefix_hit_rate", "preemptions"),
 )
 
 
@@ -31,7 +34,7 @@ def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
         return None if figures is None else report.as_json(subject, figures)
 
     whole = report.as_json(subject, found.points[0].figures)
-    return {
+    document = {
         **{name: whole[name] for name in ("measured", "calibration_error", "target", "where")},
         "verdict": found.knee.verdict,
         "knee_rps": found.knee.rate,
@@ -49,6 +52,7 @@ def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
         "at_knee": figures_of(found.at_knee),
         **{name: whole[name] for name in ("workload", "warmup", "engine", "definitions")},
     }
+    return {**document, "warnings": cautions(document)}
 
 
 def show(document: dict[str, Any], subject: report.Subject) -> None:
@@ -62,16 +66,30 @@ def show(document: dict[str, Any], subject: report.Subject) -> None:
         render.chart(charts(document)[0])
     for name in ("TTFT", "ITL", "E2E", "goodput"):
         render.say(f"{name}: {document['definitions'][name]}")
+    for warning in document["warnings"]:
+        render.warn(warning)
+
+
+def cautions(document: dict[str, Any]) -> list[str]:
+    """Why the knee may not be where it was found."""
+    found = []
     if document["knee_sustained"] is False:
         sent, served = (document["at_knee"][name] for name in ("achieved_rate", "requests_per_s_steady"))
-        render.warn(
+        found.append(
             f"at the knee {sent:.3g} requests/s were sent and {served:.3g} served: more and more were running, so a "
             "longer load (--num-prompts) may find the knee lower"
         )
+    hits = [point["prefix_hit_rate"] for point in document["points"] if point["prefix_hit_rate"] is not None]
+    if hits and max(hits) > hits[0] + _HITS_RISE:
+        found.append(
+            f"the prefix hit rate rose from {hits[0]:.0%} to {max(hits):.0%}: the target knows prompts of earlier "
+            "rates, as it does the texts of a trace; switch its prefix cache off for the true knee"
+        )
     if not all(point["valid"] for point in document["points"]):
-        render.warn(
+        found.append(
             "at some rates nothing was served, or the client itself was late: those figures are not the target's"
         )
+    return found
 
 
 def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:

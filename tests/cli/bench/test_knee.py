@@ -15,7 +15,7 @@ from llmsched.cli.bench.knee.run import SLACK, Found, Wish, check, explore
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement, measure
 from llmsched.cli.bench.prompts import COMMON_IDS
-from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord
+from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.targets import Opened, Plan
 from llmsched.cli.bench.workload import Workload
 from llmsched.engine.errors import LlmschedError
@@ -28,8 +28,9 @@ SERVICE_S = 0.1
 class Queue:
     """One request after the other, SERVICE_S each: the first token at half of it, the second at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, remembers: bool = False) -> None:
         self.loads: list[Load] = []
+        self.remembers = remembers
 
     async def measure(self, workload: Load, slo: Slo, progress: Progress) -> Measurement:
         self.loads.append(workload)
@@ -39,7 +40,8 @@ class Queue:
             begin = max(due, free)
             free = begin + SERVICE_S
             chunks = [Chunk(begin + SERVICE_S / 2, "x", 1), Chunk(free, "y", 1)]
-            records.append(RequestRecord(request.index, due, ready=due, sent=due, end=free, chunks=chunks))
+            usage = Usage(8, 8 if self.remembers and len(self.loads) > 3 else 0, 2)
+            records.append(RequestRecord(request.index, due, ready=due, sent=due, end=free, chunks=chunks, usage=usage))
         return measure(records, workload, slo)
 
 
@@ -117,6 +119,16 @@ def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.Captu
     assert "10 served: more and more were running" in capsys.readouterr().err
     steady = find(target, plan(arrivals="constant", request_rate=1.0))
     assert as_json(target, work, steady)["knee_sustained"] is True
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_target_that_knows_the_prompts_of_earlier_rates_is_told(
+    remembers: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, work = opened(Queue(remembers=remembers)), plan(request_rate=1.0)
+    found = find(target, work)
+    show(as_json(target, work, found), target.subject(work.workload, found.slo))
+    assert ("the prefix hit rate rose from 0% to 100%" in capsys.readouterr().err) == remembers
 
 
 @pytest.mark.parametrize(
