@@ -17,19 +17,20 @@ def curve(evidence: Evidence) -> list[Chart]:
     trials = _sweep(evidence.trials())
     if len(trials) < 2:
         return []
-    limits, goal = evidence.slo.given(), "good requests/s" if evidence.goal == "goodput" else "output tokens/s"
-    charts = []
+    limits, charts = evidence.slo.given(), []
     for name in ("itl", "ttft"):
         label = figure_name(name, evidence.slo)
         points = [(_budget(trial), 1e3 * figure) for trial in trials if (figure := _figure(trial, name)) is not None]
         limit = ((f"SLO of {label}", 1e3 * limits[name]),) if name in limits else ()
         title, series = f"{label} by token budget", (Series(label, points),)
         charts.append(Chart(title, _BUDGET, "ms", series, log_x=True, limits=limit))
-    rates = [(trial, rate) for trial in trials if (rate := _rate(trial, evidence)) is not None]
-    missed = [(_budget(trial), rate) for trial, rate in rates if not trial.feasible]
-    drawn = [Series(goal, [(_budget(trial), rate) for trial, rate in rates])]
+    relative = evidence.relative()
+    shares = [(trial, 100 * relative[trial.setting]) for trial in trials if trial.setting in relative]
+    missed = [(_budget(trial), share) for trial, share in shares if not trial.feasible]
+    drawn = [Series(evidence.goal, [(_budget(trial), share) for trial, share in shares])]
     drawn += [Series("not feasible", missed, "dots")] if missed else []
-    charts.append(Chart(f"{goal} by token budget", _BUDGET, goal, tuple(drawn), log_x=True))
+    title = f"{evidence.goal} by token budget"
+    charts.append(Chart(title, _BUDGET, "% of the best's", tuple(drawn), log_x=True))
     return charts
 
 
@@ -51,7 +52,3 @@ def _figure(trial: Trial, name: str) -> float | None:
     """The figure that is held against the SLO; P99 where there is none."""
     p99: float | None = getattr(trial, name).p99
     return trial.held.get(name, p99)
-
-
-def _rate(trial: Trial, evidence: Evidence) -> float | None:
-    return trial.goodput_rps if evidence.goal == "goodput" else trial.output_tokens_per_s

@@ -146,6 +146,16 @@ class Evidence:
         contenders = {trial.setting: trial for trial in self.contenders()}
         return contenders[self.standing().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
+    def relative(self) -> dict[Setting, float]:
+        """The score of each setting as a share of the best's (or the leader's), what rounds have in common taken out.
+
+        Rates of runs of different length and time cannot be compared with each other; these can.
+        """
+        table, reference = self.standing(), self.best() or self.leader()
+        if reference is None or not math.isfinite(table.effects.get(reference.setting, -math.inf)):
+            return {}
+        return {setting: table.share(setting, reference.setting) for setting in table.effects}
+
     def nearest_miss(self) -> Trial | None:
         """Of trials that worked but missed an SLO the one that missed it by the least; None if there is none."""
         missed = [t for t in self.trials() if not t.feasible and not t.skipped and not t.failed and t.completed]

@@ -37,7 +37,7 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
         "explanation": explain(evidence),
         "maximize": evidence.goal,
         "knobs": list(task.knobs),
-        "trials": [_trial_json(trial) for trial in evidence.trials()],
+        "trials": _trials(evidence),
         "notes": list(outcome.notes),
         "runs": sum(len(runs) for runs in evidence.runs.values()),
         "duration_s": outcome.seconds,
@@ -112,14 +112,17 @@ def _reasons(evidence: Evidence) -> list[str]:
 
 def _definitions(outcome: Outcome) -> dict[str, str]:
     names = ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady")
-    return {name: DEFINITIONS[name] for name in names}
+    goal = outcome.evidence.goal
+    share = f"{goal} as a share of the best's, in runs of the same round: other rates are of longer and shorter runs"
+    return {**{name: DEFINITIONS[name] for name in names}, f"{goal} %": share}
 
 
 def _table(evidence: Evidence) -> Table:
     """A row per setting."""
     trials, best = evidence.trials(), evidence.best()
     knobs = _varied(trials)
-    columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", "P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
+    relative, latencies = evidence.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
+    columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", f"{evidence.goal} %", *latencies]
     rows = [
         [
             _mark(trial, best),
@@ -128,6 +131,7 @@ def _table(evidence: Evidence) -> Table:
             str(trial.completed + trial.failed),
             _figure(trial.output_tokens_per_s, 1),
             _figure(trial.goodput_rps, 1, digits=3),
+            _figure(relative.get(trial.setting), 100),
             *(_figure(summary.p99, 1e3) for summary in (trial.ttft, trial.itl, trial.tpot)),
         ]
         for trial in trials
@@ -164,12 +168,18 @@ def make_profile(outcome: Outcome, best: Trial, given: Mapping[str, Any]) -> Tun
         versions=versions_table(),
         memory=subject.memory,
         trials=tuple(
-            {name: _readable(value) for name, value in _trial_json(trial).items() if isinstance(value, Scalar)}
-            for trial in outcome.evidence.trials()
+            {name: _readable(value) for name, value in trial.items() if isinstance(value, Scalar)}
+            for trial in _trials(outcome.evidence)
         ),
         reason=explain(outcome.evidence),
         measured=subject.measured,
     )
+
+
+def _trials(evidence: Evidence) -> list[dict[str, Any]]:
+    """All trials for JSON, with their score as a share of the best's."""
+    relative = evidence.relative()
+    return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in evidence.trials()]
 
 
 def _trial_json(trial: Trial) -> dict[str, Any]:

@@ -13,8 +13,8 @@ _DEFAULT = EngineConfig()
 
 #: Shares of blocks kept free that are tried where KV is scarce.
 HEADROOMS = (0.02, 0.05, 0.1, 0.2)
-#: KV is scarce when more than this share of what headroom leaves was in use at some time.
-SCARCE = 0.9
+#: KV may be scarce when more than this share of what headroom leaves was in use: whole requests are let in or not.
+SCARCE = 0.75
 #: Gaps that steps are sized to, as shares of the SLO: its P99 lies above what a step aims at.
 TARGETS = (1.0, 0.6)
 

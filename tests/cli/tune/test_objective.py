@@ -238,3 +238,12 @@ def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
     best = evidence.best()
     assert best is not None
     assert best.setting == B
+
+
+def test_relative_scores_are_of_the_same_rounds() -> None:
+    """C ran in a slow round only: its rate is half of what it would be beside the others."""
+    evidence = Evidence(SLO, "throughput")
+    for run in (made_run(A, 8, 0, 100.0), made_run(B, 8, 0, 80.0), made_run(A, 8, 1, 50.0), made_run(C, 8, 1, 45.0)):
+        evidence.add(run)
+    assert evidence.relative() == {A: 1.0, B: pytest.approx(0.8), C: pytest.approx(0.9)}
+    assert Evidence(SLO, "throughput").relative() == {}

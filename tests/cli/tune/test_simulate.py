@@ -71,6 +71,9 @@ def test_the_winner_of_a_simulation(tune: Callable[..., Outcome], tmp_path: Path
     assert report["best"]["max_num_batched_tokens"] > 32
     assert report["trials"][0]["max_num_batched_tokens"] == 32
     assert not report["trials"][0]["feasible"]
+    best = next(trial for trial in report["trials"] if all(trial[k] == v for k, v in report["best"].items()))
+    assert best["relative"] == 1.0
+    assert 0 <= report["trials"][0]["relative"] < 1.0
     profile = load_profile("far")
     assert not profile.measured
     assert profile.device["name"] == "NVIDIA H100 SXM5 80GB"
@@ -101,7 +104,7 @@ def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[
     outcome = tune()
     assert outcome.out.startswith("SIMULATED ")
     assert "step times: a roofline" in outcome.out
-    for title in ("P99 ITL by token budget", "P99 TTFT by token budget", "good requests/s by token budget"):
+    for title in ("P99 ITL by token budget", "P99 TTFT by token budget", "goodput by token budget"):
         assert title in outcome.out
 
 

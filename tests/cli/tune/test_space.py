@@ -78,10 +78,10 @@ def test_caps_that_can_make_a_difference(cap: int, running: int, most: int, trie
 
 def test_headroom_matters_only_where_kv_is_scarce() -> None:
     setting = Setting(64, 8, 0.1)
-    assert headroom_settings(setting, Demand(8, 0.5), 0.25) == [setting]
-    for demand in (Demand(8, 0.85), Demand(8, 0.5, preempted=True)):
+    assert headroom_settings(setting, Demand(8, 0.65), 0.25) == [setting]
+    for demand in (Demand(8, 0.7), Demand(8, 0.5, preempted=True)):
         assert [s.headroom for s in headroom_settings(setting, demand, 0.25)] == [0.1, 0.02, 0.05, 0.2]
-    assert [s.headroom for s in headroom_settings(setting, Demand(8, 0.85), 0.1)] == [0.1, 0.02, 0.05]
+    assert [s.headroom for s in headroom_settings(setting, Demand(8, 0.7), 0.1)] == [0.1, 0.02, 0.05]
 
 
 def test_targets_follow_from_the_tightest_slo_of_gaps() -> None:
