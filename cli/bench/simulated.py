@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Unpack
 
 from llmsched.cli import render
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.bench.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
 from llmsched.cli.bench.record import RequestRecord
 from llmsched.cli.bench.run import Run
 from llmsched.cli.bench.sampling import MOST_SAMPLES, Sample, memory_of, sample_of
 from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.cli.bench.traces.trace import Content
 from llmsched.cli.bench.virtual import simulate_load
 from llmsched.cli.options import EngineOptions
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import LlmschedError, ModelError
 from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.latency import Slo
@@ -65,8 +68,8 @@ def simulate_workload(
 def simulate_run(
     engine: SimulatedEngine, plan: MemoryPlan, workload: Load, timeout: float | None, progress: Progress = silent
 ) -> Run:
-    """Serve a load on a new engine with this memory plan. Texts are taken as one token a word."""
-    planned, ended = workload.plan(COMMON_IDS, WordEncode(COMMON_IDS)), 0
+    """Serve a load on a new engine with this memory plan. Texts go through the model's tokenizer if it is at hand."""
+    planned, ended = workload.plan(COMMON_IDS, _TextEncode(engine.config.model)), 0
     total = 0 if workload.stop_after else len(planned)
     watch = _Watch(engine)
 
@@ -86,6 +89,35 @@ def simulate_run(
         after_step=watch.after_step,
     )
     return Run(records, engine.num_preemptions, None, False, watch.samples, memory_of(plan))
+
+
+class _TextEncode:
+    """Text as the model's tokenizer sees it, which is looked for when the first text comes; words if there is none."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def prompt(self, content: Content) -> list[int]:
+        return _encoder(self._model).prompt(content)
+
+    def count(self, text: str) -> int:
+        return _encoder(self._model).count(text)
+
+
+@cache
+def _encoder(model: str) -> Encode:
+    """The tokenizer of a model that is on this disk; of a hub id only config.json is fetched."""
+    from llmsched.engine.model.load import load_tokenizer
+    from llmsched.engine.model.source import locate
+
+    path = Path(model).expanduser()
+    try:
+        if model == "demo" or path.is_dir() or path.suffix == ".gguf":
+            return TokenizerEncode(load_tokenizer(locate(model)))
+    except ModelError:
+        pass
+    render.warn(f"the tokenizer of {model} is not at hand: each word of a text is taken as one token")
+    return WordEncode(COMMON_IDS)
 
 
 class _Watch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+ALL = ("--request-rate", "inf")
 LOAD = ("--request-rate", "20", "--num-prompts", "60", "--input-len", "500", "--output-len", "20", "--seed", "3")
 
 
@@ -156,3 +158,26 @@ def test_a_long_run_has_its_samples_further_apart(llama: str) -> None:
     samples = simulate_run(blueprint.engine(), blueprint.plan, load, timeout=None).samples
     assert MOST_SAMPLES / 2 <= len(samples) <= MOST_SAMPLES
     assert samples[-1].time > 900
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    """A log of one request with four words."""
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"prompt": "internationalisation of everything everywhere", "max_tokens": 3}\n')
+    return str(path)
+
+
+def test_texts_go_through_the_tokenizer_that_is_there(
+    command: CommandLine, tiny_model: Callable[..., Path], texts: str
+) -> None:
+    model = str(tiny_model("llama"))
+    outcome = command("bench", model, "--simulate", "l4", "--trace", texts, *ALL, "--json")
+    assert outcome.json["input_tokens"] > 10
+    assert "each word" not in outcome.err
+
+
+def test_without_a_tokenizer_a_word_is_a_token_and_that_is_said(command: CommandLine, llama: str, texts: str) -> None:
+    outcome = command("bench", llama, "--simulate", "h100", "--trace", texts, *ALL, "--json")
+    assert outcome.json["input_tokens"] == 4
+    assert outcome.err.count("each word of a text is taken as one token") == 1
