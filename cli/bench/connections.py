@@ -1,8 +1,4 @@
-"""Connections to one server, each in a transport of its own.
-
-A pool for all would look at every connection whenever one request begins or ends (httpcore's does), which at some
-hundred streams costs the client more than the streams themselves.
-"""
+"""Connections to one server, each in a transport of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from contextlib import asynccontextmanager
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
+
+from llmsched.cli.bench.http1 import Http1Transport
 
 
 class Connections:
@@ -32,11 +30,17 @@ class Connections:
         if self._shared is not None:
             yield self._shared
             return
-        transport = self._free.pop() if self._free else httpx.AsyncHTTPTransport(self._verify, proxy=self._proxy)
+        transport = self._free.pop() if self._free else self._new()
         try:
             yield transport
         finally:
             self._free.append(transport)
+
+    def _new(self) -> httpx.AsyncBaseTransport:
+        """A transport; of those that talk to a proxy httpx knows more."""
+        if self._proxy is None:
+            return Http1Transport(self._verify)
+        return httpx.AsyncHTTPTransport(self._verify, proxy=self._proxy)
 
     async def close(self) -> None:
         """Close all connections; no request is under way."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmsched.cli.bench.client import Target
-from llmsched.cli.bench.lag import loop_lags
+from llmsched.cli.bench.lag import loop_lags, settled_heap
 from llmsched.cli.bench.live import LiveFigures
 from llmsched.cli.bench.load import Load, run_load
 from llmsched.cli.bench.measure import Measurement, measure
@@ -87,16 +87,17 @@ async def send_workload(
         return await target.state()
 
     before = await target.preemptions()
-    async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
-        records = await run_load(
-            planned,
-            live.watching(target.send),
-            closed=workload.closed,
-            max_concurrency=workload.max_concurrency,
-            timeout=timeout,
-            stop_after=workload.stop_after,
-            on_end=count,
-        )
+    with settled_heap():
+        async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
+            records = await run_load(
+                planned,
+                live.watching(target.send),
+                closed=workload.closed,
+                max_concurrency=workload.max_concurrency,
+                timeout=timeout,
+                stop_after=workload.stop_after,
+                on_end=count,
+            )
     await _ask_timelines(target, untold)
     after = await target.preemptions()
     preemptions = after - before if before is not None and after is not None else None

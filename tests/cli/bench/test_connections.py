@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from llmsched.cli.bench import connections
 from llmsched.cli.bench.client import HttpOptions, HttpTarget
 from llmsched.cli.bench.connections import Connections
 from llmsched.cli.bench.measure import Measurement
@@ -72,6 +73,7 @@ def test_the_proxy_of_the_environment(
         monkeypatch.setenv(name, value)
     made: list[object] = []
     monkeypatch.setattr(httpx, "AsyncHTTPTransport", lambda verify, proxy: made.append(proxy))
+    monkeypatch.setattr(connections, "Http1Transport", lambda verify: made.append(None))
 
     async def main() -> None:
         async with Connections(url).lend():
