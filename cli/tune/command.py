@@ -123,15 +123,12 @@ def tune(
     half, repeats of the best in turn until it is clear which wins. Writes the winner as a profile for `llmsched serve
     --profile`. Exit code 1 if no setting meets the targets.
 
+    \b
     Examples:
-
-    llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
-
-    llmsched tune demo --max-concurrency 16 --input-len 512 --slo-tpot 60ms --maximize throughput --time-limit 10min
-
-    llmsched tune demo --request-rate 3 --knobs max_num_batched_tokens --output chat
-
-    llmsched tune Qwen/Qwen3-8B --simulate h100 --workload azure-code --slo-ttft 2s --report curve.html
+      llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
+      llmsched tune demo --max-concurrency 16 --input-len 512 --slo-tpot 60ms --maximize throughput
+      llmsched tune demo --request-rate 3 --knobs max_num_batched_tokens --time-limit 10min --output chat
+      llmsched tune Qwen/Qwen3-8B --simulate h100 --workload azure-code --slo-ttft 2s --report curve.html
     """
     name = _model(model)
     task = Task(

@@ -36,16 +36,16 @@ def hopeless(settings: Sequence[Setting], predicted: Mapping[Setting, Run], evid
         return {}
     trials = {setting: judge(setting, [run], evidence.slo) for setting, run in predicted.items()}
     late = _late(settings, trials, known, evidence)
-    good = [s for s in predicted if s not in late and evidence.score(predicted[s])]
-    best = max(
-        (table.effects[s] if s in known else _score(predicted[s], evidence) + bias.shift for s in good), default=0.0
-    )
+    scores = {setting: _score(run, evidence) + bias.shift for setting, run in predicted.items() if setting not in late}
+    scores |= {setting: table.effects[setting] for setting in known}
+    # What is fast and misses an SLO is no reason to leave out what is slower.
+    best = max((score for setting, score in scores.items() if not _missed(setting, evidence)), default=-math.inf)
     margin = MARGIN + 2 * bias.error
     found = {}
     for setting in settings:
         if setting in late:
             found[setting] = late[setting]
-        elif setting in predicted and (behind := best - _score(predicted[setting], evidence) - bias.shift) > margin:
+        elif setting in scores and (behind := best - scores[setting]) > margin:
             found[setting] = f"not measured: predicted {-math.expm1(-behind):.0%} less {evidence.goal} than the best"
     return found
 
@@ -66,6 +66,11 @@ def _late(
                 figure = f"predicted {figure_name(name, evidence.slo)} {said * 1e3:.0f} ms"
                 found.setdefault(setting, f"not measured: {figure} is far above {limit * 1e3:g} ms")
     return found
+
+
+def _missed(setting: Setting, evidence: Evidence) -> bool:
+    """Whether a setting was measured and is not feasible."""
+    return bool(evidence.runs.get(setting)) and not evidence.trial(setting).feasible
 
 
 def _score(run: Run, evidence: Evidence) -> float:

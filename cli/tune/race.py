@@ -47,12 +47,14 @@ class Runner(Protocol):
 class Rules:
     """`lengths` are the requests of the rounds, ascending; the best are run with the last up to `repeats` times.
 
-    `time_limit` is in seconds: no round after the first is begun that would not end in it.
+    `time_limit` is in seconds: no round after the first is begun that would not end in it. `drifts`: the machine may
+    change under a round, as real ones do.
     """
 
     lengths: tuple[int, ...]
     repeats: int
     time_limit: float = math.inf
+    drifts: bool = True
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ class Race:
             to_come = sum(n * max(2, len(alive) >> k) for k, n in enumerate(lengths[index + 1 :], start=1))
             total = done + requests * len(alive) + to_come
             alive = await self._round(stage, alive, requests, done, total, prune=prune and index == 0)
-            if index == 0 and await self._disturbed(alive, requests):
+            if index == 0 and self._rules.drifts and await self._disturbed(alive, requests):
                 alive = [s for s in alive if not any(run.problem for run in self.evidence.runs[s])]
                 alive = await self._round(stage, alive, requests, done, total, prune=False)
             done += requests * len(alive)
@@ -197,9 +199,10 @@ class Race:
         """The few that may be the best, in order of preference; the nearest miss if none can."""
         good = self._good(self._measured())
         if not good:
-            nearest = self.evidence.nearest_miss()
-            in_full = nearest is None or nearest.longest == self._rules.lengths[-1]
-            return [] if nearest is None or in_full else [nearest.setting]
+            nearest, full = self.evidence.nearest_miss(), self._rules.lengths[-1]
+            in_full = [s for s in self._measured() if self.evidence.trial(s).longest == full]
+            enough = nearest is None or nearest.longest == full or len(in_full) >= MOST_CONTENDERS
+            return [] if nearest is None or enough else [nearest.setting]
         table = self.evidence.standing()
         ranked = table.ranked(good)
         near = [setting for setting in ranked if table.share(setting, ranked[0]) >= 1 - REACH]
