@@ -140,7 +140,7 @@ def tune(
         rounds=rounds,
         time_limit=time_limit,
         smallest=min_num_batched_tokens,
-        destination=_destination(output, name),
+        destination=_destination(output, name, simulate),
         resume=resume,
         warm_start=warm_start,
     )
@@ -184,9 +184,10 @@ def _knobs(text: str, options: EngineOptions) -> tuple[str, ...]:
     return chosen if chosen != KNOBS else tuple(knob for knob in chosen if knob not in fixed)
 
 
-def _destination(output: str | None, model: str) -> Path:
-    """Where the profile goes; checked before the work, not after it."""
-    name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "tuned"
+def _destination(output: str | None, model: str, simulate: str | None) -> Path:
+    """Where the profile goes; checked before the work, not after it. What is simulated does not replace what is not."""
+    usual = f"{Path(model).name}-{simulate}" if simulate else Path(model).name
+    name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", usual).strip("-.") or "tuned"
     try:
         return profile_path(name)
     except ProfileError as problem:

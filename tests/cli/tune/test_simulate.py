@@ -18,7 +18,7 @@ from llmsched.engine.blueprint import gpu_blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
-from llmsched.profiles.tuned import load_profile
+from llmsched.profiles.tuned import list_profiles, load_profile
 
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"
 LOAD = Workload(num_prompts=40, input_len=400, output_len=30, request_rate=20.0)
@@ -103,6 +103,7 @@ def test_the_same_search_gives_the_same(tune: Callable[..., Outcome]) -> None:
 def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[..., Outcome]) -> None:
     outcome = tune()
     assert outcome.out.startswith("SIMULATED ")
+    assert list_profiles() == [f"{CONFIG.name}-h100"]
     assert "step times: a roofline" in outcome.out
     for title in ("P99 ITL by token budget", "P99 TTFT by token budget", "goodput by token budget"):
         assert title in outcome.out
