@@ -111,6 +111,11 @@ def _validated(path: Path, content: Mapping[str, Any]) -> Calibration:
     for table, keys in _NEEDED.items():
         if missing := [key for key in keys if key not in content[table]]:
             raise ProfileError(f"calibration {path}: {table}.{missing[0]} is missing; run `llmsched calibrate` again")
+    steps, created = content.get("steps", []), content.get("created", datetime.fromtimestamp(0, UTC))
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ProfileError(f"calibration {path}: steps is not a list of tables")
+    if not isinstance(created, datetime):
+        raise ProfileError(f"calibration {path}: created is not a date and time such as 2026-01-31T12:00:00Z")
     return Calibration(
         cost=content["cost"],
         error=float(content["error"]),
@@ -119,6 +124,6 @@ def _validated(path: Path, content: Mapping[str, Any]) -> Calibration:
         device=content["device"],
         engine=content["engine"],
         versions=content.get("versions", {}),
-        steps=tuple(content.get("steps", ())),
-        created=content.get("created", datetime.fromtimestamp(0, UTC)),
+        steps=tuple(steps),
+        created=created,
     )

@@ -1,9 +1,9 @@
 """Simulated against measured: the demo model on this machine, calibrated, under three loads.
 
-The machine is calibrated before, between and after ROUNDS rounds of loads, and the simulation uses the median of all
-these, so that drift falls on both. Loads are open loops (low, near the knee, past it) whose rates follow from what the
-simulation says that the machine does at most. How far the measured rounds lie apart is told beside each error: no
-simulation can be nearer than that. Takes four minutes on a quiet machine.
+The machine is calibrated before and after each load, and the simulation of a load uses the mean of the two, so that
+drift falls on both sides alike. Loads are open loops (low, near the knee, past it) whose rates follow from what the
+simulation says that the machine does at most; each runs ROUNDS times. How far the measured rounds lie apart is told
+beside each error: no simulation can be nearer than that. Takes under five minutes on a quiet machine.
 
 python tests/bench/bench_simulated.py [DTYPE] [THREADS]       default: bfloat16, all cores
 """
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,13 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
+class Round(NamedTuple):
+    """One run of a load, and what the simulation said of it."""
+
+    simulated: Measurement
+    measured: Measurement
+
+
 def load(rate: float | None = None) -> Workload:
     return Workload(
         num_prompts=REQUESTS,
@@ -80,21 +87,27 @@ def measured(engine: Engine, workload: Workload) -> Measurement:
     return asyncio.run(run())
 
 
-def simulated(engine: Engine, passes: Sequence[Measured], workload: Workload) -> tuple[Measurement, Fit]:
-    """The same load under the cost that fits the median of the calibrations."""
+def simulated(engine: Engine, before: Measured, after: Measured, workload: Workload) -> tuple[Measurement, Fit]:
+    """The same load under the cost that fits the mean of two calibrations."""
     samples = [
-        Sample(same[0].shape, statistics.median(each.seconds for each in same))
-        for same in zip(*(each.samples for each in passes), strict=True)
+        Sample(one.shape, (one.seconds + two.seconds) / 2)
+        for one, two in zip(before.samples, after.samples, strict=True)
     ]
     between = [
-        Between(same[0].num_seqs, statistics.median(each.seconds for each in same))
-        for same in zip(*(each.between for each in passes), strict=True)
+        Between(one.num_seqs, (one.seconds + two.seconds) / 2)
+        for one, two in zip(before.between, after.between, strict=True)
     ]
     assert engine.plan is not None
     found = fit(samples, engine.plan.window)
-    per_byte = statistics.median(each.swap_seconds_per_byte for each in passes)
-    cost = with_between(found.cost, between)
-    blueprint = Blueprint(engine.config, engine.plan, cost, lambda count: count * per_byte, found.error)
+    per_byte = (before.swap_seconds_per_byte + after.swap_seconds_per_byte) / 2
+    blueprint = Blueprint(
+        engine.config,
+        engine.plan,
+        with_between(found.cost, between),
+        lambda count: count * per_byte,
+        "here",
+        found.error,
+    )
     return simulate_workload(blueprint, workload, Slo()), found
 
 
@@ -104,24 +117,26 @@ def speed(one: Measured, first: Measured) -> float:
     return statistics.median(sample.seconds / before.seconds for sample, before in pairs)
 
 
-def show(name: str, rate: float, prediction: Measurement, rounds: Sequence[Measurement]) -> list[str]:
+def show(name: str, workload: Workload, rounds: Sequence[Round]) -> list[str]:
     """Print the rows of a load; returns what was missed."""
-    print(f"\n{name}: {rate:.2f} requests/s, {REQUESTS} requests, 32..256 tokens in, 16..64 out")
+    print(f"\n{name}: {workload.request_rate:.2f} requests/s, {REQUESTS} requests, 32..256 tokens in, 16..64 out")
     print(f"{'':<12} {'SIMULATED':>11} {'MEASURED':>11} {'':<6} {'error':>8} {'rounds apart':>13}   asked")
     missed = []
     for figure, read, unit, limit in FIGURES:
-        expected, found = read(prediction), [value for each in rounds if (value := read(each)) is not None]
-        assert expected is not None
-        mean = statistics.mean(found)
-        error, spread = expected / mean - 1, (max(found) - min(found)) / mean
+        expected, found = mean(read, [r.simulated for r in rounds]), mean(read, [r.measured for r in rounds])
+        values = [read(r.measured) or 0.0 for r in rounds]
+        error, spread = expected / found - 1, (max(values) - min(values)) / found
         asked = f"within {limit:.0%}" if figure in ASKED else ""
         verdict = "MISSED" if asked and abs(error) > limit else ""
-        print(
-            f"{figure:<12} {expected:>11.1f} {mean:>11.1f} {unit:<6} {error:>+8.1%} {spread:>13.1%}   {asked} {verdict}"
-        )
+        numbers = f"{expected:>11.1f} {found:>11.1f} {unit:<6} {error:>+8.1%} {spread:>13.1%}"
+        print(f"{figure:<12} {numbers}   {asked} {verdict}")
         if verdict:
             missed.append(f"{name}: {figure} is {error:+.1%} off, and the measured rounds lie {spread:.1%} apart")
     return missed
+
+
+def mean(read: Callable[[Measurement], float | None], figures: Sequence[Measurement]) -> float:
+    return statistics.mean(value for each in figures if (value := read(each)) is not None)
 
 
 def main() -> None:
@@ -139,26 +154,27 @@ def main() -> None:
     )
     engine = build_engine(config)
     print(f"demo in {dtype} on {torch.get_num_threads()} thread(s), max_num_seqs 16, max_num_batched_tokens 256")
-    passes = [measure_engine(engine, REPEATS)]
-    print(f"calibrated after {time.monotonic() - started:.0f} s", flush=True)
-    most = simulated(engine, passes, load())[0].requests_per_s_steady
+    before = measure_engine(engine, REPEATS)
+    most = simulated(engine, before, before, load())[0].requests_per_s_steady
     assert most is not None
     loads = {name: load(share * most) for name, share in LOADS.items()}
-    rounds: dict[str, list[Measurement]] = {name: [] for name in loads}
-    for _ in range(ROUNDS):
+    rounds: dict[str, list[Round]] = {name: [] for name in loads}
+    drift, errors = [1.0], []
+    first = before
+    for number in range(ROUNDS):
         for name, workload in loads.items():
-            rounds[name].append(measured(engine, workload))
-            print(f"{name}: measured after {time.monotonic() - started:.0f} s", flush=True)
-        passes.append(measure_engine(engine, REPEATS))
-    drift = ", ".join(f"{speed(each, passes[0]):.2f}" for each in passes)
-    print(f"time of the same steps in each calibration, relative to the first: {drift}")
-    missed = []
-    for name, workload in loads.items():
-        prediction, found = simulated(engine, passes, workload)
-        missed += show(name, workload.request_rate or 0.0, prediction, rounds[name])
-    print(
-        f"\ncalibration error {found.error:.1%} (median, on steps left out); {time.monotonic() - started:.0f} s in all"
-    )
+            real, after = measured(engine, workload), measure_engine(engine, REPEATS)
+            prediction, found = simulated(engine, before, after, workload)
+            rounds[name].append(Round(prediction, real))
+            drift.append(speed(after, first))
+            errors.append(found.error)
+            before = after
+            seconds = time.monotonic() - started
+            print(f"round {number + 1}, {name}: done after {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(f"time of the same steps in each calibration, by the first: {', '.join(f'{x:.2f}' for x in drift)}")
+    missed = [each for name, workload in loads.items() for each in show(name, workload, rounds[name])]
+    seconds = time.monotonic() - started
+    print(f"\ncalibration error {statistics.median(errors):.1%} (median, on steps left out); {seconds:.0f} s in all")
     print("\n".join(["MISSED:", *missed] if missed else ["all within what was asked for"]))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from llmsched.profiles.calibrated import (
     Calibration,
@@ -65,6 +67,7 @@ def test_none_is_none() -> None:
         ("token = 0.0001", 'token = "much"', "token is 'much'"),
         ("token = 0.0001", "", "cost.token is missing"),
         ('digest = "0123"', "", "model.digest is missing"),
+        ("created = ", "created = 7 # ", "created is not a date and time"),
         ("error = 0.03", "error 0.03", "calibration .*toml: "),
     ],
 )
@@ -76,6 +79,14 @@ def test_a_bad_file_is_refused(old: str, new: str, words: str) -> None:
     with pytest.raises(ProfileError, match=words) as caught:
         load_calibration(CALIBRATION.name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [7, [7], "none"])
+def test_steps_that_are_no_tables_are_refused(steps: object) -> None:
+    path = save_calibration(CALIBRATION)
+    path.write_text(tomli_w.dumps(tomllib.loads(path.read_text()) | {"steps": steps}))
+    with pytest.raises(ProfileError, match="steps is not a list of tables"):
+        load_calibration(CALIBRATION.name)
 
 
 def test_a_place_that_cannot_be_written_is_told(home: Path) -> None:
