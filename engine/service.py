@@ -301,6 +301,7 @@ class AsyncEngine:
             except LlmschedError as error:
                 self._on_loop(_fail_future, done, error)
             else:
+                self._stats = self._engine.stats()  # whoever waited for the result sees what it changed
                 self._on_loop(_settle, done, result)
 
         self._calls.add(done)

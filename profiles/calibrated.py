@@ -23,6 +23,9 @@ import tomli_w
 
 from llmsched.profiles.tuned import ProfileError, Scalar, profile_dir, write_file
 
+#: What --simulate takes for the device of this machine.
+LOCAL = "local"
+
 _TABLES = ("cost", "model", "device", "engine", "versions")
 _NEEDED = {
     "cost": ("step", "token"),

@@ -32,12 +32,10 @@ from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulation import SimulatedEngine
+from llmsched.profiles.calibrated import LOCAL
 
 #: Seconds between two samples of a run that is not too long for them.
 _SAMPLE_INTERVAL = 0.1
-
-#: What --simulate takes for the device of this machine.
-LOCAL = "local"
 
 
 def make_blueprint(config: EngineConfig, device: str, progress: Progress = silent) -> Blueprint:

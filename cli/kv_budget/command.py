@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.simulated import LOCAL
 from llmsched.cli.kv_budget import compare, document, report, simulated
 from llmsched.cli.kv_budget.emit import Target, command_line
 from llmsched.cli.kv_budget.findings import Findings
@@ -23,6 +22,7 @@ from llmsched.engine.kv.fields import transformers_config
 from llmsched.engine.kv.weights import Weights
 from llmsched.engine.kv.whatif import Demand, asked_for, longest_context
 from llmsched.engine.units import human_bytes
+from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
 
 if TYPE_CHECKING:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.simulated import LOCAL, simulate_workload
-from llmsched.cli.bench.workload import Workload
 from llmsched.cli.kv_budget.findings import Findings
-from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
-from llmsched.engine.latency import Slo
+from llmsched.profiles.calibrated import LOCAL
+
+if TYPE_CHECKING:
+    from llmsched.cli.bench.measure import Measurement
+    from llmsched.engine.blueprint import Blueprint
 
 #: Length of the sequences where no question names one, and the share of it that is prompt.
 _LENGTH = 2048
@@ -34,6 +34,11 @@ def serve(found: Findings, device: str) -> Served | None:
 
     Raises ConfigError for a device that was not calibrated.
     """
+    from llmsched.cli.bench.simulated import simulate_workload
+    from llmsched.cli.bench.workload import Workload
+    from llmsched.engine.blueprint import gpu_blueprint, local_blueprint
+    from llmsched.engine.latency import Slo
+
     if not found.plan.fits:
         return None
     make = local_blueprint(found.draft, found.config) if device == LOCAL else None

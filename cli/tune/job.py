@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmsched.cli import render
 from llmsched.cli.bench.load import Load
 from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
-from llmsched.cli.bench.simulated import LOCAL, make_blueprint
+from llmsched.cli.bench.simulated import make_blueprint
 from llmsched.cli.options import EngineOptions
 from llmsched.cli.tune.objective import Evidence, Goal
 from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
@@ -28,6 +28,7 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
+from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.tuned import TunedProfile, latest_profile
 
 if TYPE_CHECKING:
