@@ -54,7 +54,7 @@ def _svg(chart: Chart) -> str:
             parts.append(
                 f'<text x="{_WIDTH - _RIGHT}" y="{_down(share) - 4:.1f}" text-anchor="end">{escape(name)}</text>'
             )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
+    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
     return f'{head} aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
 
 

@@ -142,6 +142,7 @@ def test_a_page_needs_nothing_from_outside() -> None:
     tags = parsed(html)
     assert tags.fetched == []
     assert "url(" not in html
+    assert "://" not in html
     assert "Run of <model> & co" in tags.text
     assert "1 < 2" in tags.text
     assert tags.seen.count("svg") == tags.seen.count("table") == 1
