@@ -80,7 +80,7 @@ def _formula(found: Findings) -> list[str]:
 def _block_line(plan: MemoryPlan) -> str:
     """What a block is."""
     layout, groups = plan.layout, ""
-    if layout.window_groups:
+    if layout.num_groups > 1:
         kinds = f"{layout.full_groups} full, {layout.window_groups} window"
         groups = f", of one of {layout.num_groups} groups of layers ({kinds})"
     per_token = plan.block_bytes // plan.block_size
@@ -93,6 +93,8 @@ def _blocks_of_one(plan: MemoryPlan) -> str:
     if not layout.window_groups:
         return all_tokens
     window = f"min({all_tokens}, ceil(({layout.window:,} - 1) / {plan.block_size}) + 1)"
+    if not layout.full_groups:
+        return window
     return f"({layout.full_groups} x {all_tokens} + {layout.window_groups} x {window})"
 
 

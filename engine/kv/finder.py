@@ -84,7 +84,8 @@ class PrefixFinder:
         swapped = request.swapped
         from_host = swapped is not None and swapped.first <= len(found) and swapped.num_tokens > start + known
         if from_host and swapped is not None and self._layout.window_groups:
-            nodes = found[: swapped.num_tokens // size]
+            # Without their blocks held, nodes may go at any time: with windows alone, all comes from host memory.
+            nodes = found[: swapped.num_tokens // size] if self._layout.full_groups else []
             start, known, source, window_start = len(nodes) * size, 0, None, len(nodes)
         num_evictable = self._pool.count_cached(blocks_of(nodes, nodes[window_start:]))
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)

@@ -13,7 +13,7 @@ MAX_GROUPS = 16
 
 
 class CacheLayout(NamedTuple):
-    """`layout`, and the layers that one group caches, of the largest group where they are of several kinds.
+    """`layout`, and the layers that share a block (in groups, those of any one of them: all cost the same).
 
     `reason` says why layers with a window keep all tokens, if there are such layers and they do.
     """
@@ -30,8 +30,8 @@ class CacheLayout(NamedTuple):
 def cache_layout(geometry: Geometry, block_size: int, longest: int | None) -> CacheLayout:
     """How a model's layers are cached; `longest` is the most tokens of a sequence, None if that is not known.
 
-    Layers with a window have groups of their own where there are full ones beside them, their KV is of the same shape,
-    so that all blocks are of one size, and sequences can grow longer than what they keep.
+    Layers with a window have groups of their own where sequences can grow longer than what they keep, and the KV of all
+    layers is of one shape, so that blocks are of one size.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]
@@ -39,8 +39,8 @@ def cache_layout(geometry: Geometry, block_size: int, longest: int | None) -> Ca
     one = KVLayout(block_size)
     if not windowed:
         return CacheLayout(one, caching)
-    if not full:
-        return CacheLayout(one, caching, "no layer is without one")
+    if not full and longest is None:
+        return CacheLayout(one, caching, "the context length is not known")
     if len({(group.kv_heads, *group.kv_widths) for group in caching}) > 1:
         return CacheLayout(one, caching, "their KV is of another shape than that of the others")
     sizes = sum(group.layers for group in full), sum(group.layers for group in windowed)
@@ -49,11 +49,13 @@ def cache_layout(geometry: Geometry, block_size: int, longest: int | None) -> Ca
     layout = KVLayout(block_size, groups[0], groups[1], max(group.window or 0 for group in windowed))
     if longest is not None and size * layout.num_blocks(longest) >= sum(sizes) * layout.width(longest):
         return CacheLayout(one, caching, f"it saves nothing in sequences of up to {longest:,} tokens")
-    return CacheLayout(layout, (replace(full[0], layers=size),))
+    return CacheLayout(layout, (replace(windowed[0], layers=size),))
 
 
 def _group_size(num_full: int, num_windowed: int) -> int:
     """Layers of one group: no more than MAX_GROUPS groups if there is a way, then the least padding."""
+    if not num_full:
+        return num_windowed
 
     def waste(size: int) -> tuple[int, int, int]:
         groups = -(-num_full // size) + -(-num_windowed // size)

@@ -8,6 +8,7 @@ so, too.)
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """`full_groups` groups of layers that keep all tokens (at least one), `window_groups` that see the last `window`,
-    the token itself included.
+    """`full_groups` groups of layers that keep all tokens, `window_groups` that see the last `window`, the token itself
+    included.
 
     When a sequence has c tokens, the latter keep the block that token c goes to and the `num_behind` blocks in front of
     it; those before are given back. (One block in front is always kept, so that what was found stays held.)
@@ -58,9 +59,11 @@ class KVLayout:
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """The most tokens of one sequence that so many blocks hold."""
+        """The most tokens of one sequence that so many blocks hold; sys.maxsize where windows alone set no limit."""
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
+            if not self.full_groups:
+                return sys.maxsize
             width = (num_blocks - self.window_groups * window) // self.full_groups
         return width * self.block_size

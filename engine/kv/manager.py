@@ -173,7 +173,7 @@ class KVManager:
             return
         width = self.layout.width(request.num_tokens)
         if width > len(table):
-            table.extend(self.pool.allocate(self.layout.full_groups * (width - len(table))))
+            table.extend(width, self.pool.allocate(self.layout.full_groups * (width - len(table))))
         if self.layout.window_groups and (missing := self._window_end(table, width) - table.window_end) > 0:
             table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
 
@@ -181,8 +181,9 @@ class KVManager:
         """Add blocks as if the request had so many tokens, as far as there are any beyond what windows may need."""
         layout, table = self.layout, table_of(request)
         spare = self.pool.num_available - layout.window_groups * (layout.num_behind + 1)
-        width = min(layout.width(num_tokens), len(table) + max(0, spare) // layout.full_groups)
-        table.extend(self.pool.allocate(layout.full_groups * max(0, width - len(table))))
+        if layout.full_groups:
+            width = min(layout.width(num_tokens), len(table) + max(0, spare) // layout.full_groups)
+            table.extend(width, self.pool.allocate(layout.full_groups * (width - len(table))))
 
     def reach(self, request: Request, end: int) -> int:
         """Make room for the KV of the request's tokens before `end` in this step; returns before which there is.
@@ -296,8 +297,8 @@ class KVManager:
         request.swapped = Swapped(first, num_tokens, slots[:num_full], table.window_start, slots[num_full:])
 
     def _num_held_by_others(self, request: Request) -> int:
-        """How many of the first findable blocks others hold as well: running requests, or pins."""
-        if not self._may_share(request):
+        """How many of the first findable blocks that are kept for all tokens others hold as well: requests or pins."""
+        if not self._may_share(request) or not self.layout.full_groups:
             return 0
         table = table_of(request)
         blocks = table.ids[0, : table.num_findable].tolist()
@@ -355,8 +356,8 @@ class KVManager:
         return self.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
     def _forget(self, block: int) -> Sequence[int]:
-        node, others = self.prefixes.remove(block)
-        if node is not None:
+        nodes, others = self.prefixes.remove(block)
+        for node in nodes:
             self.misses.evicted(node, self._now)
         return others
 

@@ -133,6 +133,8 @@ class Pins:
         return self._holds.copy()
 
     def _extend(self, pin: _Pin) -> None:
+        if not self._layout.full_groups and len(pin.nodes) <= self._window_start(pin):
+            pin.nodes.clear()  # nothing of them is held, so they may have gone
         last = pin.nodes[-1] if pin.nodes else None
         new = self._prefixes.follow(last, pin.salt, pin.tokens, len(pin.nodes), pin.num_blocks)
         if self._layout.window_groups:

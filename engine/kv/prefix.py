@@ -62,7 +62,8 @@ class PrefixTree:
     """Tree over token ids at block granularity, one root per cache salt.
 
     Invariants: a node's blocks hold the written KV of its tokens after those of its ancestors; a block has at most one
-    node; a node is removed only when it has no children (the pool evicts ends before beginnings).
+    node; a node is removed only when it has no children (the pool evicts ends before beginnings, but not what has left
+    a window: nodes without blocks stay while there are any behind them).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -142,28 +143,43 @@ class PrefixTree:
         for block in blocks:
             self._node_of_block[block] = node
 
-    def remove(self, block: int) -> tuple[PrefixNode | None, Sequence[int]]:
+    def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
         """Forget a block that the pool evicts: with its node, or, if it is one of `window_blocks`, with those alone.
 
-        Returns the node if that is gone, and the other blocks that cannot be found any more.
+        Returns the nodes that are gone, and the other blocks that cannot be found any more. Where there are only groups
+        with a window, a node that has lost its blocks goes when nothing is behind it.
         """
         node = self._node_of_block.pop(block)
-        removed, gone = None, node.window_blocks
-        if block in gone:
-            node.window_blocks = ()
+        if block in node.window_blocks:
+            gone, node.window_blocks = node.window_blocks, ()
+            removed = [] if node.blocks else self._prune(node)
         else:
             assert not node.children, f"block {block} evicted before the blocks behind it"
-            assert node.parent is not None
-            del node.parent.children[node.key]
-            if isinstance(node.parent, Root) and not node.parent.children:
-                del self._roots[node.parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
-            removed, gone = node, node.blocks + gone
+            gone, removed = node.blocks + node.window_blocks, [node]
+            self._detach(node)
         if len(gone) == 1:
             return removed, ()
         others = [each for each in gone if each != block]
         for each in others:
             del self._node_of_block[each]
         return removed, others
+
+    def _prune(self, node: PrefixNode) -> list[PrefixNode]:
+        """Remove a node without blocks, and those in front of it that have none either, up to one that is of use."""
+        removed = []
+        while node.parent is not None and not node.children and not node.window_blocks:
+            parent = node.parent
+            self._detach(node)
+            removed.append(node)
+            node = parent
+        return removed
+
+    def _detach(self, node: PrefixNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        if isinstance(parent, Root) and not parent.children:
+            del self._roots[parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
         """Whether, among the `most` newest salts, another one than `salt` has a prefix that begins with this block."""

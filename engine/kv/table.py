@@ -68,13 +68,12 @@ class BlockTable:
 
     # -- growing and shrinking --------------------------------------------------------------------------------
 
-    def extend(self, blocks: Sequence[int]) -> None:
-        """Add blocks to the groups that keep all tokens, the same number to each."""
+    def extend(self, end: int, blocks: Sequence[int]) -> None:
+        """Make the table `end` long, with more blocks for each group that keeps all tokens."""
         full = self.layout.full_groups
-        end = self._width + len(blocks) // full
         if end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
-        self._ids[:full, self._width : end] = blocks if full == 1 else np.reshape(blocks, (full, -1))
+        self._ids[:full, self._width : end] = blocks if full == 1 else np.reshape(blocks, (full, end - self._width))
         self._set_width(end)
         self._set_capacity()
 

@@ -35,9 +35,11 @@ class Place(NamedTuple):
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[Place]:
     """A place for each layer: those whose window is within the layout's share the groups that have one.
 
-    Raises ModelError if layers of different shapes would share memory.
+    Raises ModelError if layers of different shapes would share memory, or one keeps all tokens and no group does.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
+    if not layout.full_groups and not all(windowed):
+        raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache is laid out for windows alone")
     counts = {True: layout.window_groups, False: layout.full_groups}
     size = max(-(-windowed.count(kind) // count) for kind, count in counts.items() if count)
     before, places = {True: layout.full_groups * size, False: 0}, []

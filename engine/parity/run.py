@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def layout(self) -> KVLayout:
-        """How the KV cache of a long context would be laid out."""
+        """How the KV cache of a long context would be laid out, unless all layers have a window."""
         return cache_layout(kv_geometry(self.model.config), self.block_size, None).layout
 
 

@@ -109,7 +109,8 @@ class Admission:
                 Growth(now, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - now))
                 for other, now in zip(everyone, held, strict=True)
             ]
-            peak = saturating_peak(growths, layout) if layout.num_groups > 1 else future_peak(growths)
+            simple = layout.full_groups == layout.num_groups == 1
+            peak = future_peak(growths) if simple else saturating_peak(growths, layout)
         return layout.width(int(peak)) + self._kv.pool.num_used - sum(table.num_blocks for table in tables)
 
     def reserve(self, request: Request, running: Sequence[Request], shortage: int) -> Reservation:

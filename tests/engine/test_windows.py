@@ -15,8 +15,8 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.reconcile import reconcile
 
-#: Windows of 8 tokens in some layers: of 7 layers 6 have one in gemma3, of 3 layers 2 in the others.
-WINDOWED = ("gemma2", "gemma3", "gpt_oss")
+#: Windows of 8 tokens: in 6 of 7 layers of gemma3, in 2 of 3 of gemma2 and gpt_oss, in all 3 of mistral.
+WINDOWED = ("gemma2", "gemma3", "gpt_oss", "mistral")
 SIZE = 4
 LENGTHS = (50, 3, 21, 64)
 COUNT = 40
@@ -50,7 +50,8 @@ def outputs(arch: str, **settings: Any) -> tuple[list[list[int]], Any]:
 def test_layers_with_a_window_have_groups_of_their_own() -> None:
     assert layout_of("gemma3", SIZE) == KVLayout(SIZE, 1, 6, 8)
     assert layout_of("gpt_oss", SIZE) == KVLayout(SIZE, 1, 2, 8)
-    assert layout_of("llama", SIZE) == layout_of("mistral", SIZE) == KVLayout(SIZE)
+    assert layout_of("mistral", SIZE) == KVLayout(SIZE, 0, 1, 8)
+    assert layout_of("llama", SIZE) == KVLayout(SIZE)
     assert {arch for arch in ARCHITECTURES if layout_of(arch).window_groups} == set(WINDOWED)
 
 
@@ -68,8 +69,9 @@ def test_tokens_are_those_of_transformers_far_past_the_window(arch: str, budget:
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_preemption_changes_nothing(arch: str, caching: bool, mode: str) -> None:
-    """A pool that holds one of the long ones, and half of another."""
-    blocks = layout_of(arch, SIZE).num_blocks(LENGTHS[-1] + COUNT) * 3 // 2
+    """A pool that is too small for two of the long ones."""
+    layout = layout_of(arch, SIZE)
+    blocks = layout.num_blocks(LENGTHS[-1] + COUNT) * 3 // 2 if layout.full_groups else 2 * layout.num_blocks(8) + 1
     slots = 0 if mode == "recompute" else 2 * blocks
     found, stats = outputs(
         arch, num_blocks=blocks, preemption_mode=mode, swap_slots=slots, enable_prefix_caching=caching, headroom=0.0
@@ -81,9 +83,10 @@ def test_preemption_changes_nothing(arch: str, caching: bool, mode: str) -> None
 
 
 @pytest.mark.parametrize("policy", ["static", "serial", "fcfs"])
-def test_every_policy_serves_them(policy: str) -> None:
-    found, _ = outputs("gpt_oss", num_blocks=400, scheduling_policy=policy, max_model_len=120)
-    assert found == expected("gpt_oss")
+@pytest.mark.parametrize("arch", ["gpt_oss", "mistral"])
+def test_every_policy_serves_them(arch: str, policy: str) -> None:
+    found, _ = outputs(arch, num_blocks=400, scheduling_policy=policy, max_model_len=120)
+    assert found == expected(arch)
 
 
 @pytest.mark.parametrize("arch", WINDOWED)
@@ -122,14 +125,15 @@ def test_serve_holds_what_the_plan_says(tiny_model: Any, arch: str) -> None:
     """As many sequences of max_model_len tokens as max_num_seqs promises, at the same time, and no block less."""
     length, knobs = 120, {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": SIZE, "headroom": 0.0}
     knobs |= {"device": "cpu", "dtype": "float32", "max_model_len": length, "output_prediction": "none"}
-    engine = build_engine(EngineConfig(model=str(tiny_model(arch)), num_gpu_blocks_override=300, **knobs))
+    blocks = 300 if layout_of(arch, SIZE).full_groups else 40
+    engine = build_engine(EngineConfig(model=str(tiny_model(arch)), num_gpu_blocks_override=blocks, **knobs))
     plan = engine.plan
     assert plan is not None
     assert plan.layout == engine.scheduler.kv.layout == layout_of(arch, SIZE, length)
     assert plan.measured is not None
     assert {part.part: part.ratio for part in reconcile(plan, plan.measured)}["KV"] == 1
     count = plan.max_num_seqs
-    assert 300 // (plan.layout.num_groups * length // SIZE) < count < 16, "with all tokens in all layers it is fewer"
+    assert blocks // (plan.layout.num_groups * length // SIZE) < count < 16, "with all tokens in all layers it is fewer"
     for index in range(count):
         engine.add_request(str(index), prompt(20, index), sampling(max_tokens=length - 20))
     most, collector = 0, Collector(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,8 @@ def test_every_layer_has_a_place(full: int, windowed: int) -> None:
 @pytest.mark.parametrize(
     ("model", "longest", "reason"),
     [
-        (geometry(0, 32), None, "no layer is without one"),
+        (geometry(0, 32), None, "the context length is not known"),
+        (geometry(0, 32), 100, "it saves nothing in sequences of up to 100 tokens"),
         (geometry(16, 16, heads=4), None, "their KV is of another shape"),
         (geometry(12, 12, window=4096), 4096, "it saves nothing in sequences of up to 4,096 tokens"),
         (geometry(12, 0), None, None),
@@ -84,6 +86,14 @@ def test_published_configs() -> None:
     assert layout("openai--gpt-oss-20b") == KVLayout(16, 1, 1, 128)
     assert layout("meta-llama--Meta-Llama-3.1-8B") == KVLayout(16)
     assert layout("google--gemma-4-26B-A4B") == KVLayout(16), "its full layers have other heads"
+
+
+def test_windows_alone_make_one_group() -> None:
+    found = cache_layout(geometry(0, 32, window=4096), 16, 32768)
+    assert found.layout == KVLayout(16, 0, 1, 4096)
+    assert found.bytes_per_token(BF16) == geometry(0, 32).cached_bytes_per_token(BF16)
+    assert found.layout.num_blocks(32768) == 257
+    assert (found.layout.longest(257), found.layout.longest(256)) == (sys.maxsize, 256 * 16)
 
 
 LAYOUTS = st.builds(KVLayout, st.integers(1, 32), st.integers(1, 3), st.integers(0, 5), st.integers(1, 200))

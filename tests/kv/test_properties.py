@@ -24,7 +24,7 @@ PROMPTS = st.tuples(st.sampled_from(TEXTS), st.integers(1, 50), st.lists(st.inte
 )
 #: Windows of less than a block, of a block and a bit, of all but the longest.
 WINDOWS = st.sampled_from([1, 2, 3, 8, 9, 10, 18, 30, 41])
-LAYOUTS = st.just(KVLayout(BLOCK)) | st.builds(KVLayout, st.just(BLOCK), st.integers(1, 2), st.integers(1, 3), WINDOWS)
+LAYOUTS = st.just(KVLayout(BLOCK)) | st.builds(KVLayout, st.just(BLOCK), st.integers(0, 2), st.integers(1, 3), WINDOWS)
 SALTS = st.sampled_from(["", "", "tenant"])
 
 
@@ -178,6 +178,7 @@ class KVLife(RuleBasedStateMachine):
         self.kv.reset_prefix_cache()
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
         assert len(self.kv.prefixes) == 0
+        assert not self.kv.prefixes._roots
         assert self.kv._writers.requests() == []
 
 

@@ -185,6 +185,29 @@ def test_pins_count_their_windows_against_the_cap() -> None:
     driver.kv.pins.pin(tokens(144), "", None, now=0.0)
 
 
+def test_with_windows_alone_nodes_without_blocks_stay_while_there_are_any_behind_them() -> None:
+    driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
+    driver.serve(tokens(400))
+    assert driver.kv.pool.num_cached == 25
+    assert hit(driver, [*tokens(400), 1]) == 400
+    forget_windows(driver, tokens(400), 0, 22)
+    assert driver.kv.pool.num_cached == 3
+    assert hit(driver, [*tokens(400), 1]) == 400, "three blocks are all that it sees"
+    assert hit(driver, [*tokens(380), 1]) == 0
+    request = driver.come([*tokens(400), 1])
+    for _ in range(100):
+        driver.step({request: 1})
+    assert driver.kv.pool.num_used == 4
+    driver.leave(request)
+    driver.kv.pins.pin(tokens(400), "", None, now=0.0)
+    driver.kv.reset_prefix_cache()
+    assert hit(driver, [*tokens(400), 1]) == 400
+    driver.kv.pins.delete("pin-1")
+    driver.kv.reset_prefix_cache()
+    assert len(driver.kv.prefixes) == 0
+    assert not driver.kv.prefixes._roots
+
+
 def test_sources_that_become_destinations_change_places() -> None:
     """With no other blocks left, those of the source become those of the copy, each in the group where it was."""
     driver = driver_of(3)

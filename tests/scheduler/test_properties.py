@@ -15,7 +15,7 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 
 #: Mostly without windows; with windows of less than a block, and of several.
-LAYOUTS = [KVLayout(BLOCK)] * 3 + [KVLayout(BLOCK, 1, 1, 9), KVLayout(BLOCK, 1, 2, 40), KVLayout(BLOCK, 2, 3, 60)]
+LAYOUTS = [KVLayout(BLOCK)] * 3 + [KVLayout(BLOCK, 1, 1, 9), KVLayout(BLOCK, 1, 2, 40), KVLayout(BLOCK, 0, 1, 40)]
 #: Preemption mode, slots of host memory, seconds that a block takes (a step takes one).
 SWAPS = [("recompute", 0, 0.0), ("swap", 3, 0.0), ("swap", 100, 0.0), ("auto", 100, 1e-4), ("auto", 100, 0.1)]
 PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]

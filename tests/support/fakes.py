@@ -85,13 +85,12 @@ class FakeExecutor:
 
     def _read(self, row: ScheduledRow) -> RowResult:
         end = row.start + row.num_tokens
-        seen = self.kv[row.block_table[0]].reshape(-1)[:end].tolist()
         for group, table in enumerate(row.block_table):
             # What the first token of the row sees, and all after it.
             start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
             held = self.kv[table].reshape(-1)[start:end].tolist()
             assert held == row.sequence.token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
-        return RowResult(token_id=next_token(seen) if row.sample else None)
+        return RowResult(token_id=next_token(row.sequence.token_ids[:end]) if row.sample else None)
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: float = 0.0, **more: object) -> Request:
