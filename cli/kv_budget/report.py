@@ -68,7 +68,8 @@ def _formula(found: Findings) -> list[str]:
         return lines
     lines.append(
         f"blocks     {human_bytes(plan.available_kv_bytes)} / {human_bytes(plan.block_bytes)} = {plan.num_blocks:,} "
-        f"blocks = {plan.num_tokens:,} tokens; {plan.headroom_blocks:,} of them are headroom at admission"
+        f"blocks = {plan.num_tokens:,} tokens{' in all layers' if plan.layout.window_groups else ''}; "
+        f"{plan.headroom_blocks:,} of them are headroom at admission"
     )
     lines.append(
         f"sequences  {plan.num_blocks:,} blocks / {_blocks_of_one(plan)} = "

@@ -303,11 +303,11 @@ def test_read_fields_prefers_what_the_file_says() -> None:
     assert fields.get("no_such", default=7) == 7
 
 
-def test_e05_the_figure_of_this_allocator_and_of_one_that_frees_windows() -> None:
+def test_e05_the_figures_with_all_tokens_kept_and_with_windows_freed() -> None:
     geometry = kv_geometry(read_config_file(CONFIGS / "openai--gpt-oss-20b_config.json"))
-    here = 32 * 8192 * geometry.cached_bytes_per_token(BF16)
+    kept = 32 * 8192 * geometry.cached_bytes_per_token(BF16)
     freed = 32 * geometry.bytes_with_windows_freed(8192, BF16)
-    assert here == 12 << 30
+    assert kept == 12 << 30
     assert freed / (1 << 30) == pytest.approx(6.09, abs=0.005)
 
 
