@@ -80,6 +80,7 @@ def engine_spec(key: str, entry: Mapping[str, Any]) -> EngineSpec:
 
 
 def _filled(entry: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """A class's table with the default's kinds of GPU where it has none of its own, but not with their errors."""
+    """A class's table with the default's shares where it states none of its own, but not with their errors."""
     kinds = {kind: {name: own[name] for name in own if name != "error"} for kind, own in default["on"].items()}
-    return {**default, **entry, "on": {**kinds, **entry["on"]}}
+    own = {kind: {**kinds.get(kind, {}), **shares} for kind, shares in entry["on"].items()}
+    return {**default, **entry, "on": {**kinds, **own}}

@@ -11,6 +11,8 @@ What misses by more than 30 % among the checks, and why as far as the sources te
   first tokens came, which counts against their throughput
 - prompts of 32,000 tokens of gpt-oss on an A100: its attention with sinks is much slower there than on an H100
 - gpustack-quant-*: TTFT shows that all 1,000 requests ran at once, so that max_num_seqs was not vLLM's default
+- gpustack-qwen3-14b-h100-12 and -14 (SGLang): TPOT alone; it prefills in steps without decodes, here they are mixed
+- aic 70B under vLLM, 64 outputs of 8,192: its type of KV is unknown, taken for fp8
 - four output tokens for each prompt of 128 (gpustack-*-9, -11): TPOT is then the time of three steps full of prefills
 
 python tests/bench/bench_published.py [PART OF AN ID ...]       ten minutes on two cores

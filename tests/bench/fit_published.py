@@ -2,22 +2,26 @@
 
 For each engine class: the step, layer and row costs, and for each kind of GPU the shares that its rows tell something
 about. The most probable values are taken: errors of logarithms (absolute, so that outliers do not decide), and a normal
-prior of each constant's logarithm around the default, which holds what few rows would otherwise overfit.
+prior of each constant's logarithm, which holds what few rows would otherwise overfit: for the default class around what
+is typical, for the others around the default class's of the file.
 
-Loads at a rate make other steps with other constants: after a change of formulas, fit, write the file, and fit again.
+So fit the default, write it to the file, then fit the others. Loads at a rate make other steps with other constants:
+after a change of formulas, do so twice.
 
 `--leave-out` fits each class to its rows of all sources but one, and prints the errors on that one.
 
-python tests/bench/fit_published.py [CLASS ...]       ten minutes
-python tests/bench/fit_published.py --leave-out [CLASS ...]       ten minutes more
+python tests/bench/fit_published.py [CLASS ...]       half an hour
+python tests/bench/fit_published.py --leave-out [CLASS ...]       longer
 """
 
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -28,9 +32,9 @@ from published import Row, read_rows
 from published_loads import Steps, published_cost, steps_of
 
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.profiles.engines import engine_spec
+from llmsched.profiles.engines import EngineSpec, engine_spec, find_engine
 
-#: Typical engines and GPUs: the centre of the prior.
+#: What is typical of engines and GPUs: the centre of the default's prior.
 COSTS = {"step_us": 450.0, "layer_us": 42.0, "row_us": 11.0}
 SHARES = {"matrix": 0.7, "matrix_fp8": 0.6, "matrix_fp8_block": 0.45, "bandwidth": 0.78, "kv": 0.85, "decode": 0.35}
 SHARES |= {"attention": 0.7, "experts": 0.55}
@@ -43,19 +47,37 @@ LEAST_CHANGE = 0.01
 #: Nothing reads faster than the datasheet says, or multiplies much faster than the best products that were profiled.
 MOST = {"matrix": 0.85, "matrix_fp8": 0.8, "matrix_fp8_block": 0.8, "attention": 1.0}
 MOST |= {"bandwidth": 0.95, "kv": 0.95, "decode": 8.0, "experts": 1.0}
+#: Descents after the first, and the factor up to which they start away from the best.
+RESTARTS, JUMP = 4, 1.4
 #: Shares by the arithmetic of a model's matrices.
 MATRICES = {"bf16": "", "fp8": "_fp8", "fp8_block": "_fp8_block"}
 
 Constants = dict[tuple[str, str], float]
 
 
-def spec_of(constants: Constants) -> dict[str, object]:
-    """The table of engines.toml that the constants make."""
-    on: dict[str, dict[str, float]] = {"default": dict(SHARES)}
-    for (kind, name), value in constants.items():
-        if kind != "costs":
-            on.setdefault(kind, {})[name] = value
-    return {name: constants["costs", name] for name in COSTS} | {"on": on}
+class Prior:
+    """The centre of each constant's prior for an engine class."""
+
+    def __init__(self, name: str) -> None:
+        default = find_engine("default")
+        table = {kind: {key: own[key] for key in SHARES} for kind, own in _shares(default).items()}
+        shipped = {key: getattr(default, key.replace("_us", "_seconds")) * 1e6 for key in COSTS}
+        self.costs = COSTS if name == "default" else shipped
+        self._kinds = {} if name == "default" else table
+
+    def shares(self, kind: str) -> dict[str, float]:
+        return self._kinds.get(kind, SHARES)
+
+    def spec(self, name: str, constants: Constants) -> EngineSpec:
+        """The engine class that the constants make."""
+        kinds = {kind for kind, _ in constants if kind != "costs"}
+        own = {kind: {key: value for (other, key), value in constants.items() if other == kind} for kind in kinds}
+        on = {"default": SHARES} | {kind: self.shares(kind) | own[kind] for kind in kinds}
+        return engine_spec(name, {key: constants["costs", key] for key in COSTS} | {"on": on})
+
+
+def _shares(engine: EngineSpec) -> dict[str, dict[str, float]]:
+    return {kind: asdict(share) for kind, share in engine.shares.items()}
 
 
 class Fit:
@@ -68,8 +90,11 @@ class Fit:
         kinds = sorted(kind for kind, count in counts.items() if count >= LEAST_ROWS)
         self.steps = [each for each in fitted if kind_of(each.row) in kinds]
         self.works = {each.row.id: each.row.work() for each in steps}
-        self.start: Constants = {("costs", key): value for key, value in COSTS.items()}
-        self.start |= {(kind, key): value for kind in kinds for key, value in SHARES.items() if self._told(kind, key)}
+        self.prior = Prior(name)
+        self.start: Constants = {("costs", key): value for key, value in self.prior.costs.items()}
+        for kind in kinds:
+            shares = self.prior.shares(kind)
+            self.start |= {(kind, key): value for key, value in shares.items() if self._told(kind, key)}
 
     def _told(self, kind: str, share: str) -> bool:
         """Whether rows of this kind of GPU tell about the share."""
@@ -83,14 +108,14 @@ class Fit:
         return True
 
     def loss(self, constants: Constants) -> float:
-        spec = engine_spec(self.name, spec_of(constants))
+        spec = self.prior.spec(self.name, constants)
         total = 0.0
         for each in self.steps:
             cost = Roofline(self.works[each.row.id], each.row.gpu, spec, dtype=each.row.dtype)
             total += sum(abs(error) for error in errors(each, cost)) / ROW_SPREAD
         for (kind, name), value in constants.items():
-            centre, spread = (COSTS[name], COST_SPREAD) if kind == "costs" else (SHARES[name], SHARE_SPREAD)
-            total += (math.log(value / centre) / spread) ** 2 / 2
+            spread = COST_SPREAD if kind == "costs" else SHARE_SPREAD
+            total += (math.log(value / self.start[kind, name]) / spread) ** 2 / 2
         return total
 
 
@@ -108,21 +133,34 @@ def errors(steps: Steps, cost: Roofline) -> list[float]:
     return [math.log(predicted / published) for predicted, published in pairs]
 
 
-def search(loss: Callable[[Constants], float], start: Mapping[tuple[str, str], float]) -> Constants:
+def search(loss: Callable[[Constants], float], start: Constants) -> Constants:
+    """The best of several descents, from `start` and from places around the best so far: there are local minima."""
+    rng = random.Random(0)
+    best = descend(loss, start)
+    for _ in range(RESTARTS):
+        moved = {key: bounded(key, value * JUMP ** rng.uniform(-1, 1)) for key, value in best.items()}
+        best = min(best, descend(loss, moved), key=loss)
+    return best
+
+
+def descend(loss: Callable[[Constants], float], start: Constants) -> Constants:
     """Coordinate search: each constant up and down by a factor that shrinks until it is 1 %."""
-    best, least, factor = dict(start), loss(dict(start)), 1.3
+    best, least, factor = dict(start), loss(start), 1.3
     while factor > 1.01:
         improved = False
         for key in start:
             for tried in (best[key] * factor, best[key] / factor):
-                value = min(tried, MOST.get(key[1], tried))
-                found = loss(best | {key: value})
+                found = loss(best | {key: bounded(key, tried)})
                 if found < least - 1e-6:
-                    best, least, improved = best | {key: value}, found, True
+                    best, least, improved = best | {key: bounded(key, tried)}, found, True
                     break
         if not improved:
             factor = 1 + (factor - 1) / 2
     return best
+
+
+def bounded(key: tuple[str, str], value: float) -> float:
+    return min(value, MOST.get(key[1], value))
 
 
 def record(rows: list[Row]) -> list[Steps]:
@@ -137,7 +175,7 @@ def table(name: str, found: Constants, start: Constants) -> str:
         lines.append(f"[{name}]" if kind == "costs" else f"\n[{name}.on.{kind}]")
         own = [(key, value) for (other, key), value in found.items() if other == kind]
         moved = [each for each in own if kind == "costs" or abs(each[1] / start[kind, each[0]] - 1) > LEAST_CHANGE]
-        lines += [f"{key} = {value:.3g}" for key, value in moved]
+        lines += [f"{key} = {float(f'{value:.3g}'):g}" for key, value in moved]
     return "\n".join(lines)
 
 
@@ -150,7 +188,7 @@ def leave_out(name: str, steps: list[Steps]) -> None:
     """Errors on each source's rows of constants that were fitted to the others."""
     for source in dict.fromkeys(each.row.source for each in steps):
         fit = Fit(name, [each for each in steps if each.row.source != source])
-        spec = engine_spec(name, spec_of(search(fit.loss, fit.start)))
+        spec = fit.prior.spec(name, search(fit.loss, fit.start))
         sizes: dict[str, list[float]] = {"TPOT": [], "throughput": []}
         for each in (each for each in steps if each.row.source == source):
             found = each.figures(Roofline(each.row.work(), each.row.gpu, spec, dtype=each.row.dtype))

@@ -1,6 +1,7 @@
-"""Published measurements (tests/data/measurements.jsonl), and each of their loads run through the real scheduler.
+"""Published measurements (measurements*.jsonl in tests/data), and what the engines and GPUs behind them were.
 
-What a row does not state is what its engine does by default. A load is run with the model's memory plan on that GPU.
+
+What a row does not state is what its engine does by default. How its load is run is in published_loads.py.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ GPUS = {
     "H20": "h20",
     "L40S": "l40s",
     "RTX 3090": "rtx3090",
+    "RTX 4090": "rtx4090",
     "RTX 4070 Laptop": "laptop-rtx4070",
 }
 #: Classes of engines.toml by how the rows begin.
@@ -207,9 +209,9 @@ def _drafts(content: str) -> ModelDraft:
 
 
 def read_rows() -> list[Row]:
-    """All rows, in the order of the file."""
-    lines = (DATA / "measurements.jsonl").read_text(encoding="utf-8").splitlines()
-    return [_row(json.loads(line)) for line in lines]
+    """All rows, in the order of the files."""
+    texts = ((DATA / name).read_text(encoding="utf-8") for name in ("measurements.jsonl", "measurements_more.jsonl"))
+    return [_row(json.loads(line)) for text in texts for line in text.splitlines()]
 
 
 def _row(line: dict[str, Any]) -> Row:
