@@ -1,6 +1,5 @@
 """Published measurements (measurements*.jsonl in tests/data), and what the engines and GPUs behind them were.
 
-
 What a row does not state is what its engine does by default. How its load is run is in published_loads.py.
 """
 
