@@ -18,6 +18,7 @@ from llmsched.engine.kv.quantised import weight_format
 from llmsched.engine.kv.recall import Recall
 from llmsched.engine.kv.shape import inner_size
 from llmsched.engine.kv.weights import parameters_of
+from llmsched.engine.model.source import one_line
 
 #: How matrices are multiplied: in 16 bits (or in float32, where that is the type of activations), in fp8 with one scale
 #: for a whole matrix or row, or in fp8 with a scale for each block, which takes longer.
@@ -86,8 +87,15 @@ def model_work(
     kv_dtype_bytes that of KV (default: the same).
 
     A checkpoint with fp8 weights and activations is multiplied in fp8, other quantised ones in 16 bits. Raises
-    ModelError where the parameters cannot be counted, or the config does not say enough.
+    ModelError where the parameters cannot be counted, the config does not say enough, or what it says cannot be.
     """
+    try:
+        return _read_work(config, dtype_bytes, kv_dtype_bytes or dtype_bytes, recall)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
+        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
+
+
+def _read_work(config: Mapping[str, Any], dtype_bytes: int, kv_bytes: int, recall: Recall | None) -> ModelWork:
     fields = read_fields(config, recall)
     parameters, _ = parameters_of(config, fields, recall)
     hidden, vocab = fields.get("hidden_size", "n_embd", "d_model"), fields.get("vocab_size")
@@ -98,21 +106,31 @@ def model_work(
     groups = reader.geometry().groups
     layers = len(reader.layer_names())
     vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
-    count = fields.get("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    count, chosen = _experts(fields) if parameters.experts else (0, 0)
     dense, experts = _matrices(parameters, fields, dtype_bytes)
-    kv_bytes = kv_dtype_bytes or dtype_bytes
     return ModelWork(
         layers=layers,
         dense=dense,
         experts=experts,
-        num_experts=int(count) if parameters.experts else 0,
-        experts_per_token=int(fields.get("num_experts_per_tok", "top_k_experts", "moe_topk", default=1)),
+        num_experts=count,
+        experts_per_token=chosen,
         head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
         vector_bytes=layers * vectors * dtype_bytes,
         state_bytes=2.0 * sum(group.layers * group.state_bytes for group in groups),
         attention=tuple(_attention(group, fields, reader, kv_bytes) for group in groups if group.kind != "state"),
         window=max((group.window for group in groups if group.window is not None), default=None),
     )
+
+
+def _experts(fields: Fields) -> tuple[int, int]:
+    """Routed experts of a layer, and how many of them a token goes through."""
+    count = int(fields.get("num_local_experts", "num_experts", "n_routed_experts"))
+    chosen = fields.get("num_experts_per_tok", "top_k_experts", "moe_topk")
+    if chosen is None or not 1 <= int(chosen) <= count:
+        raise ModelError(
+            f"config sends a token through {chosen} of {count} experts; from 1 to all of them is understood"
+        )
+    return count, int(chosen)
 
 
 def _matrices(parameters: Parameters, fields: Fields, dtype_bytes: int) -> tuple[Matrices, Matrices]:

@@ -157,6 +157,21 @@ def test_what_cannot_be_simulated_is_refused() -> None:
                     "vocab_size": 100}, dtype_bytes=2)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_experts_per_tok": 0}, "through 0 of 128 experts"),
+        ({"num_experts_per_tok": 129}, "through 129 of 128 experts"),
+        ({"num_experts_per_tok": "all"}, "expected int, got str"),
+        ({"vocab_size": "many"}, "expected int, got str"),
+        ({"moe_intermediate_size": [1]}, "cannot be a size"),
+    ],
+)
+def test_a_config_with_impossible_numbers_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        work("Qwen--Qwen3-30B-A3B", **settings)
+
+
 def test_swap_goes_over_the_link() -> None:
     model = work(LLAMA)
     fast, slow = (Roofline(model, find_gpu(gpu), IDEAL).swap_seconds(1 << 30) for gpu in ("h100", "a100-80gb"))
