@@ -37,14 +37,12 @@ class StaticScheduler(Scheduler):
         return list(self.running)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request; its blocks stay taken while other members run."""
-        if request.status is not RequestStatus.RUNNING or len(self.running) == 1:
-            super().finish(request, reason)
-            self._release_batch()
-            return
-        self.kv.held.add(request)
-        super().finish(request, reason)
+        """End a request; its blocks stay taken while other members run.
 
-    def _release_batch(self) -> None:
+        Those of one that fails come free: amid a step it has more of windows than was reserved for it.
+        """
+        if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
+            self.kv.held.add(request)
+        super().finish(request, reason)
         if not self.running:
             self.kv.held.release()

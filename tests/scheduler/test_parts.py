@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.headroom import HeadroomControl
@@ -241,6 +243,31 @@ def test_static_batch_lives_until_its_longest_member_ends_and_reserves_for_the_m
         harness.step()
     harness.run()
     assert_right(short, long, late, other, after)
+    assert harness.scheduler.kv.pool.num_used == 0
+
+
+def test_a_member_of_a_static_batch_that_fails_amid_a_chunk_keeps_nothing_that_others_count_on() -> None:
+    """For its chunk it had more blocks in layers with a window than the batch reserved for it."""
+    layout = KVLayout(16, 1, 2, 40)
+    blocks = 2 * layout.num_blocks(160)
+    harness = Harness(blocks, 400, 2, scheduling_policy="static", max_model_len=160, layout=layout)
+    failing = harness.add(make_request("failing", tokens(120), 8))
+    other = harness.add(make_request("other", tokens(5, seed=1), 150))
+    execute, held = harness.executor.execute, 0
+
+    def fails(plan: StepPlan) -> StepResult:
+        nonlocal held
+        result = execute(plan)
+        for row, found in zip(plan.rows, result.rows, strict=True):
+            if row.sequence is failing and row.sample:
+                held, found.error = table_of(failing).num_blocks, "not a number"
+        return result
+
+    harness.executor.execute = fails  # type: ignore[method-assign]
+    harness.run()
+    assert held > layout.num_blocks(160)
+    assert failing.finish_reason is FinishReason.ERROR
+    assert_right(other)
     assert harness.scheduler.kv.pool.num_used == 0
 
 
