@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.detailed import read_request
-from llmsched.cli.bench.story import saved_entries, seen
+from llmsched.cli.bench.output.detailed import read_request
+from llmsched.cli.bench.output.story import saved_entries, seen
 from llmsched.engine.errors import LlmschedError
 
 _URL = "http://127.0.0.1:8000"

@@ -10,15 +10,15 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.bench.compare.mode import bench_variants, refuse_server
 from llmsched.cli.bench.knee.mode import bench_knee
-from llmsched.cli.bench.load_options import LoadOptions, with_load_options
+from llmsched.cli.bench.load.options import LoadOptions, with_load_options
 from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.options import ServerFlags, with_server_options, with_slo_options
-from llmsched.cli.bench.outputs import Outputs, with_output_options
+from llmsched.cli.bench.output.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.mode import bench_self
-from llmsched.cli.bench.simulated import open_simulated
-from llmsched.cli.bench.targets import Plan, http_options, open_model, open_server, refuse_server_flags
+from llmsched.cli.bench.target.simulated import open_simulated
+from llmsched.cli.bench.target.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
 from llmsched.cli.profile import found_for_others, with_profile
 from llmsched.engine.errors import LlmschedError

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from llmsched.cli.bench.client import Endpoint
+from llmsched.cli.bench.target.client import Endpoint
 from llmsched.cli.options import duration as parse_duration
 from llmsched.cli.options import with_options
 from llmsched.engine.errors import LlmschedError

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.report import Subject
-from llmsched.cli.bench.tables import Table
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.output.report import Subject
+from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart
 
 

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmsched.cli.bench.client import Target
-from llmsched.cli.bench.lag import loop_lags, settled_heap
-from llmsched.cli.bench.live import LiveFigures
-from llmsched.cli.bench.load import Load, run_load
-from llmsched.cli.bench.measure import Measurement, measure
-from llmsched.cli.bench.placing import CountTokens
-from llmsched.cli.bench.record import RequestRecord
-from llmsched.cli.bench.sampling import Memory, Sample, sampled
+from llmsched.cli.bench.figures.lag import loop_lags, settled_heap
+from llmsched.cli.bench.figures.measure import Measurement, measure
+from llmsched.cli.bench.figures.placing import CountTokens
+from llmsched.cli.bench.figures.record import RequestRecord
+from llmsched.cli.bench.load.load import Load, run_load
+from llmsched.cli.bench.output.live import LiveFigures
+from llmsched.cli.bench.target.client import Target
+from llmsched.cli.bench.target.sampling import Memory, Sample, sampled
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 

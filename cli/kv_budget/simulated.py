@@ -10,7 +10,7 @@ from llmsched.cli.kv_budget.findings import Findings
 from llmsched.profiles.calibrated import LOCAL
 
 if TYPE_CHECKING:
-    from llmsched.cli.bench.measure import Measurement
+    from llmsched.cli.bench.figures.measure import Measurement
     from llmsched.engine.blueprint import Blueprint
 
 #: Length of the sequences where no question names one, and the share of it that is prompt.
@@ -34,8 +34,8 @@ def serve(found: Findings, device: str) -> Served | None:
 
     Raises ConfigError for a device that was not calibrated.
     """
-    from llmsched.cli.bench.simulated import simulate_workload
-    from llmsched.cli.bench.workload import Workload
+    from llmsched.cli.bench.load.synthetic import Workload
+    from llmsched.cli.bench.target.simulated import simulate_workload
     from llmsched.engine.blueprint import gpu_blueprint, local_blueprint
     from llmsched.engine.latency import Slo
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.load_options import LoadOptions, with_load_options
+from llmsched.cli.bench.load.options import LoadOptions, with_load_options
 from llmsched.cli.bench.options import with_slo_options
 from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated

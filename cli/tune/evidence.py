@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.tune.space import Demand, Setting
 from llmsched.engine.latency import RequestLatency, Summary, statistic, summarise
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
-from llmsched.cli.bench.simulated import make_blueprint
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.bench.target.simulated import make_blueprint
 from llmsched.cli.options import EngineOptions
 from llmsched.cli.tune.objective import Evidence, Goal
 from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.report import Subject as BenchSubject
-from llmsched.cli.bench.report import headline, how_sure
-from llmsched.cli.bench.tables import Table
+from llmsched.cli.bench.output.report import Subject as BenchSubject
+from llmsched.cli.bench.output.report import headline, how_sure
+from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.page import Page
 from llmsched.cli.tune.charts import curve
 from llmsched.cli.tune.job import Outcome

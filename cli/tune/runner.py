@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from llmsched.cli.bench.inprocess import EngineTarget, running
-from llmsched.cli.bench.prompts import TokenizerEncode, usable_ids
+from llmsched.cli.bench.load.prompts import TokenizerEncode, usable_ids
 from llmsched.cli.bench.run import run_workload, warm_up
+from llmsched.cli.bench.target.inprocess import EngineTarget, running
 from llmsched.cli.tune.evidence import Run, run_of
 from llmsched.cli.tune.simulate import Asked, simulated_run
 from llmsched.cli.tune.space import Setting

@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.measure import measure
-from llmsched.cli.bench.prompts import COMMON_IDS, Encode, WordEncode
-from llmsched.cli.bench.virtual import simulate_load
+from llmsched.cli.bench.figures.measure import measure
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.load.prompts import COMMON_IDS, Encode, WordEncode
+from llmsched.cli.bench.target.virtual import simulate_load
 from llmsched.cli.tune.evidence import Run, run_of
 from llmsched.cli.tune.portion import Portion
 from llmsched.cli.tune.space import Demand, Setting

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.load_flags import LoadFlags
-from llmsched.cli.bench.load_options import make_load
-from llmsched.cli.bench.prompts import Encode, TokenizerEncode
-from llmsched.cli.bench.traces.formats import TraceFormat
-from llmsched.cli.bench.traces.read import read_trace
-from llmsched.cli.bench.traces.times import TimestampUnit
+from llmsched.cli.bench.load.flags import LoadFlags
+from llmsched.cli.bench.load.options import make_load
+from llmsched.cli.bench.load.prompts import Encode, TokenizerEncode
+from llmsched.cli.bench.load.traces.formats import TraceFormat
+from llmsched.cli.bench.load.traces.read import read_trace
+from llmsched.cli.bench.load.traces.times import TimestampUnit
 from llmsched.cli.workload.advice import advise
 from llmsched.cli.workload.figures import arrival_figures, length_figures
 from llmsched.cli.workload.prefixes import prefix_figures

@@ -17,10 +17,10 @@ import time
 import torch
 
 from llmsched.cli.bench.compare.mode import bench_variants
-from llmsched.cli.bench.lengths import parse_lengths
+from llmsched.cli.bench.load.lengths import parse_lengths
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.bench.targets import Plan
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.targets import Plan
 from llmsched.cli.options import EngineOptions
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent

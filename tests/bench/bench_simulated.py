@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmsched.cli.bench.inprocess import EngineTarget, running
-from llmsched.cli.bench.lengths import parse_lengths
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.prompts import usable_ids
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.load.lengths import parse_lengths
+from llmsched.cli.bench.load.prompts import usable_ids
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import run_workload, warm_up
-from llmsched.cli.bench.simulated import simulate_workload
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.inprocess import EngineTarget, running
+from llmsched.cli.bench.target.simulated import simulate_workload
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.tune.objective import Evidence, Trial, rate_in_words
 from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
 from llmsched.cli.tune.runner import EngineRunner

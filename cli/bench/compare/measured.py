@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llmsched.cli.bench.compare.run import Done, Task
 from llmsched.cli.bench.compare.usage import Meter
-from llmsched.cli.bench.inprocess import EngineTarget, running
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.prompts import usable_ids
-from llmsched.cli.bench.report import Subject
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.load.prompts import usable_ids
+from llmsched.cli.bench.output.report import Subject
 from llmsched.cli.bench.run import send_workload, warm_up
+from llmsched.cli.bench.target.inprocess import EngineTarget, running
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress
 

@@ -9,8 +9,8 @@ from llmsched.cli.bench.compare.simulated import Blueprints
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
-from llmsched.cli.bench.simulated import refuse_warmup
-from llmsched.cli.bench.targets import Plan
+from llmsched.cli.bench.target.simulated import refuse_warmup
+from llmsched.cli.bench.target.targets import Plan
 from llmsched.cli.options import EngineOptions
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from llmsched.cli.bench.compare.usage import Meter, Usage, usage
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.record import RequestRecord
-from llmsched.cli.bench.report import Subject
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.figures.record import RequestRecord
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.output.report import Subject
 from llmsched.cli.bench.run import Run
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.latency import Slo

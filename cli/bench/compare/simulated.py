@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from llmsched.cli import render
 from llmsched.cli.bench.compare.run import Done, Task
 from llmsched.cli.bench.compare.usage import Meter
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.report import Subject
-from llmsched.cli.bench.simulated import make_blueprint, simulate_run
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.output.report import Subject
+from llmsched.cli.bench.target.simulated import make_blueprint, simulate_run
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress

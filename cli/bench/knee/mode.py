@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from llmsched.cli.bench.client import TargetUnreachableError
 from llmsched.cli.bench.knee.report import as_json, charts, notes, show, table
 from llmsched.cli.bench.knee.run import Wish, check, explore
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.bench.report import as_json as run_as_json
+from llmsched.cli.bench.output.report import as_json as run_as_json
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.cli.bench.target.client import TargetUnreachableError
+from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 

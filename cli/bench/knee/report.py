@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench import report
+from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.knee.run import Found, Point
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.tables import Table
-from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.cli.bench.output import report
+from llmsched.cli.bench.output.tables import Table
+from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.cli.chart import Chart, Series
 
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.knee.search import Goal, Knee, find_knee
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.targets import Opened, Plan
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent

@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 
-from llmsched.cli.bench.client import HttpOptions, HttpTarget
-from llmsched.cli.bench.measure import LAG_LIMIT_S, Measurement
-from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.figures.measure import LAG_LIMIT_S, Measurement
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import run_workload
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Arrival, Slo, request_latency, steady_rate, summarise
 from llmsched.engine.progress import Progress, silent

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmsched.cli.bench.arrivals import Arrivals, Times
+from llmsched.cli.bench.load.arrivals import Arrivals, Times
 from llmsched.engine.errors import LlmschedError
 
 

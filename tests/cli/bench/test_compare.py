@@ -15,9 +15,9 @@ from llmsched.cli.bench.compare.report import as_json
 from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other
 from llmsched.cli.bench.compare.usage import Meter, usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
-from llmsched.cli.bench.record import Chunk, RequestRecord
+from llmsched.cli.bench.figures.record import Chunk, RequestRecord
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import Run
-from llmsched.cli.bench.workload import Workload
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.use import KVUse

@@ -7,14 +7,14 @@ import asyncio
 import httpx
 import pytest
 
-from llmsched.cli.bench import connections
-from llmsched.cli.bench.client import HttpOptions, HttpTarget
-from llmsched.cli.bench.connections import Connections
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import run_workload
 from llmsched.cli.bench.selfcheck.server import ScriptedServer
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target import connections
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.cli.bench.target.connections import Connections
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

@@ -12,13 +12,13 @@ import pytest
 from fake_server import FakeServer, Script, end, event, steady, token, usage
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.client import HttpOptions, HttpTarget
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.placing import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
-from llmsched.cli.bench.prompts import COMMON_IDS
-from llmsched.cli.bench.report import Subject, as_json
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.output.report import Subject, as_json
 from llmsched.cli.bench.run import run_workload, warm_up
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

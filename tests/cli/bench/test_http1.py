@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.cli.bench.http1 import ChunkDecoder, Http1Transport
+from llmsched.cli.bench.target.http1 import ChunkDecoder, Http1Transport
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmsched.cli.bench.interval import p99_interval
+from llmsched.cli.bench.figures.interval import p99_interval
 
 
 def single(values: list[float]) -> list[tuple[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmsched.cli.bench.lengths import Lengths, parse_lengths
+from llmsched.cli.bench.load.lengths import Lengths, parse_lengths
 from llmsched.engine.errors import LlmschedError
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.lengths import parse_lengths
-from llmsched.cli.bench.load import PlannedRequest, run_load
-from llmsched.cli.bench.prompts import COMMON_IDS
-from llmsched.cli.bench.record import RequestFailed, RequestRecord
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.figures.record import RequestFailed, RequestRecord
+from llmsched.cli.bench.load.lengths import parse_lengths
+from llmsched.cli.bench.load.load import PlannedRequest, run_load
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.engine.errors import LlmschedError
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.bench.load import Load
-from llmsched.cli.bench.load_flags import LoadFlags
-from llmsched.cli.bench.load_options import make_load
-from llmsched.cli.bench.trace_load import TraceLoad
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.load.flags import LoadFlags
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.load.options import make_load
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.load.trace import TraceLoad
 from llmsched.engine.errors import LlmschedError
 
 DEFAULTS = {"num_prompts": 100, "input_len": 128, "output_len": 64}

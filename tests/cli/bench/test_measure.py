@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmsched.cli.bench.measure import measure
-from llmsched.cli.bench.placing import CHUNKS, EXACT, USAGE, arrivals
-from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.figures.measure import measure
+from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, USAGE, arrivals
+from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.engine.latency import Slo
 
 

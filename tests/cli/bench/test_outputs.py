@@ -12,15 +12,15 @@ from command_line import CommandLine
 from fake_server import FakeServer, Script, event, steady, token
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.client import HttpOptions, HttpTarget
-from llmsched.cli.bench.csv_file import COLUMNS, append_csv
-from llmsched.cli.bench.detailed import detailed_lines
-from llmsched.cli.bench.measure import Measurement
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.options import ItlTarget, parse_itl_target
-from llmsched.cli.bench.prompts import COMMON_IDS
-from llmsched.cli.bench.report import Subject, as_json
+from llmsched.cli.bench.output.csv_file import COLUMNS, append_csv
+from llmsched.cli.bench.output.detailed import detailed_lines
+from llmsched.cli.bench.output.report import Subject, as_json
 from llmsched.cli.bench.run import run_workload
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo

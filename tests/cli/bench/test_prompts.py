@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmsched.cli.bench.prompts import BLOCK, COMMON_IDS, OWN, WORDS, Part, RandomPrompt, Vocabulary
+from llmsched.cli.bench.load.prompts import BLOCK, COMMON_IDS, OWN, WORDS, Part, RandomPrompt, Vocabulary
 
 
 def ids(*parts: Part, seed: int = 0) -> list[int]:

@@ -7,7 +7,10 @@ import json
 import pytest
 from html_pages import parsed
 
-from llmsched.cli.bench.charts import (
+from llmsched.cli.bench.figures.measure import Measurement, measure
+from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.output.charts import (
     distributions,
     latency_over_time,
     memory_over_time,
@@ -16,13 +19,10 @@ from llmsched.cli.bench.charts import (
     run_charts,
     throughput_over_time,
 )
-from llmsched.cli.bench.measure import Measurement, measure
-from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.report import Subject, as_json
+from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.bench.run_page import result_page
-from llmsched.cli.bench.sampling import Memory, Sample
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.sampling import Memory, Sample
 from llmsched.engine.latency import Slo
 
 GIB = 1 << 30

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.bench.measure import Measurement, measure
-from llmsched.cli.bench.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.figures.measure import Measurement, measure
+from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.selfcheck import check, mode
 from llmsched.cli.bench.selfcheck.check import PROBES, Check, Probe, checks_of
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.client import HttpOptions, HttpTarget
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.metrics import ServerMetrics
-from llmsched.cli.bench.placing import EXACT, USAGE
-from llmsched.cli.bench.prompts import COMMON_IDS
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.figures.placing import EXACT, USAGE
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import run_workload
-from llmsched.cli.bench.sampling import Sample
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.cli.bench.target.metrics import ServerMetrics
+from llmsched.cli.bench.target.sampling import Sample
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

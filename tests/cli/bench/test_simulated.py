@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.bench.report import Subject, as_json
-from llmsched.cli.bench.sampling import MOST_SAMPLES
-from llmsched.cli.bench.simulated import make_blueprint, simulate_run, simulate_workload
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.target.sampling import MOST_SAMPLES
+from llmsched.cli.bench.target.simulated import make_blueprint, simulate_run, simulate_workload
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.latency import Slo

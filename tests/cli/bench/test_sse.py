@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.cli.bench.sse import Event, EventParser
+from llmsched.cli.bench.target.sse import Event, EventParser
 
 STREAM = (
     "\ufeff: welcome\n\n"

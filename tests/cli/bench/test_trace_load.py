@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.bench.lengths import parse_lengths
-from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
-from llmsched.cli.bench.trace_load import TraceLoad
-from llmsched.cli.bench.traces.trace import Content, Trace, TraceRequest
+from llmsched.cli.bench.load.lengths import parse_lengths
+from llmsched.cli.bench.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.bench.load.trace import TraceLoad
+from llmsched.cli.bench.load.traces.trace import Content, Trace, TraceRequest
 from llmsched.engine.errors import LlmschedError
 
 AT = (0.0, 1.0, 1.0, 4.0)

@@ -12,12 +12,12 @@ from command_line import CommandLine
 from fake_server import FakeServer, steady
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.client import HttpOptions, HttpTarget
-from llmsched.cli.bench.measure import Measurement
-from llmsched.cli.bench.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.bench.load.trace import TraceLoad
+from llmsched.cli.bench.load.traces.trace import Content, Trace, TraceRequest
 from llmsched.cli.bench.run import run_workload
-from llmsched.cli.bench.trace_load import TraceLoad
-from llmsched.cli.bench.traces.trace import Content, Trace, TraceRequest
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

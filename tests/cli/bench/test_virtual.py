@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.bench.load import PlannedRequest
-from llmsched.cli.bench.record import RequestRecord
-from llmsched.cli.bench.virtual import simulate_load
+from llmsched.cli.bench.figures.record import RequestRecord
+from llmsched.cli.bench.load.load import PlannedRequest
+from llmsched.cli.bench.target.virtual import simulate_load
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated import LinearCost
 from llmsched.engine.simulation import SimulatedEngine

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine, Outcome
 
-from llmsched.cli.bench.simulated import simulate_workload
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.target.simulated import simulate_workload
 from llmsched.cli.tune.simulate import Asked, SimulatedRunner, simulated_run
 from llmsched.cli.tune.space import Setting
 from llmsched.engine.blueprint import gpu_blueprint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import Harness, make_request, tokens
 
-from llmsched.cli.bench.workload import Workload
+from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.tune.runner import EngineRunner
 from llmsched.cli.tune.simulate import Asked
 from llmsched.cli.tune.space import Demand, Setting

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.bench.traces import lines
-from llmsched.cli.bench.traces.lines import TraceError
-from llmsched.cli.bench.traces.read import read_trace
-from llmsched.cli.bench.traces.trace import Trace, digest
+from llmsched.cli.bench.load.traces import lines
+from llmsched.cli.bench.load.traces.lines import TraceError
+from llmsched.cli.bench.load.traces.read import read_trace
+from llmsched.cli.bench.load.traces.trace import Trace, digest
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -1,0 +1,276 @@
+"""From the records of a run to its figures. Pure arithmetic: the clocks were read elsewhere."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llmsched.cli.bench.figures.interval import p99_interval
+from llmsched.cli.bench.figures.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
+from llmsched.cli.bench.figures.record import RequestRecord
+from llmsched.cli.bench.figures.steady import steady, steady_window
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.target.sampling import Memory, Sample
+from llmsched.engine.latency import (
+    Arrival,
+    Goodput,
+    RequestLatency,
+    Slo,
+    Stall,
+    Summary,
+    goodput,
+    reading_waits,
+    steady_rate,
+    summarise,
+    worst_stall,
+)
+
+#: The client is late when the P99 of its lag exceeds both of these.
+LAG_LIMIT_S = 0.02
+LAG_LIMIT_SHARE = 0.1
+
+#: Stalls that are kept, the longest ones, one per request.
+WORST_STALLS = 5
+
+#: Samples that must lie beyond a percentile for it to be more than an anecdote.
+_SAMPLES_BEYOND = 10
+
+
+class RequestStall(NamedTuple):
+    """The worst stall of a request (its index); its `at` is in seconds after the start of the run."""
+
+    request: int
+    stall: Stall
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader at `tokens_per_s` had to wait for (seconds), a sample per late token.
+
+    `late_tokens` is the share of the tokens of served requests that were late, `interrupted` the share of all requests
+    in which one was, or that failed.
+    """
+
+    tokens_per_s: float
+    late_tokens: float
+    interrupted: float
+    waits: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The figures of a run. Times are in seconds, rates per second; None is what the run cannot tell.
+
+    Token counts and `latencies` are of completed requests. `duration` runs from the start of the schedule to the last
+    end. Rates with `_steady` leave out ramp and drain: they are taken within `steady_window` (seconds after the start)
+    or, where that is None, from the first token (completed request) to the last. `p99_intervals` has the 95 % bootstrap
+    interval of the P99 of ttft, itl, tpot and e2e. `loop_lag` is how late the client's event loop came round to what
+    was due, None if nobody looked.
+
+    What the figures were taken from follows: all `records`, with times of a clock that stood at `start` when the run
+    began, the `served` ones with their tokens placed, and the target's state over time.
+    """
+
+    completed: int
+    failed: int
+    failures: dict[str, int]
+    failure_examples: dict[str, str]
+    duration: float
+    input_tokens: int | None
+    output_tokens: int
+    output_tokens_per_s: float | None
+    output_tokens_per_s_steady: float | None
+    requests_per_s: float | None
+    requests_per_s_steady: float | None
+    ttft: Summary
+    itl: Summary
+    tpot: Summary
+    e2e: Summary
+    connect: Summary
+    worst_stall: float | None
+    prefix_hit_rate: float | None
+    preemptions: int | None
+    asked_rate: float | None
+    achieved_rate: float | None
+    client_lag: Summary
+    valid: bool
+    goodput: Goodput | None
+    token_counts: str | None
+    warnings: tuple[str, ...]
+    latencies: tuple[RequestLatency, ...]
+    p99_intervals: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)
+    stalls: tuple[RequestStall, ...] = ()
+    reading: Reading | None = None
+    steady_window: tuple[float, float] | None = None
+    loop_lag: Summary | None = None
+    start: float = 0.0
+    records: tuple[RequestRecord, ...] = ()
+    served: tuple[Served, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What the latencies of a run are made of: per figure, the samples of each request that has it."""
+
+    ttft: list[tuple[float, ...]]
+    itl: list[tuple[float, ...]]
+    tpot: list[tuple[float, ...]]
+    e2e: list[tuple[float, ...]]
+
+    def summary(self, name: str) -> Summary:
+        return summarise([sample for request in getattr(self, name) for sample in request])
+
+    def p99_intervals(self) -> dict[str, tuple[float, float] | None]:
+        return {name: p99_interval(getattr(self, name)) for name in ("ttft", "itl", "tpot", "e2e")}
+
+
+def _samples(latencies: Sequence[RequestLatency]) -> _Samples:
+    return _Samples(
+        ttft=[(latency.ttft,) for latency in latencies],
+        itl=[latency.itl for latency in latencies if latency.itl],
+        tpot=[(latency.tpot,) for latency in latencies if latency.tpot is not None],
+        e2e=[(latency.e2e,) for latency in latencies],
+    )
+
+
+def measure(
+    records: Sequence[RequestRecord],
+    workload: Load,
+    slo: Slo,
+    *,
+    preemptions: int | None = None,
+    count_tokens: CountTokens | None = None,
+    loop_lags: Sequence[float] | None = None,
+    own_process: bool = True,
+    samples: Sequence[Sample] = (),
+    memory: Memory | None = None,
+) -> Measurement:
+    """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
+
+    `loop_lags` are seconds by which the client's event loop was late. They make a run invalid if the client has a
+    process of its own; in the target's they are part of what the target takes. `samples` have times of the records'
+    clock.
+    """
+    done = [one for record in records if (one := served(record, count_tokens))]
+    failed = len(records) - len(done)
+    ends = [record.end for record in records if record.end is not None]
+    start = min((record.scheduled for record in records), default=0.0)
+    duration = max(ends) - start if ends else 0.0
+    latencies = [one.latency for one in done]
+    figures = _samples(latencies)
+    tokens = [arrival for one in done for arrival in one.arrivals]
+    completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
+    output_tokens = sum(arrival.tokens for arrival in tokens)
+    window = steady_window(records, done)
+    ttft, itl = figures.summary("ttft"), figures.summary("itl")
+    lag = summarise([lag for record in records if (lag := record.client_lag) is not None])
+    loop_lag = None if loop_lags is None else summarise(loop_lags)
+    sent = [record.sent for record in records if record.sent is not None]
+    late = [one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, ttft)]
+    failures = Counter(record.failure.reason for record in records if record.failure)
+    counted_by = worst_source(done)
+    return Measurement(
+        completed=len(done),
+        failed=failed,
+        failures=dict(failures.most_common()),
+        failure_examples={r.failure.reason: r.failure.detail for r in reversed(records) if r.failure},
+        duration=duration,
+        input_tokens=_total([one.record.usage.prompt_tokens for one in done]),
+        output_tokens=output_tokens,
+        output_tokens_per_s=output_tokens / duration if duration > 0 else None,
+        output_tokens_per_s_steady=steady(tokens, window, duration),
+        requests_per_s=len(done) / duration if duration > 0 else None,
+        requests_per_s_steady=steady(completions, window, duration),
+        ttft=ttft,
+        itl=itl,
+        tpot=figures.summary("tpot"),
+        e2e=figures.summary("e2e"),
+        connect=summarise([time for record in records if (time := record.connect_time) is not None]),
+        worst_stall=max((x.worst_stall for x in latencies if x.worst_stall is not None), default=None),
+        prefix_hit_rate=_hit_rate(done),
+        preemptions=preemptions,
+        asked_rate=workload.asked_rate,
+        achieved_rate=steady_rate([Arrival(time, 1) for time in sent]),
+        client_lag=lag,
+        valid=not late and bool(done),
+        goodput=goodput(slo, latencies, failed=failed, duration=duration),
+        token_counts=counted_by,
+        warnings=tuple(_warnings(late, done, counted_by, ttft.count, itl.count)),
+        latencies=tuple(latencies),
+        p99_intervals=figures.p99_intervals(),
+        stalls=_worst_stalls(done, start),
+        reading=_reading(done, failed, slo.reader_speed),
+        steady_window=None if window is None else (window[0] - start, window[1] - start),
+        loop_lag=loop_lag,
+        start=start,
+        records=tuple(records),
+        served=tuple(done),
+        samples=tuple(sample._replace(time=sample.time - start) for sample in samples),
+        memory=memory,
+    )
+
+
+def _worst_stalls(done: Sequence[Served], start: float) -> tuple[RequestStall, ...]:
+    worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
+    found = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
+    return tuple(RequestStall(index, stall._replace(at=stall.at - start)) for index, stall in found if stall)
+
+
+def _reading(done: Sequence[Served], failed: int, tokens_per_s: float) -> Reading | None:
+    tokens = sum(arrival.tokens for one in done for arrival in one.arrivals)
+    if not tokens:
+        return None
+    waits = [reading_waits(one.arrivals, tokens_per_s) for one in done]
+    return Reading(
+        tokens_per_s=tokens_per_s,
+        late_tokens=sum(len(one) for one in waits) / tokens,
+        interrupted=(sum(bool(one) for one in waits) + failed) / (len(done) + failed),
+        waits=summarise([wait for one in waits for wait in one]),
+    )
+
+
+def _hit_rate(done: Sequence[Served]) -> float | None:
+    """Prompt tokens served from cache / prompt tokens, over the requests whose target told both."""
+    usages = [one.record.usage for one in done]
+    told = [(u.cached_tokens, u.prompt_tokens) for u in usages if u.cached_tokens is not None and u.prompt_tokens]
+    return sum(cached for cached, _ in told) / sum(prompt for _, prompt in told) if told else None
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
+def _is_late(lag: Summary, ttft: Summary) -> bool:
+    return lag.p99 is not None and lag.p99 > max(LAG_LIMIT_S, LAG_LIMIT_SHARE * (ttft.p50 or 0.0))
+
+
+def _is_short(one: Served) -> bool:
+    asked = one.record.asked_tokens
+    return asked is not None and sum(arrival.tokens for arrival in one.arrivals) < asked
+
+
+def _warnings(
+    late: Sequence[Summary], done: Sequence[Served], counted_by: str | None, requests: int, gaps: int
+) -> list[str]:
+    found = []
+    if late:
+        worst = max(lag.p99 or 0.0 for lag in late)
+        found.append(f"the client itself was late (P99 {worst * 1e3:.1f} ms): these figures are not the target's")
+    if counted_by in (RETOKENISED, CHUNKS):
+        found.append(f"the target stated no usage; output tokens are a guess ({counted_by})")
+    if short := sum(_is_short(one) for one in done):
+        found.append(
+            f"{short} of {len(done)} answers have fewer tokens than were asked for: the load is not as planned"
+        )
+    for name, count in (("TTFT, TPOT and E2E", requests), ("ITL", gaps)):
+        beyond = (count - 1) - math.floor(0.99 * (count - 1))
+        if count and beyond < _SAMPLES_BEYOND:
+            found.append(f"P99 of {name} rests on {beyond} of {count} samples; from 1,000 on it can be relied upon")
+    return found

@@ -1,0 +1,133 @@
+"""What a run looks like over time and as distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.target.sampling import Memory, Sample
+from llmsched.cli.chart import Chart, Point, Series, distribution
+from llmsched.engine.latency import Slo
+
+_TIME = "s after the start"
+_GIB = 1 << 30
+
+#: Stretches of time over which throughput is taken.
+_STRETCHES = 60
+
+
+def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
+    """TTFT, TPOT and the worst stall of each request, where it should have been sent."""
+    placed = [(one.record.scheduled - figures.start, one.latency) for one in figures.served]
+    stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
+    limits = {"TTFT": slo.ttft, "TPOT": slo.tpot}
+    return Chart(
+        "latency of each request by the time it was due",
+        _TIME,
+        "ms, logarithmic",
+        (
+            Series("TTFT", [(at, 1e3 * one.ttft) for at, one in placed], "dots"),
+            Series("TPOT", [(at, 1e3 * one.tpot) for at, one in placed if one.tpot is not None], "dots"),
+            Series("worst stall", stalls, "dots"),
+        ),
+        log_y=True,
+        limits=tuple((f"SLO of {name}", 1e3 * limit) for name, limit in limits.items() if limit is not None),
+    )
+
+
+def distributions(figures: Measurement) -> Chart:
+    """The share of samples up to each latency."""
+    latencies = figures.latencies
+    samples = {
+        "TTFT": [one.ttft for one in latencies],
+        "ITL": [gap for one in latencies for gap in one.itl],
+        "TPOT": [one.tpot for one in latencies if one.tpot is not None],
+        "E2E": [one.e2e for one in latencies],
+    }
+    return Chart(
+        "distribution of latencies",
+        "ms, logarithmic",
+        "% of samples up to it",
+        tuple(Series(name, distribution([1e3 * one for one in found])) for name, found in samples.items()),
+        log_x=True,
+    )
+
+
+def requests_over_time(figures: Measurement) -> Chart:
+    """How many requests wait for their first token and how many are being answered, as the client sees it."""
+    waiting: list[Point] = []
+    answered: list[Point] = []
+    first = {one.record.index: one.record.scheduled + one.latency.ttft for one in figures.served}
+    for record in figures.records:
+        if record.end is not None:
+            begun = first.get(record.index, record.end)
+            waiting += [(record.scheduled - figures.start, 1), (begun - figures.start, -1)]
+            answered += [(begun - figures.start, 1), (record.end - figures.start, -1)]
+    return Chart(
+        "requests under way",
+        _TIME,
+        "requests",
+        (
+            Series("being answered", _counted(answered), "steps"),
+            Series("waiting for their first token", _counted(waiting), "steps"),
+        ),
+    )
+
+
+def _counted(changes: Sequence[Point]) -> list[Point]:
+    """How many there are after each change."""
+    ordered = sorted(changes)
+    return list(zip((at for at, _ in ordered), accumulate(change for _, change in ordered), strict=True))
+
+
+def throughput_over_time(figures: Measurement) -> Chart:
+    """Output tokens per second, in stretches of equal length."""
+    width = figures.duration / _STRETCHES if figures.duration > 0 else 1.0
+    counts = [0] * _STRETCHES
+    for one in figures.served:
+        for arrival in one.arrivals:
+            counts[min(_STRETCHES - 1, max(0, int((arrival.time - figures.start) / width)))] += arrival.tokens
+    points = [(index * width, count / width) for index, count in enumerate(counts)]
+    series = Series("output tokens/s", points if figures.served else [], "steps")
+    return Chart("throughput", _TIME, "output tokens/s", (series,))
+
+
+def queue_over_time(samples: Sequence[Sample]) -> Chart:
+    """Who runs and who waits, as the target itself says."""
+    return Chart(
+        "requests in the scheduler",
+        _TIME,
+        "requests",
+        (
+            Series("running", [(sample.time, sample.running) for sample in samples], "steps"),
+            Series("waiting", [(sample.time, sample.waiting) for sample in samples], "steps"),
+        ),
+    )
+
+
+def memory_over_time(samples: Sequence[Sample], memory: Memory | None) -> Chart:
+    """What memory is used for: of all that is known to be reserved, or, where only shares are told, of the KV pool."""
+    unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
+    held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
+    parts = [
+        Series("KV used", [(at, scale * (used - empty)) for at, used, empty, _ in held]),
+        Series("KV reserved, still empty", [(at, scale * empty) for at, _, empty, _ in held]),
+        Series("KV cached", [(at, scale * cached) for at, _, _, cached in held]),
+        Series("KV free", [(at, scale * max(0.0, 1 - used - cached)) for at, used, _, cached in held]),
+    ]
+    if memory is not None:
+        fixed = {"weights": memory.weights, "activations": memory.activations, "other": memory.other}
+        parts = [Series(name, [(at, size / _GIB) for at, *_ in held]) for name, size in fixed.items() if size] + parts
+    return Chart("memory", _TIME, unit, tuple(parts), stacked=True)
+
+
+def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
+    """All charts of a run that there is something to draw for."""
+    charts = [latency_over_time(figures, slo), distributions(figures), throughput_over_time(figures)]
+    charts.append(requests_over_time(figures))
+    if figures.samples:
+        charts.append(queue_over_time(figures.samples))
+    if any(sample.kv_held is not None for sample in figures.samples):
+        charts.append(memory_over_time(figures.samples, figures.memory))
+    return charts

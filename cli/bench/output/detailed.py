@@ -1,0 +1,113 @@
+"""A run in every detail, as a file: a line of JSON for the run, for each request, and for each sample of the state.
+
+Times are seconds after the start of the run, rounded to a microsecond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.figures.placing import Served
+from llmsched.cli.bench.figures.record import RequestRecord
+from llmsched.cli.timeline import timeline_body
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import Slo
+
+#: What the first line says the file is, so that another file is not taken for one.
+FORMAT = "llmsched bench detailed 1"
+
+
+def detailed_lines(report: Mapping[str, Any], slo: Slo, figures: Measurement) -> Iterator[str]:
+    """The lines of the file; `report` is the one that --json prints."""
+    yield _line({"kind": "run", "format": FORMAT, "report": report})
+    served = {one.record.index: one for one in figures.served}
+    for record in figures.records:
+        yield _line({"kind": "request", **_request(record, served.get(record.index), slo, figures.start)})
+    for sample in figures.samples:
+        state = {name: value if value is None else round(value, 6) for name, value in sample._asdict().items()}
+        yield _line({"kind": "sample", **state})
+
+
+def read_request(path: Path, name: str) -> dict[str, Any]:
+    """The request with that id, or else with that index.
+
+    Raises LlmschedError if the file has none, or is not of this kind.
+    """
+    found: dict[str, Any] | None = None
+    for request in _requests(path):
+        if request.get("id") == name:
+            return request
+        if str(request.get("index")) == name:
+            found = request
+    if found is None:
+        raise LlmschedError(f"{path} has no request {name!r}; allowed are the ids and the indices of its requests")
+    return found
+
+
+def _requests(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, text in enumerate(lines, start=1):
+                line = json.loads(text)
+                if number == 1 and not (isinstance(line, dict) and line.get("format") == FORMAT):
+                    raise ValueError("its first line is not that of such a file")
+                if isinstance(line, dict) and line.get("kind") == "request":
+                    yield line
+    except OSError as problem:
+        raise LlmschedError(f"{path}: {problem.strerror}") from problem
+    except ValueError as problem:
+        raise LlmschedError(f"{path} is not what bench --save-detailed writes: {problem}") from problem
+
+
+def _request(record: RequestRecord, served: Served | None, slo: Slo, start: float) -> dict[str, Any]:
+    """All that is known of a request."""
+
+    def after(time: float | None) -> float | None:
+        return None if time is None else round(time - start, 6)
+
+    latency = None if served is None else served.latency
+    timeline, failure = record.timeline, record.failure
+    return {
+        "index": record.index,
+        "id": record.request_id,
+        "scheduled_s": after(record.scheduled),
+        "ready_s": after(record.ready),
+        "connecting_s": after(record.connecting),
+        "connected_s": after(record.connected),
+        "sent_s": after(record.sent),
+        "end_s": after(record.end),
+        "failure": None if failure is None else {"reason": failure.reason, "detail": failure.detail},
+        "finish_reason": record.finish_reason,
+        "prompt_tokens": record.usage.prompt_tokens,
+        "cached_tokens": record.usage.cached_tokens,
+        "output_tokens": None if served is None else sum(arrival.tokens for arrival in served.arrivals),
+        "token_counts": None if served is None else served.counted_by,
+        "ttft_ms": None if latency is None else _ms(latency.ttft),
+        "tpot_ms": None if latency is None or latency.tpot is None else _ms(latency.tpot),
+        "e2e_ms": None if latency is None else _ms(latency.e2e),
+        "itl_ms": None if latency is None else [_ms(gap) for gap in latency.itl],
+        "met": None if latency is None else slo.met_by(latency),
+        "chunks": _chunks(record, served, start),
+        "arrived_s": None if timeline is None else after(timeline.start),
+        "decisions": None if timeline is None else timeline_body(timeline)["entries"],
+    }
+
+
+def _chunks(record: RequestRecord, served: Served | None, start: float) -> list[tuple[float, int | None]]:
+    """When each chunk came, and how many tokens it is taken to hold (None for a request that was not served)."""
+    if served is not None:
+        return [(round(arrival.time - start, 6), arrival.tokens) for arrival in served.arrivals]
+    told = [chunk for chunk in record.chunks if chunk.text or chunk.tokens]
+    return [(round(chunk.time - start, 6), chunk.tokens) for chunk in told]
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n"

@@ -1,0 +1,170 @@
+"""How a measurement is shown: a table with its definitions, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from llmsched.cli import render
+from llmsched.cli.bench.figures.measure import Measurement, Reading, RequestStall
+from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.output import tables
+from llmsched.cli.bench.output.charts import distributions, latency_over_time
+from llmsched.engine.latency import DEFINITIONS, Slo, Summary
+
+#: Requests from which on a chart shows more than the table does.
+_ENOUGH_TO_DRAW = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured: its name, where it ran ("in process", a URL, or a simulated device), and the settings used.
+
+    Of what was simulated `calibration_error` is the relative error of the fitted cost of a step, `published_error` the
+    median one of a roofline's TPOT against published measurements; None where it is not known.
+    """
+
+    name: str
+    where: str
+    workload: Load
+    slo: Slo
+    warmup: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = True
+    calibration_error: float | None = None
+    published_error: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The word that every report begins with."""
+        return "MEASURED" if self.measured else "SIMULATED"
+
+
+def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
+    """The measurement for scripts. Times are in milliseconds, rates per second; null is what the run cannot tell."""
+    slo: dict[str, Any] = {f"{name}_ms": limit * 1e3 for name, limit in subject.slo.given().items()}
+    if "itl_ms" in slo:
+        slo["itl_statistic"] = subject.slo.itl_statistic
+    return {
+        "measured": subject.measured,
+        "calibration_error": subject.calibration_error,
+        "published_error": subject.published_error,
+        "target": subject.name,
+        "where": subject.where,
+        "completed": figures.completed,
+        "failed": figures.failed,
+        "failures": figures.failures,
+        "failure_examples": figures.failure_examples,
+        "valid": figures.valid,
+        "duration_s": figures.duration,
+        "input_tokens": figures.input_tokens,
+        "output_tokens": figures.output_tokens,
+        "output_tokens_per_s": figures.output_tokens_per_s,
+        "output_tokens_per_s_steady": figures.output_tokens_per_s_steady,
+        "requests_per_s": figures.requests_per_s,
+        "requests_per_s_steady": figures.requests_per_s_steady,
+        "steady_window_s": figures.steady_window,
+        "ttft_ms": _latency(figures, "ttft"),
+        "itl_ms": _latency(figures, "itl"),
+        "tpot_ms": _latency(figures, "tpot"),
+        "e2e_ms": _latency(figures, "e2e"),
+        "connect_ms": _milliseconds(figures.connect),
+        "worst_stall_ms": None if figures.worst_stall is None else figures.worst_stall * 1e3,
+        "worst_stalls": [_stall(one) for one in figures.stalls],
+        "prefix_hit_rate": figures.prefix_hit_rate,
+        "preemptions": figures.preemptions,
+        "asked_rate": figures.asked_rate,
+        "achieved_rate": figures.achieved_rate,
+        "client_lag_ms": _milliseconds(figures.client_lag),
+        "loop_lag_ms": None if figures.loop_lag is None else _milliseconds(figures.loop_lag),
+        "goodput_rps": figures.goodput.requests_per_s if figures.goodput else None,
+        "attainment": figures.goodput.attainment if figures.goodput else None,
+        "slo": slo,
+        "slo_missed": figures.goodput.missed if figures.goodput else None,
+        "slo_missed_alone": figures.goodput.missed_alone if figures.goodput else None,
+        "reading": None if figures.reading is None else _reading(figures.reading),
+        "token_counts": figures.token_counts,
+        "warnings": list(figures.warnings),
+        "workload": subject.workload.parameters(),
+        "warmup": subject.warmup,
+        "engine": dict(subject.engine),
+        "definitions": dict(DEFINITIONS),
+    }
+
+
+def show(subject: Subject, figures: Measurement) -> None:
+    """Print the measurement for a person."""
+    render.say(headline(subject))
+    if not subject.measured:
+        render.say(how_sure(subject))
+    render.table(*tables.latency_table(figures))
+    render.table(*tables.totals_table(figures))
+    for table in (tables.slo_table(subject.slo, figures), tables.stall_table(figures)):
+        if table is not None:
+            render.table(*table)
+    if (sentence := tables.reading_sentence(figures)) is not None:
+        render.say(sentence)
+    if figures.completed >= _ENOUGH_TO_DRAW:
+        render.chart(latency_over_time(figures, subject.slo))
+        render.chart(distributions(figures))
+    for name, meaning in tables.definitions(subject.slo, figures).items():
+        render.say(f"{name}: {meaning}")
+    if figures.token_counts:
+        render.say(f"token counts: {figures.token_counts}")
+    for sentence in tables.failures(figures):
+        render.error(sentence)
+    for warning in figures.warnings:
+        render.warn(warning)
+
+
+def headline(subject: Subject) -> str:
+    """What was done to whom."""
+    work = subject.workload
+    return (
+        f"{subject.kind} {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, "
+        f"seed {work.seed}"
+    )
+
+
+def how_sure(subject: Subject) -> str:
+    """How far the times of simulated steps are to be trusted."""
+    if subject.calibration_error is not None:
+        return f"step times: fitted to this device, {subject.calibration_error:.1%} off where not fitted to (median)"
+    if subject.published_error is not None:
+        return f"step times: a roofline, {subject.published_error:.0%} off published TPOT in the median"
+    return "step times: a roofline that no measurement of such a GPU has been held against"
+
+
+def _latency(figures: Measurement, name: str) -> dict[str, Any]:
+    """A latency with the interval of its P99."""
+    interval = figures.p99_intervals.get(name)
+    known = _milliseconds(getattr(figures, name))
+    return {**known, "p99_ci95": None if interval is None else [limit * 1e3 for limit in interval]}
+
+
+def _stall(one: RequestStall) -> dict[str, Any]:
+    stall = one.stall
+    return {
+        "request": one.request,
+        "ms": stall.seconds * 1e3,
+        "at_s": stall.at,
+        "tokens_before": stall.tokens_before,
+    }
+
+
+def _reading(reading: Reading) -> dict[str, Any]:
+    return {
+        "tokens_per_s": reading.tokens_per_s,
+        "late_tokens": reading.late_tokens,
+        "interrupted_requests": reading.interrupted,
+        "waits_ms": _milliseconds(reading.waits),
+    }
+
+
+def _milliseconds(summary: Summary) -> dict[str, float | int | None]:
+    times = {name: value for name, value in asdict(summary).items() if name != "count"}
+    return {
+        **{name: None if value is None else value * 1e3 for name, value in times.items()},
+        "count": summary.count,
+    }
