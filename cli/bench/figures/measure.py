@@ -7,7 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypedDict
 
 from llmsched.cli.bench.figures.interval import p99_interval
 from llmsched.cli.bench.figures.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
@@ -114,31 +115,6 @@ class Measurement:
     memory: Memory | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """What the latencies of a run are made of: per figure, the samples of each request that has it."""
-
-    ttft: list[tuple[float, ...]]
-    itl: list[tuple[float, ...]]
-    tpot: list[tuple[float, ...]]
-    e2e: list[tuple[float, ...]]
-
-    def summary(self, name: str) -> Summary:
-        return summarise([sample for request in getattr(self, name) for sample in request])
-
-    def p99_intervals(self) -> dict[str, tuple[float, float] | None]:
-        return {name: p99_interval(getattr(self, name)) for name in ("ttft", "itl", "tpot", "e2e")}
-
-
-def _samples(latencies: Sequence[RequestLatency]) -> _Samples:
-    return _Samples(
-        ttft=[(latency.ttft,) for latency in latencies],
-        itl=[latency.itl for latency in latencies if latency.itl],
-        tpot=[(latency.tpot,) for latency in latencies if latency.tpot is not None],
-        e2e=[(latency.e2e,) for latency in latencies],
-    )
-
-
 def measure(
     records: Sequence[RequestRecord],
     workload: Load,
@@ -157,29 +133,72 @@ def measure(
     process of its own; in the target's they are part of what the target takes. `samples` have times of the records'
     clock.
     """
-    done = [one for record in records if (one := served(record, count_tokens))]
+    done = tuple(one for record in records if (one := served(record, count_tokens)))
     failed = len(records) - len(done)
-    ends = [record.end for record in records if record.end is not None]
     start = min((record.scheduled for record in records), default=0.0)
+    ends = [record.end for record in records if record.end is not None]
     duration = max(ends) - start if ends else 0.0
-    latencies = [one.latency for one in done]
-    figures = _samples(latencies)
-    tokens = [arrival for one in done for arrival in one.arrivals]
-    completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
-    output_tokens = sum(arrival.tokens for arrival in tokens)
-    window = steady_window(records, done)
-    ttft, itl = figures.summary("ttft"), figures.summary("itl")
+    latencies = _latencies(done, start)
     lag = summarise([lag for record in records if (lag := record.client_lag) is not None])
     loop_lag = None if loop_lags is None else summarise(loop_lags)
-    sent = [record.sent for record in records if record.sent is not None]
-    late = [one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, ttft)]
-    failures = Counter(record.failure.reason for record in records if record.failure)
+    late = [
+        one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, latencies["ttft"])
+    ]
     counted_by = worst_source(done)
     return Measurement(
         completed=len(done),
         failed=failed,
-        failures=dict(failures.most_common()),
-        failure_examples={r.failure.reason: r.failure.detail for r in reversed(records) if r.failure},
+        **_failures(records),
+        **_rates(records, done, start, duration),
+        **latencies,
+        connect=summarise([time for record in records if (time := record.connect_time) is not None]),
+        prefix_hit_rate=_hit_rate(done),
+        preemptions=preemptions,
+        asked_rate=workload.asked_rate,
+        client_lag=lag,
+        valid=not late and bool(done),
+        goodput=goodput(slo, latencies["latencies"], failed=failed, duration=duration),
+        token_counts=counted_by,
+        warnings=tuple(_warnings(late, done, counted_by, len(done), latencies["itl"].count)),
+        reading=_reading(done, failed, slo.reader_speed),
+        loop_lag=loop_lag,
+        start=start,
+        records=tuple(records),
+        served=done,
+        samples=tuple(sample._replace(time=sample.time - start) for sample in samples),
+        memory=memory,
+    )
+
+
+class _Failures(TypedDict):
+    failures: dict[str, int]
+    failure_examples: dict[str, str]
+
+
+def _failures(records: Sequence[RequestRecord]) -> _Failures:
+    counts = Counter(record.failure.reason for record in records if record.failure)
+    examples = {r.failure.reason: r.failure.detail for r in reversed(records) if r.failure}
+    return _Failures(failures=dict(counts.most_common()), failure_examples=examples)
+
+
+class _Rates(TypedDict):
+    duration: float
+    input_tokens: int | None
+    output_tokens: int
+    output_tokens_per_s: float | None
+    output_tokens_per_s_steady: float | None
+    requests_per_s: float | None
+    requests_per_s_steady: float | None
+    achieved_rate: float | None
+    steady_window: tuple[float, float] | None
+
+
+def _rates(records: Sequence[RequestRecord], done: Sequence[Served], start: float, duration: float) -> _Rates:
+    tokens = [arrival for one in done for arrival in one.arrivals]
+    completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
+    output_tokens = sum(arrival.tokens for arrival in tokens)
+    window = steady_window(records, done)
+    return _Rates(
         duration=duration,
         input_tokens=_total([one.record.usage.prompt_tokens for one in done]),
         output_tokens=output_tokens,
@@ -187,32 +206,43 @@ def measure(
         output_tokens_per_s_steady=steady(tokens, window, duration),
         requests_per_s=len(done) / duration if duration > 0 else None,
         requests_per_s_steady=steady(completions, window, duration),
-        ttft=ttft,
-        itl=itl,
-        tpot=figures.summary("tpot"),
-        e2e=figures.summary("e2e"),
-        connect=summarise([time for record in records if (time := record.connect_time) is not None]),
-        worst_stall=max((x.worst_stall for x in latencies if x.worst_stall is not None), default=None),
-        prefix_hit_rate=_hit_rate(done),
-        preemptions=preemptions,
-        asked_rate=workload.asked_rate,
-        achieved_rate=steady_rate([Arrival(time, 1) for time in sent]),
-        client_lag=lag,
-        valid=not late and bool(done),
-        goodput=goodput(slo, latencies, failed=failed, duration=duration),
-        token_counts=counted_by,
-        warnings=tuple(_warnings(late, done, counted_by, ttft.count, itl.count)),
-        latencies=tuple(latencies),
-        p99_intervals=figures.p99_intervals(),
-        stalls=_worst_stalls(done, start),
-        reading=_reading(done, failed, slo.reader_speed),
+        achieved_rate=steady_rate([Arrival(record.sent, 1) for record in records if record.sent is not None]),
         steady_window=None if window is None else (window[0] - start, window[1] - start),
-        loop_lag=loop_lag,
-        start=start,
-        records=tuple(records),
-        served=tuple(done),
-        samples=tuple(sample._replace(time=sample.time - start) for sample in samples),
-        memory=memory,
+    )
+
+
+class _Latencies(TypedDict):
+    ttft: Summary
+    itl: Summary
+    tpot: Summary
+    e2e: Summary
+    p99_intervals: dict[str, tuple[float, float] | None]
+    worst_stall: float | None
+    stalls: tuple[RequestStall, ...]
+    latencies: tuple[RequestLatency, ...]
+
+
+def _latencies(done: Sequence[Served], start: float) -> _Latencies:
+    latencies = tuple(one.latency for one in done)
+    # Per figure, the samples of each request that has it.
+    ttft = [(latency.ttft,) for latency in latencies]
+    itl = [latency.itl for latency in latencies if latency.itl]
+    tpot = [(latency.tpot,) for latency in latencies if latency.tpot is not None]
+    e2e = [(latency.e2e,) for latency in latencies]
+    return _Latencies(
+        ttft=summarise([*chain.from_iterable(ttft)]),
+        itl=summarise([*chain.from_iterable(itl)]),
+        tpot=summarise([*chain.from_iterable(tpot)]),
+        e2e=summarise([*chain.from_iterable(e2e)]),
+        p99_intervals={
+            "ttft": p99_interval(ttft),
+            "itl": p99_interval(itl),
+            "tpot": p99_interval(tpot),
+            "e2e": p99_interval(e2e),
+        },
+        worst_stall=max((one.worst_stall for one in latencies if one.worst_stall is not None), default=None),
+        stalls=_worst_stalls(done, start),
+        latencies=latencies,
     )
 
 
