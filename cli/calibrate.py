@@ -49,8 +49,8 @@ def calibrate(
 
     Some twenty steps (decodes, prefills and both together, up to the largest that the engine may plan) are computed in
     turn. A formula with a few coefficients is fitted to their times, and held against each step by a fit to all others:
-    the median of those errors is told with every simulated figure. What the engine does between steps, and copies
-    to host memory, are measured as well. Nothing else should run meanwhile.
+    the median of those errors is told with every simulated figure. What serving adds, and copies to host memory,
+    are measured as well. Nothing else should run meanwhile.
 
     \b
     Examples:
@@ -131,7 +131,10 @@ def _as_json(spec: str, measured: Measured, calibration: Calibration, repeats: i
         "calibration_error": calibration.error,
         "calibration_error_p90": float(np.percentile(sizes, 90)),
         "calibration_error_max": float(sizes.max()),
-        "between_steps_ms": {str(each.num_seqs): each.seconds * 1e3 for each in measured.between},
+        "serving": [
+            {"num_seqs": each.num_seqs, "between_steps_ms": each.between * 1e3, "slowdown": each.slowdown}
+            for each in measured.serving
+        ],
         "swap_bytes_per_s": 1 / calibration.swap_seconds_per_byte,
         "versions": calibration.versions,
     }
@@ -158,6 +161,10 @@ def _show(spec: str, measured: Measured, calibration: Calibration, repeats: int)
         f"error on steps that were not fitted to: {np.median(sizes):.1%} (median), {np.percentile(sizes, 90):.1%} "
         f"(P90), {sizes.max():.1%} (worst)"
     )
-    for each in measured.between:
-        render.say(f"between steps, {each.num_seqs} sequences: {render.human_seconds(each.seconds)}")
+    for each in measured.serving:
+        between = render.human_seconds(each.between)
+        render.say(
+            f"serving {each.num_seqs} at a time: {between} between steps, which take {each.slowdown:.2f} times as long "
+            "as alone"
+        )
     render.say(f"copies from and to host memory: {1e-9 / calibration.swap_seconds_per_byte:.3g} GB/s")

@@ -1,4 +1,4 @@
-"""Measuring a device: the time of steps, of what the engine does between them, and of copies to host memory."""
+"""Measuring a device: the time of steps, what serving adds to it, and the time of copies to host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.base import Executor, StepPlan, StepResult
 from llmsched.engine.executor.cost import shape_of
-from llmsched.engine.executor.fitted import FittedCost
+from llmsched.engine.executor.fitted import LINEAR, FittedCost
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams
@@ -31,19 +31,26 @@ if TYPE_CHECKING:
 
 #: Steps that are needed for the coefficients to mean anything.
 MIN_STEPS = 12
-#: Sequences that are served at a time to see what passes between steps, and for how many tokens.
+#: Sequences that are served at a time to see what that takes, for how many tokens, and how often in turn with the
+#: same steps alone.
 _SERVED = (1, 8, 32)
-_SERVED_TOKENS = 16
+_SERVED_TOKENS = 12
+_TURNS = 3
 #: Host memory for the copies that are measured, where none is asked for, and blocks that are copied at a time.
 _SWAPPING: Mapping[str, Any] = {"swap_space": 256 << 20, "preemption_mode": "auto"}
 _MOST_SWAPPED = 64
 
 
-class Between(NamedTuple):
-    """Median seconds between the end of a step and the start of the next while `num_seqs` sequences decode."""
+class Serving(NamedTuple):
+    """What serving adds while `num_seqs` sequences decode.
+
+    `between` are the seconds from the end of a step to the start of the next, `slowdown` is how many times as long a
+    step takes as alone, since other threads want the interpreter.
+    """
 
     num_seqs: int
-    seconds: float
+    between: float
+    slowdown: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +66,14 @@ class Step:
 class Measured:
     """What was measured of `engine`, and what follows from it.
 
-    `fit` is to the `samples` of the steps alone, in their order; `cost` adds what passes between them.
+    `fit` is to the `samples` of the steps alone, in their order; `cost` adds what serving does to them.
     `swap_seconds_per_byte` is for copying KV in one direction.
     """
 
     engine: Engine
     steps: tuple[Step, ...]
     samples: tuple[Sample, ...]
-    between: tuple[Between, ...]
+    serving: tuple[Serving, ...]
     fit: Fit
     cost: FittedCost
     swap_seconds_per_byte: float
@@ -96,9 +103,9 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
     samples = tuple(Sample(shape, time) for shape, time in zip(shapes, seconds, strict=True))
     found = fit(samples, engine.plan.window)
     swap = _copying(executor, engine.scheduler.kv.swap, repeats)
-    between = _between(engine, progress)
+    serving = _serving(engine, progress)
     measured = [Step(name, rows, time) for (name, rows), time in zip(steps.items(), seconds, strict=True)]
-    return Measured(engine, tuple(measured), samples, between, found, with_between(found.cost, between), swap)
+    return Measured(engine, tuple(measured), samples, serving, found, while_serving(found.cost, serving), swap)
 
 
 def _room(engine: Engine) -> Room:
@@ -128,13 +135,16 @@ def _copying(executor: TorchExecutor, swap: SwapSpace, repeats: int) -> float:
     return statistics.median(times[1:]) / (2 * count * swap.block_bytes)
 
 
-def with_between(cost: FittedCost, between: Sequence[Between]) -> FittedCost:
-    """The cost of a step together with what passes until the next one begins."""
-    per_step, per_row = non_negative(np.array([[1 / seconds, num_seqs / seconds] for num_seqs, seconds in between]))
-    return cost._replace(step=cost.step + float(per_step), row=cost.row + float(per_row))
+def while_serving(cost: FittedCost, serving: Sequence[Serving]) -> FittedCost:
+    """The cost of a step while requests are served, together with what passes until the next one begins."""
+    matrix = np.array([[1 / each.between, each.num_seqs / each.between] for each in serving])
+    per_step, per_row = non_negative(matrix).tolist()
+    slowdown = max(1.0, statistics.median(each.slowdown for each in serving))
+    slower = cost._replace(**{name: slowdown * getattr(cost, name) for name in LINEAR})
+    return slower._replace(step=slower.step + per_step, row=slower.row + per_row)
 
 
-# -- what passes between steps ---------------------------------------------------------------------------------
+# -- what serving adds ------------------------------------------------------------------------------------------
 
 
 class _Watched:
@@ -150,26 +160,51 @@ class _Watched:
         self.steps.append((len(plan.rows), plan.num_tokens, start, time.perf_counter()))
         return result
 
-    def gaps(self, num_seqs: int) -> list[float]:
-        """Seconds from the end of a step in which so many sequences decode to the start of another such one."""
+    def served(self, num_seqs: int) -> list[tuple[float, float]]:
+        """Seconds of each step in which so many sequences decode and which another such one follows, and until that."""
         wanted = (num_seqs, num_seqs)
-        pairs = pairwise(self.steps)
-        return [after[2] - before[3] for before, after in pairs if before[:2] == after[:2] == wanted]
+        return [
+            (before[3] - before[2], after[2] - before[3])
+            for before, after in pairwise(self.steps)
+            if before[:2] == after[:2] == wanted
+        ]
 
 
-def _between(engine: Engine, progress: Progress) -> tuple[Between, ...]:
-    """What scheduling, detokenising and handing out take, seen while requests are served."""
+def _serving(engine: Engine, progress: Progress) -> tuple[Serving, ...]:
+    """What scheduling, detokenising and handing out add, seen in turn with the same steps alone."""
     room = _room(engine)
-    counts = sorted({min(count, room.max_num_seqs, room.max_num_batched_tokens) for count in _SERVED})
+    counts = sorted({min(count, room.most_rows) for count in _SERVED})
     found = []
     for index, count in enumerate(counts):
         progress("serving", index, len(counts))
-        served = engine_beside(engine)
-        watched = served.executor = _Watched(engine.executor)
-        asyncio.run(_serve(AsyncEngine(served), count, min(_SERVED_TOKENS, room.max_model_len - 1)))
-        found.append(Between(count, statistics.median(watched.gaps(count))))
+        found.append(_serve_and_compare(engine, count, max(1, min(_SERVED_TOKENS, room.max_model_len - 2))))
     progress("serving", len(counts), len(counts))
-    return tuple(found)
+    if not (seen := tuple(each for each in found if each is not None)):
+        raise ConfigError(
+            "max_model_len", f"{room.max_model_len} tokens are too few to see how steps follow each other"
+        )
+    return seen
+
+
+def _serve_and_compare(engine: Engine, num_seqs: int, num_tokens: int) -> Serving | None:
+    """Serve so many sequences, then compute the same steps alone, _TURNS times; medians of each.
+
+    None if they never were in a step all together twice in a row.
+    """
+    executor = cast("TorchExecutor", engine.executor)
+    plan = executor.rehearsal([(num_tokens // 2, 1)] * num_seqs)
+    served, gaps, alone = [], [], []
+    for _ in range(_TURNS):
+        beside = engine_beside(engine)
+        watched = beside.executor = _Watched(executor)
+        asyncio.run(_serve(AsyncEngine(beside), num_seqs, num_tokens))
+        for seconds, gap in watched.served(num_seqs):
+            served.append(seconds)
+            gaps.append(gap)
+        alone += [executor.execute(plan).elapsed for _ in range(num_tokens)]
+    if not gaps:
+        return None
+    return Serving(num_seqs, statistics.median(gaps), statistics.median(served) / statistics.median(alone))
 
 
 async def _serve(engine: AsyncEngine, num_seqs: int, num_tokens: int) -> None:

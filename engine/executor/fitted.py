@@ -6,8 +6,7 @@
               + the same three for layers with a window, where there are some
 
 All coefficients are seconds per unit and at least 0. `knee` is the number of tokens at which the matrix products cost
-as much arithmetic as reading the weights: fewer take hardly less time, more take proportionally more. `step` and
-`row` include what the engine does between steps.
+as much arithmetic as reading the weights: fewer take hardly less time, more take proportionally more.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from llmsched.cli.bench.target.simulated import simulate_workload
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit
-from llmsched.engine.calibration.run import Between, Measured, measure_engine, with_between
+from llmsched.engine.calibration.run import Measured, Serving, measure_engine, while_serving
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.latency import Slo
@@ -93,9 +93,9 @@ def simulated(engine: Engine, before: Measured, after: Measured, workload: Workl
         Sample(one.shape, (one.seconds + two.seconds) / 2)
         for one, two in zip(before.samples, after.samples, strict=True)
     ]
-    between = [
-        Between(one.num_seqs, (one.seconds + two.seconds) / 2)
-        for one, two in zip(before.between, after.between, strict=True)
+    serving = [
+        Serving(one.num_seqs, (one.between + two.between) / 2, (one.slowdown + two.slowdown) / 2)
+        for one, two in zip(before.serving, after.serving, strict=True)
     ]
     assert engine.plan is not None
     found = fit(samples, engine.plan.window)
@@ -103,7 +103,7 @@ def simulated(engine: Engine, before: Measured, after: Measured, workload: Workl
     blueprint = Blueprint(
         engine.config,
         engine.plan,
-        with_between(found.cost, between),
+        while_serving(found.cost, serving),
         lambda count: count * per_byte,
         "here",
         found.error,

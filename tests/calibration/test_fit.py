@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llmsched.engine.calibration.fit import KNEES, Sample, fit, non_negative
+from llmsched.engine.calibration.run import Serving, while_serving
 from llmsched.engine.calibration.shapes import Room, Rows, choose_steps, describe
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import StepShape, shape_of
@@ -134,3 +135,17 @@ def test_steps_cover_what_an_engine_plans() -> None:
     assert "4 decodes of 512 + prefill of 124 after 0" in steps
     assert "4 x prefill of 64 after 0" in steps
     assert "1 decode of 64" in steps
+
+
+def test_serving_slows_steps_down_and_comes_between_them() -> None:
+    found = while_serving(COST, [Serving(1, 1.1e-3, 1.02), Serving(8, 1.8e-3, 1.1), Serving(32, 4.2e-3, 1.3)])
+    for count in (1, 20):
+        step = shape(((100, 1),) * count)
+        assert found.seconds(step) == pytest.approx(1.1 * COST.seconds(step) + 1e-3 + 1e-4 * count)
+    assert found.knee == COST.knee
+
+
+def test_serving_never_makes_steps_faster() -> None:
+    found = while_serving(COST, [Serving(1, 1e-3, 0.9), Serving(8, 1e-3, 0.8)])
+    step = shape(((100, 1),) * 4)
+    assert found.seconds(step) == pytest.approx(COST.seconds(step) + 1e-3)
