@@ -68,23 +68,26 @@ class Outputs:
             raise LlmschedError("--save-detailed is of one run of a load; leave it out, or the flag of the other mode")
         if modes.self_check and (self.csv or self.report):
             raise LlmschedError("--csv and --report are of the run of a load; --self-check has --save and --json")
-        for flag, path in self._files().items():
+        files = self._files()
+        if len({path.resolve() for path in files.values()}) < len(files):
+            raise LlmschedError(f"{', '.join('--' + flag for flag in files)}: two of them name the same file")
+        for flag, path in files.items():
             if path.is_dir() or not path.parent.is_dir():
                 raise LlmschedError(f"--{flag} {path}: {'is a' if path.is_dir() else 'has no'} directory")
         if self.csv is not None:
             check_csv(self.csv)
 
     def give_out(self, result: Result) -> None:
-        """Write the files and print the report. Raises LlmschedError for a file that cannot be written."""
+        """Print the report and write the files. Raises LlmschedError for a file that cannot be written."""
+        if self.as_json:
+            render.emit_json(result.report)
+        else:
+            result.show()
         for flag, path in self._files().items():
             try:
                 self._write(flag, path, result)
             except OSError as problem:
                 raise LlmschedError(f"--{flag} {path}: {problem.strerror}") from problem
-        if self.as_json:
-            render.emit_json(result.report)
-        else:
-            result.show()
 
     def _files(self) -> dict[str, Path]:
         """The files that were asked for, by their flags."""

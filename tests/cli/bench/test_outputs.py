@@ -219,6 +219,22 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(
     assert (outcome.code, "is of one run of a load" in outcome.err) == (2, True)
 
 
+def test_two_flags_cannot_name_one_file(command: CommandLine, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    outcome = command("bench", "http://127.0.0.1:9", "--save", str(path), "--csv", f"{tmp_path}/./f")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--save, --csv: two of them name the same file" in outcome.err
+
+
+def test_a_file_that_fails_at_the_end_costs_no_report(command: CommandLine) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is full")
+    outcome = command("bench", "http://127.0.0.1:9", "--num-prompts", "2", "--save", "/dev/full", "--json")
+    assert outcome.code == 2
+    assert outcome.json["failures"] == {"connect": 2}
+    assert "--save /dev/full: No space left on device" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("text", "target"),
     [
