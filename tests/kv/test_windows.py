@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_request, tokens
+from fakes import Harness, assert_right, make_request, tokens
 from kv_driver import KVDriver
 
 from llmsched.engine.errors import RequestError
@@ -86,6 +86,7 @@ def test_what_has_left_the_window_can_be_found_until_it_is_evicted() -> None:
     assert hit(driver, [*tokens(200), *tokens(50, seed=1)]) == 200, "12 blocks, and half of one copied in every group"
     forget_windows(driver, tokens(400), 12, 13)
     assert hit(driver, [*tokens(400), 1]) == 400, "that is not in the window of token 400"
+    assert hit(driver, [*tokens(200), *tokens(50, seed=1)]) == 192, "half of a block, but not in every group"
     assert hit(driver, [*tokens(208), *tokens(50, seed=1)]) == 192
     assert hit(driver, [*tokens(240), *tokens(50, seed=1)]) == 192
     assert hit(driver, [*tokens(256), *tokens(50, seed=1)]) == 256
@@ -149,9 +150,60 @@ def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() 
     forget_windows(driver, tokens(400), 0, 22)
     assert hit(driver, tokens(400)) == 0
     driver.admit(request)
-    assert request.num_computed_tokens == 320
+    assert (request.num_computed_tokens, table_of(request).num_findable) == (320, 20), "24 are known"
     driver.step({request: 80, other: 1})
     assert driver.kv.swap.num_free == 40
+
+
+def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it() -> None:
+    """Nothing else of the prefix is left: what was in front of the window has no blocks in its groups."""
+    driver = driver_of(200, num_swap_slots=100)
+    request = driver.come(tokens(400))
+    driver.step({request: 320})
+    driver.swap_out(request)
+    driver.kv.reset_prefix_cache()
+    driver.admit(request)
+    assert request.num_computed_tokens == 320
+    driver.step({request: 1})
+    assert table_of(request).num_findable == 20
+    assert hit(driver, [*tokens(320), 1]) == 320
+    assert hit(driver, [*tokens(304), 1]) == 0
+
+
+def test_with_windows_alone_what_comes_back_from_host_memory_relies_on_nothing_that_may_go() -> None:
+    driver = KVDriver(60, num_swap_slots=10, layout=KVLayout(16, 0, 1, 40))
+    request = driver.come(tokens(400))
+    driver.step({request: 320})
+    driver.swap_out(request)
+    driver.admit(request)
+    driver.kv.reset_prefix_cache()
+    driver.step({request: 16})
+    assert hit(driver, [*tokens(336), 1]) == 336
+    driver.leave(request)
+    driver.kv.reset_prefix_cache()
+    assert not driver.kv.prefixes._roots
+
+
+def test_what_is_found_again_after_a_preemption_is_all_or_nothing() -> None:
+    driver = driver_of(60)
+    request = driver.come(tokens(160))
+    driver.step({request: 160})
+    other = driver.come([*tokens(160), 1])
+    available = driver.kv.pool.num_available
+    assert available < 60
+    assert driver.kv.num_kept(request, available) == 10
+    assert driver.kv.num_kept(request, available + 1) == driver.kv.num_kept(request, None) == 0
+    driver.leave(other)
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+def test_a_pool_for_one_long_request_is_enough_whatever_chunks_it_comes_in(caching: bool) -> None:
+    harness = Harness(LAYOUT.num_blocks(500), budget=256, caching=caching, layout=LAYOUT)
+    request = harness.add(make_request("long", tokens(400), 101))
+    while harness.scheduler.has_work():
+        harness.step()
+        assert harness.scheduler.kv.pool.num_used <= LAYOUT.num_blocks(request.num_tokens)
+    assert_right(request)
 
 
 def test_a_pin_holds_the_window_behind_its_prefix() -> None:

@@ -246,6 +246,16 @@ def test_static_batch_lives_until_its_longest_member_ends_and_reserves_for_the_m
     assert harness.scheduler.kv.pool.num_used == 0
 
 
+def test_a_static_batch_of_one_that_needs_the_whole_pool() -> None:
+    """Nothing is left to reserve beside its windows, and what it has is not taken from it."""
+    layout = KVLayout(16, 1, 2, 40)
+    harness = Harness(layout.num_blocks(160), 400, 2, scheduling_policy="static", max_model_len=160, layout=layout)
+    requests = [harness.add(make_request(f"r{i}", tokens(145, seed=i), 15)) for i in range(2)]
+    harness.run()
+    assert_right(*requests)
+    assert harness.scheduler.kv.pool.num_used == 0
+
+
 def test_a_member_of_a_static_batch_that_fails_amid_a_chunk_keeps_nothing_that_others_count_on() -> None:
     """For its chunk it had more blocks in layers with a window than the batch reserved for it."""
     layout = KVLayout(16, 1, 2, 40)
