@@ -182,7 +182,8 @@ class Findings:
                 f"{length:,} tokens holds {held}, with all tokens in all layers it would hold {human_bytes(kept)}"
             )
         freed = self.shape.geometry.bytes_with_windows_freed(length, plan.kv_dtype_bytes)
-        reason = cache_layout(self.shape.geometry, plan.block_size, length).reason
+        longest = self.config.max_model_len or self.shape.max_position  # as the plan had it
+        reason = cache_layout(self.shape.geometry, plan.block_size, longest).reason
         return (
             f"layers with a window of {plan.window} tokens keep all tokens, as {reason}: a sequence of {length:,} "
             f"holds {held}, without what is outside the window it would be {human_bytes(freed)}"

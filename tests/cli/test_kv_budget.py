@@ -180,6 +180,21 @@ def test_a_bare_attention_config_is_an_estimate(command: CommandLine, tmp_path: 
     assert sized["available_kv_bytes"] == answer["available_kv_bytes"] - 10 * GIB
 
 
+def test_windows_alone_without_a_context_length_keep_all_tokens_and_it_is_said_why(
+    command: CommandLine, tmp_path: Path
+) -> None:
+    config = {
+        **{"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"], "hidden_size": 64},
+        **{"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"], "num_attention_heads": 4},
+        **{"attention_window_size": 32, "intermediate_size": 96, "vocab_size": 320},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("kv-budget", str(tmp_path), "--gpu-memory", "24GiB", "--json")
+    assert any("keep all tokens, as the context length is not known" in note for note in command(*asked).json["notes"])
+    notes = command(*asked, "--max-model-len", "4096").json["notes"]
+    assert any("give back the blocks that have left it" in note for note in notes)
+
+
 def test_window_layers_are_stated_apart_and_cost_what_is_kept_of_them(command: CommandLine) -> None:
     path = CONFIGS / "openai--gpt-oss-20b_config.json"
     answer = command("kv-budget", str(path), "--gpu", "h100", "--max-model-len", "8192", "--json").json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fakes import Harness, make_request, tokens
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.use import KVUse
 
 
@@ -32,6 +33,14 @@ def test_a_shared_block_counts_once_and_is_full() -> None:
     harness.step()
     assert use(harness).held == 4 * 16, "two shared, and one each of its own"
     assert use(harness).empty == (48 - 41) + (48 - 36)
+
+
+def test_what_has_left_a_window_is_cached_and_its_end_is_as_empty_as_that_of_other_layers() -> None:
+    """Of 100 tokens in 7 blocks, two groups with a window of 40 keep the last 4."""
+    harness = Harness(64, budget=256, layout=KVLayout(16, 1, 2, 40))
+    harness.add(make_request("a", tokens(100), 9))
+    harness.step()
+    assert use(harness) == KVUse((7 + 2 * 4) * 16, 3 * 12, 2 * 3 * 16, 64 * 16)
 
 
 def test_a_static_batch_reserves_for_the_maximum_until_its_last_member_ends() -> None:

@@ -77,6 +77,38 @@ def test_windows_let_more_in_where_lengths_are_predicted() -> None:
         assert harness.scheduler.counters.num_preemptions == 0
 
 
+def test_one_that_runs_is_predicted_to_hold_no_more_of_a_window_than_it_ever_will() -> None:
+    layout = KVLayout(16, 1, 2, 20)
+    harness = Harness(
+        2 * layout.num_blocks(319), budget=400, headroom=0.0, output_prediction="max_tokens", layout=layout
+    )
+    first = harness.add(make_request("first", tokens(300), 20))
+    while first.num_output_tokens == 0:
+        harness.step()
+    second = harness.add(make_request("second", tokens(300, seed=1), 20, arrival=harness.time))
+    harness.step()
+    assert second.status is RequestStatus.RUNNING
+    harness.run()
+    assert_right(first, second)
+    assert harness.scheduler.counters.num_preemptions == 0
+
+
+def test_what_a_chunk_gives_back_lets_others_in_though_nobody_has_come_or_gone() -> None:
+    """The first chunk takes 13 blocks of a window, the second needs 10, and three are kept behind it."""
+    knobs = {"headroom": 0.0, "output_prediction": "none", "fast_lane_share": 0.0}
+    harness = Harness(20 + 13, budget=200, layout=KVLayout(16, 1, 1, 20), **knobs)
+    long = harness.add(make_request("long", tokens(310), 8))
+    short = harness.add(make_request("short", tokens(64, seed=1), 4))
+    harness.step()
+    harness.step()
+    assert (long.num_output_tokens, short.status) == (1, RequestStatus.WAITING)
+    assert harness.executor.plans[-1].num_tokens < 200, "it was offered a place, and did not fit"
+    harness.step()
+    assert (long.status, short.status) == (RequestStatus.RUNNING, RequestStatus.RUNNING)
+    harness.run()
+    assert_right(long, short)
+
+
 def ended(length: int, max_tokens: int = 1000) -> object:
     request = make_request("r", [1] * 4, max_tokens)
     request.sampling = type(request.sampling)(max_tokens=max_tokens)
