@@ -13,6 +13,7 @@ from typing import NamedTuple
 from llmsched.cli.tune.evidence import Run
 from llmsched.cli.tune.objective import Evidence, Trial, figure_name, judge
 from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.standing import standing
 
 #: How far behind the best, or beyond a limit, a prediction must be to count, as a share, for a model without errors.
 MARGIN = 0.15
@@ -28,25 +29,28 @@ class Bias(NamedTuple):
 
 
 def hopeless(settings: Sequence[Setting], predicted: Mapping[Setting, Run], evidence: Evidence) -> dict[Setting, str]:
-    """Which of the settings need not be measured, with the reason. `predicted` has measured settings as well."""
-    table = evidence.standing()
-    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and evidence.score(predicted[s])]
-    bias = _bias([table.effects[s] - math.log(evidence.score(predicted[s]) or 1.0) for s in known])
+    """Which of the settings need not be measured, with the reason. `predicted` has measured settings as well.
+
+    What is compared is throughput, which bounds goodput: near a limit a small error in latency turns all goodput into
+    none, and latencies are held against the limits on their own.
+    """
+    table = standing([run for runs in evidence.runs.values() for run in runs], throughput)
+    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and throughput(predicted[s])]
+    bias = _bias([table.effects[s] - _log(throughput(predicted[s])) for s in known])
     if bias is None or bias.error > MOST_ERROR:
         return {}
     trials = {setting: judge(setting, [run], evidence.slo) for setting, run in predicted.items()}
     late = _late(settings, trials, known, evidence)
-    scores = {setting: _score(run, evidence) + bias.shift for setting, run in predicted.items() if setting not in late}
-    scores |= {setting: table.effects[setting] for setting in known}
+    rates = {setting: _log(throughput(run)) + bias.shift for setting, run in predicted.items()}
+    rates |= {setting: table.effects[setting] for setting in known}
     # What is fast and misses an SLO is no reason to leave out what is slower.
-    best = max((score for setting, score in scores.items() if not _missed(setting, evidence)), default=-math.inf)
-    margin = MARGIN + 2 * bias.error
-    found = {}
+    rivals = [trial for s in predicted if (trial := _as_known(s, trials, evidence)).feasible and s not in late]
+    best = max((rates[t.setting] + _log(t.attainment.get("all", 1.0)) for t in rivals), default=-math.inf)
+    found = dict(late)
     for setting in settings:
-        if setting in late:
-            found[setting] = late[setting]
-        elif setting in scores and (behind := best - scores[setting]) > margin:
-            found[setting] = f"not measured: predicted {-math.expm1(-behind):.0%} less {evidence.goal} than the best"
+        behind = best - rates.get(setting, best)
+        if setting not in late and behind > MARGIN + 2 * bias.error:
+            found[setting] = f"not measured: predicted {-math.expm1(-behind):.0%} less throughput than the best"
     return found
 
 
@@ -68,14 +72,18 @@ def _late(
     return found
 
 
-def _missed(setting: Setting, evidence: Evidence) -> bool:
-    """Whether a setting was measured and is not feasible."""
-    return bool(evidence.runs.get(setting)) and not evidence.trial(setting).feasible
+def _as_known(setting: Setting, predicted: Mapping[Setting, Trial], evidence: Evidence) -> Trial:
+    """A setting as it was measured, else as it is predicted."""
+    return evidence.trial(setting) if evidence.runs.get(setting) else predicted[setting]
 
 
-def _score(run: Run, evidence: Evidence) -> float:
-    score = evidence.score(run)
-    return math.log(score) if score else -math.inf
+def throughput(run: Run) -> float | None:
+    """Output tokens per second of a run that worked."""
+    return None if run.problem else run.tokens_per_s
+
+
+def _log(value: float | None) -> float:
+    return math.log(value) if value else -math.inf
 
 
 def _bias(differences: Sequence[float]) -> Bias | None:

@@ -33,11 +33,7 @@ class Subject:
     measured: bool = True
     calibration_error: float | None = None
     published_error: float | None = None
-
-    @property
-    def where(self) -> str:
-        """Where the figures come from, in words."""
-        return "in process" if self.measured else str(self.device["name"])
+    where: str = "in process"
 
 
 def subject_of(name: str, engine: AsyncEngine) -> Subject:
@@ -62,6 +58,7 @@ def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Sub
         measured=False,
         calibration_error=blueprint.calibration_error,
         published_error=blueprint.published_error,
+        where=blueprint.where,
     )
 
 

@@ -66,3 +66,12 @@ def test_what_misses_an_slo_rules_out_nobody() -> None:
     assert hopeless([C], predicted, evidence) == {}
     nobody = measured({A: 100.0, B: 200.0}, slo, at_32=0.3, at_64=0.5)
     assert hopeless([C], said({A: 100.0, B: 200.0, C: 1.0}, at_32=0.3, at_64=0.5), nobody) == {}
+
+
+def test_goodput_that_a_small_error_takes_away_is_not_believed() -> None:
+    """All that is predicted of C just misses the limit: its goodput would be 0, its throughput is the most."""
+    evidence = Evidence(Slo(itl=0.1), "goodput")
+    for setting, rate in ((A, 100.0), (B, 110.0)):
+        evidence.add(made_run(setting, 10, 0, rate, 0.05))
+    missed = made_run(C, 10, 0, 120.0, 0.105, met={"itl": 0, "all": 0})
+    assert hopeless([C], {**said({A: 100.0, B: 110.0}, at_32=0.05, at_64=0.05), C: missed}, evidence) == {}
