@@ -150,4 +150,5 @@ class BlockPool:
             cached = block in (shared if self._is_shared[block] else private)
             assert (count == 0) == (block in free or cached), f"block {block}: lost or in two places"
             assert not cached or self._findable[block], f"block {block}: cached but not findable"
-            assert block not in free or not self._findable[block], f"block {block}: free but findable"
+            worthless = not (self._findable[block] or self._is_shared[block])
+            assert block not in free or worthless, f"block {block}: free but findable, or shared"

@@ -27,6 +27,7 @@ from llmsched.engine.kv.budget import (
 from llmsched.engine.kv.draft import ModelDraft
 from llmsched.engine.kv.dtypes import check_servable
 from llmsched.engine.kv.geometry import Geometry, LayerGroup
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.weights import Weights
 
@@ -463,3 +464,9 @@ def test_whatever_a_config_says_it_is_planned_or_refused_in_words(name: str, val
         except (ModelError, ConfigError) as problem:
             refusal = str(problem)
         assert "\n" not in refusal
+
+
+def test_windows_have_groups_of_their_own_where_requests_may_be_longer_than_they_are() -> None:
+    groups = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64, 64, 128))
+    assert draft(gpu(40), shape(groups=groups)).layout == KVLayout(16, 1, 1, 128)
+    assert draft(gpu(40), shape(groups=groups), max_model_len=120).layout == KVLayout(16)

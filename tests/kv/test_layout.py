@@ -96,6 +96,12 @@ def test_windows_alone_make_one_group() -> None:
     assert (found.layout.longest(257), found.layout.longest(256)) == (sys.maxsize, 256 * 16)
 
 
+def test_the_widest_of_several_windows_is_kept() -> None:
+    windows = (LayerGroup("window", 6, 8, 64, 64, window) for window in (128, 512, 256))
+    model = Geometry((LayerGroup("full", 6, 8, 64, 64), *windows), "exact", ())
+    assert cache_layout(model, 16, None).layout == KVLayout(16, 1, 3, 512)
+
+
 LAYOUTS = st.builds(KVLayout, st.integers(1, 32), st.integers(1, 3), st.integers(0, 5), st.integers(1, 200))
 
 

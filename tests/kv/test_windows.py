@@ -175,7 +175,9 @@ def test_with_windows_alone_what_comes_back_from_host_memory_relies_on_nothing_t
     request = driver.come(tokens(400))
     driver.step({request: 320})
     driver.swap_out(request)
+    forget_windows(driver, tokens(400), 0, 18)
     driver.admit(request)
+    assert request.num_computed_tokens == 320
     driver.kv.reset_prefix_cache()
     driver.step({request: 16})
     assert hit(driver, [*tokens(336), 1]) == 336
