@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -120,7 +122,11 @@ def _root(
 
 
 def main() -> None:
-    """Console entry. Exit codes: 0 done, 1 the answer is no, 2 bad input (one line on stderr), 130 interrupted."""
+    """Console entry. Exit codes: 0 done, 1 the answer is no, 2 bad input (one line on stderr), 130 interrupted.
+
+    Where nobody reads the output any more (`| head`) the code is 1, as is usual; where it cannot be written, 2.
+    """
+    _open_streams()
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except LlmschedError as problem:
@@ -131,6 +137,26 @@ def main() -> None:
         sys.exit(problem.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(1)
+    except OSError as problem:
+        _drop_output()
+        render.error(str(problem))
+        sys.exit(2)
+
+
+def _open_streams() -> None:
+    """A stream that the caller has closed (`>&-`) is None, which nothing can write to; it becomes one to nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it is open as long as the process runs
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, for the interpreter writes it when it ends, and would fail again."""
+    with contextlib.suppress(OSError):  # a stdout without a file number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _message(problem: LlmschedError) -> str:

@@ -147,6 +147,12 @@ class EngineOptions:
         return EngineConfig(**{**profile, **self.given, "model": model})
 
 
+def typed_options(context: typer.Context) -> list[str]:
+    """The options and arguments that were written on the command line, not left out or from the environment."""
+    sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
+    return [max(option.opts, key=len) for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
 def with_engine_options(
     exclude: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:

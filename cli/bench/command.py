@@ -19,7 +19,7 @@ from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.mode import bench_self
 from llmsched.cli.bench.target.simulated import open_simulated
 from llmsched.cli.bench.target.targets import Plan, http_options, open_model, open_server, refuse_server_flags
-from llmsched.cli.options import EngineOptions, resolve_model, with_engine_options
+from llmsched.cli.options import EngineOptions, resolve_model, typed_options, with_engine_options
 from llmsched.cli.profile import found_for_others, with_profile
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -33,6 +33,7 @@ from llmsched.engine.progress import Progress
 @with_slo_options
 @with_load_options(num_prompts=100, input_len=128, output_len=64)
 def bench(
+    context: typer.Context,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -103,8 +104,8 @@ def bench(
     plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None)
     with render.progress_bar() as progress:
         if modes.self_check:
-            if extra := target or (simulate and "--simulate") or (profile and "--profile"):
-                raise LlmschedError(f"--self-check has its own server; leave out {extra}")
+            if extra := set(typed_options(context)) - {"--self-check", "--save", "--json"}:
+                raise LlmschedError(f"--self-check has its own server and load; leave out {', '.join(sorted(extra))}")
             result = asyncio.run(bench_self(progress))
         elif target is not None and target.startswith(("http://", "https://")):
             if profile is not None:
@@ -115,7 +116,7 @@ def bench(
                 raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
             result = _bench_server(target, plan, modes, server, engine_options, progress)
         else:
-            refuse_server_flags(server)
+            refuse_server_flags(typed_options(context))
             model, options = resolve_model(target), with_profile(engine_options, profile)
             if profile is not None and simulate is None:
                 for warning in found_for_others(profile, options.config(model)):

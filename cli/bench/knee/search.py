@@ -44,7 +44,9 @@ class Goal:
                 f"the search starts at {self.start:g} requests/s; allowed is {self.low:g} to {self.high:g}"
             )
         if not 0 < self.attainment <= 1:
-            raise LlmschedError(f"the share of requests to meet their SLOs is {self.attainment:g}; allowed is 0 to 1")
+            raise LlmschedError(
+                f"the share of requests to meet their SLOs is {self.attainment:g}; allowed is above 0, up to 1"
+            )
         if not 0.001 <= self.tolerance <= 1:
             raise LlmschedError(f"the tolerance of the knee is {self.tolerance:g}; allowed is 0.001 to 1")
 

@@ -18,6 +18,11 @@ from llmsched.engine.errors import LlmschedError
 ArrivalProcess = Literal["poisson", "gamma", "constant", "ramp", "daynight"]
 Times = NDArray[np.float64]
 
+#: A day in seconds, and how far the rate swings in it, where nobody says.
+DAY_PERIOD, DAY_AMPLITUDE = 600.0, 0.8
+#: The least rate, in requests per second: one in 31 years. All times of a million requests are then far from infinite.
+LEAST_RATE = 1e-9
+
 #: Halvings that find a time to far below a microsecond in any schedule.
 _HALVINGS = 64
 
@@ -38,8 +43,8 @@ class Arrivals:
     process: ArrivalProcess = "poisson"
     burstiness: float = 1.0
     ramp_to: float | None = None
-    day_period: float = 600.0
-    day_amplitude: float = 0.8
+    day_period: float = DAY_PERIOD
+    day_amplitude: float = DAY_AMPLITUDE
 
     def __post_init__(self) -> None:
         if self.process not in get_args(ArrivalProcess):
@@ -52,10 +57,14 @@ class Arrivals:
             )
         if (self.process == "ramp") != (self.ramp_to is not None):
             raise LlmschedError("arrivals ramp and ramp_to (requests per second at the end) go together; give both")
-        if self.ramp_to is not None and not (self.ramp_to > 0 and math.isfinite(self.ramp_to)):
-            raise LlmschedError(f"ramp_to is {self.ramp_to:g}; allowed is above 0 requests per second")
-        if not (self.day_period > 0 and math.isfinite(self.day_period)):
-            raise LlmschedError(f"day_period is {self.day_period:g} s; allowed is above 0")
+        if self.ramp_to is not None and not LEAST_RATE <= self.ramp_to < math.inf:
+            raise LlmschedError(f"ramp_to is {self.ramp_to:g}; allowed is {LEAST_RATE:g} or more requests per second")
+        if self.process != "daynight" and (self.day_period, self.day_amplitude) != (DAY_PERIOD, DAY_AMPLITUDE):
+            raise LlmschedError(
+                f"day_period and day_amplitude shape daynight; arrivals is {self.process}: leave them out, or change it"
+            )
+        if not 1e-3 <= self.day_period < math.inf:
+            raise LlmschedError(f"day_period is {self.day_period:g} s; allowed is 0.001 s or more")
         if not 0 <= self.day_amplitude <= 1:
             raise LlmschedError(f"day_amplitude is {self.day_amplitude:g}; allowed is 0 to 1")
 

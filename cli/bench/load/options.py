@@ -50,6 +50,8 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
     """
 
     def make(flags: LoadFlags) -> LoadOptions:
+        if not flags.timeout > 0:
+            raise LlmschedError(f"--timeout is {flags.timeout:g} s; allowed is above 0")
         return LoadOptions(make_load(flags, defaults), flags.timeout)
 
     shown = defaults.copy()
@@ -101,8 +103,8 @@ def _trace_load(path: Path, name: str | None, given: dict[str, Any], concurrency
 
 
 def _synthetic(given: dict[str, Any], defaults: Mapping[str, Any]) -> Workload:
-    if useless := [flag for flag in _TRACES if flag in given]:
-        raise LlmschedError(f"{', '.join(useless)}: only of use with trace")
+    if useless := ["--" + flag.replace("_", "-") for flag in _TRACES if flag in given]:
+        raise LlmschedError(f"{', '.join(useless)}: only of use with --trace or a --workload that is one")
     if "duration" in given:
         given.setdefault("num_prompts", None)
     _fall_back(given, defaults.get("max_concurrency"))
@@ -119,6 +121,9 @@ def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
 
 
 def _as_flags(text: str) -> str:
-    """The text with settings written as the flags that set them, but not within paths."""
-    names = "|".join(f.name for f in fields(LoadFlags) if "_" in f.name)
+    """The text with settings written as the flags that set them, but not within paths.
+
+    A setting of one word cannot be told from a word of the sentence, unless the text begins with it.
+    """
+    names = "|".join(f.name if "_" in f.name else rf"\A{f.name}" for f in fields(LoadFlags))
     return re.sub(rf"(?<![\w/.-])({names})(?![\w/.-])", lambda found: "--" + found[1].replace("_", "-"), text)

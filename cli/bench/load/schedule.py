@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsched.cli.bench.load.arrivals import ArrivalProcess, Arrivals, Times
+from llmsched.cli.bench.load.arrivals import DAY_AMPLITUDE, DAY_PERIOD, LEAST_RATE, ArrivalProcess, Arrivals, Times
 from llmsched.engine.errors import LlmschedError
 
 #: The most requests of a synthetic load, and of a closed loop that only a duration ends.
@@ -42,8 +42,8 @@ class Schedule:
     arrivals: ArrivalProcess = "poisson"
     burstiness: float = 1.0
     ramp_to: float | None = None
-    day_period: float = 600.0
-    day_amplitude: float = 0.8
+    day_period: float = DAY_PERIOD
+    day_amplitude: float = DAY_AMPLITUDE
     max_concurrency: int | None = None
     duration: float | None = None
 
@@ -52,8 +52,10 @@ class Schedule:
             raise LlmschedError(f"seed is {self.seed}; allowed is 0 or more")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise LlmschedError(f"max_concurrency is {self.max_concurrency}; allowed is 1 or more")
-        if self.request_rate is not None and not self.request_rate > 0:
-            raise LlmschedError(f"request_rate is {self.request_rate}; allowed is above 0 requests per second, or inf")
+        if self.request_rate is not None and not self.request_rate >= LEAST_RATE:
+            raise LlmschedError(
+                f"request_rate is {self.request_rate}; allowed is {LEAST_RATE:g} or more requests per second, or inf"
+            )
         if self.duration is not None and not 0 < self.duration < math.inf:
             raise LlmschedError(f"duration is {self.duration:g} s; allowed is above 0")
         if self.duration is not None and self.at_once:

@@ -30,6 +30,9 @@ from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.load.traces.trace import Trace, TraceRequest, digest
 from llmsched.engine.errors import LlmschedError
 
+#: The least speedup: recorded times stay far from infinite.
+_SLOWEST = 1e-9
+
 
 @dataclass(frozen=True, kw_only=True)
 class TraceLoad(Schedule):
@@ -52,8 +55,8 @@ class TraceLoad(Schedule):
     max_output_len: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.speedup < math.inf:
-            raise LlmschedError(f"speedup is {self.speedup:g}; allowed is above 0")
+        if not _SLOWEST <= self.speedup < math.inf:
+            raise LlmschedError(f"speedup is {self.speedup:g}; allowed is {_SLOWEST:g} or more")
         for name in ("max_input_len", "max_output_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise LlmschedError(f"{name} is {value}; allowed is 1 or more tokens")

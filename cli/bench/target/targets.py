@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import httpx
@@ -125,11 +125,13 @@ def http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: Engin
         names = ", ".join("--" + name.replace("_", "-") for name in engine_options.given)
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
     try:
-        host = httpx.URL(url).host
+        host, port = httpx.URL(url).host, httpx.URL(url).port
     except httpx.InvalidURL as problem:
         raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
     if not host:
         raise LlmschedError(f"{url!r} names no host; write http://host:port")
+    if port is not None and not 1 <= port <= 65535:
+        raise LlmschedError(f"{url!r}: port {port} is none; allowed is 1 to 65535")
     return HttpOptions(
         url,
         endpoint=flags.endpoint or "completions",
@@ -141,15 +143,16 @@ def http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: Engin
     )
 
 
-def refuse_server_flags(flags: ServerFlags) -> None:
-    """Raise LlmschedError for flags that only a URL has use for.
+def refuse_server_flags(typed: Sequence[str]) -> None:
+    """Raise LlmschedError if flags that only a URL has use for are among the `typed` ones.
 
-    OPENAI_API_KEY may stand in the environment for other reasons, so a key is no sign of a mistake.
+    OPENAI_API_KEY may stand in the environment for other reasons, so a key there is no sign of a mistake.
     """
-    given = [name for name, value in asdict(flags).items() if value and name != "api_key"]
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise LlmschedError(f"{names}: only of use with the URL of a server, and the target is a model in this process")
+    useless = {"--" + f.name.replace("_", "-") for f in fields(ServerFlags)}
+    if given := [name for name in typed if name in useless]:
+        raise LlmschedError(
+            f"{', '.join(given)}: only of use with the URL of a server, and the target is a model in this process"
+        )
 
 
 def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:

@@ -149,9 +149,13 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
     [
         (("http://x", "--block-size", "16"), "--block-size: the settings of a running server"),
         (("http://", "--num-prompts", "1"), "names no host"),
+        (("http://localhost:99999", "--num-prompts", "1"), "port 99999 is none; allowed is 1 to 65535"),
         (("http://host:port", "--num-prompts", "1"), "is not a URL"),
         (("some-model", "--endpoint", "chat"), "--endpoint: only of use with the URL"),
         (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only of use"),
+        (("some-model", "--api-key", "k"), "--api-key: only of use"),
+        (("--self-check", "--num-prompts", "5", "demo"), "leave out --num-prompts, target"),
+        (("http://x", "--timeout", "0s"), "--timeout is 0 s"),
         (("http://x", "--request-rate", "0"), "--request-rate is 0"),
         (("http://x", "--prefix-len", "129"), "--prefix-len is 129"),
         (("http://x", "--num-prompts", "0"), "--num-prompts"),
