@@ -155,9 +155,10 @@ def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() 
     assert driver.kv.swap.num_free == 40
 
 
-def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it() -> None:
+@pytest.mark.parametrize("full_groups", [0, 1])
+def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_groups: int) -> None:
     """Nothing else of the prefix is left: what was in front of the window has no blocks in its groups."""
-    driver = driver_of(200, num_swap_slots=100)
+    driver = KVDriver(200, num_swap_slots=100, layout=KVLayout(16, full_groups, 2, 40))
     request = driver.come(tokens(400))
     driver.step({request: 320})
     driver.swap_out(request)
@@ -260,6 +261,17 @@ def test_with_windows_alone_nodes_without_blocks_stay_while_there_are_any_behind
     driver.kv.reset_prefix_cache()
     assert len(driver.kv.prefixes) == 0
     assert not driver.kv.prefixes._roots
+
+
+def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_gone() -> None:
+    """It holds the last three blocks of its ten; the four that are there are in front of them."""
+    driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
+    driver.serve(tokens(64))
+    assert driver.kv.pins.pin(tokens(160), "", None, now=0.0).num_written_tokens == 64
+    driver.kv.reset_prefix_cache()
+    driver.serve(tokens(160))
+    assert driver.kv.pins.states()[0].num_written_tokens == 160
+    assert driver.kv.pool.num_used == 3
 
 
 def test_sources_that_become_destinations_change_places() -> None:
