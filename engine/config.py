@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
 from llmsched.engine.errors import ConfigError
@@ -160,6 +161,31 @@ class EngineConfig:
     def knob_rule(cls, name: str) -> Mapping[str, Any]:
         """Documentation and range of the knob `name`."""
         return next(f.metadata for f in fields(cls) if f.name == name)
+
+
+#: What the baselines (every scheduling_policy but fair) do without, and what that is set to.
+BASELINE: Mapping[str, Any] = MappingProxyType(
+    {
+        "cache_bonus": 0.0,
+        "fast_lane_share": 0.0,
+        "headroom": 0.0,
+        "max_headroom": 0.0,
+        "output_prediction": "none",
+        "max_passes": 0,
+        "target_itl": None,
+    }
+)
+
+
+def check_policy(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that was `given` and that the scheduling_policy given with it does not heed."""
+    policy = given.get("scheduling_policy", "fair")
+    fixed = {} if policy == "fair" else {**BASELINE, **({"max_num_seqs": 1} if policy == "serial" else {})}
+    for name, value in fixed.items():
+        if name in given and given[name] != value:
+            raise ConfigError(
+                name, f"{given[name]} has no effect with scheduling_policy {policy}, a baseline; leave one of them out"
+            )
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ def bench(
       llmsched bench demo --workload chat --request-rate 2 --burstiness 0.5 --duration 1min
       llmsched bench http://localhost:8000 --trace requests.jsonl --speedup 2 --limit 500
       llmsched bench demo --compare static,continuous --output-len 16..512
-      llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fcfs headroom=0" --rounds 3
+      llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fair headroom=0" --rounds 3
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
       llmsched bench demo --request-rate 2 --report run.html --save-detailed run.jsonl --csv runs.csv
       llmsched bench demo --profile demo --request-rate 2

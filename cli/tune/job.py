@@ -24,7 +24,7 @@ from llmsched.cli.tune.state import Journal, Resumable, state_path
 from llmsched.cli.tune.subject import Subject, simulated_subject, subject_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
@@ -157,6 +157,11 @@ def _smaller(config: EngineConfig, task: Task, options: EngineOptions, problem: 
 
 def _config(model: str, kind: str, task: Task, options: EngineOptions) -> EngineConfig:
     """The engine for the largest step of the search; every setting is within what it reserves."""
+    if (policy := options.given.get("scheduling_policy", "fair")) != "fair":
+        raise LlmschedError(
+            f"--scheduling-policy {policy}: it is a baseline, without what is searched here; bench --compare sets it "
+            "against fair"
+        )
     load = task.load
     useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
     largest = max(task.smallest, min(_LARGEST[kind], useful))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import BASELINE, EngineConfig
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.engine.scheduler.static import StaticScheduler
@@ -19,15 +19,6 @@ def make_scheduler(kv: KVManager, config: EngineConfig, clock: Callable[[], floa
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
-    plain = replace(
-        config,
-        cache_bonus=0.0,
-        fast_lane_share=0.0,
-        headroom=0.0,
-        max_headroom=0.0,
-        output_prediction="none",
-        max_passes=0,
-        target_itl=None,
-        max_num_seqs=1 if config.scheduling_policy == "serial" else config.max_num_seqs,
-    )
+    seqs = 1 if config.scheduling_policy == "serial" else config.max_num_seqs
+    plain = replace(config, **BASELINE, max_num_seqs=seqs)
     return StaticScheduler(kv, plain, clock) if config.scheduling_policy == "static" else Scheduler(kv, plain, clock)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from llmsched.cli.options import knob_value
-from llmsched.engine.config import EngineConfig, Policy
+from llmsched.engine.config import EngineConfig, Policy, check_policy
 from llmsched.engine.errors import LlmschedError
 
 #: Names that people have for policies, besides the engine's own.
@@ -28,7 +28,8 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """The variants of "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
 
-    Raises LlmschedError for fewer than two, for two that are the same, and for what is no setting or no value of it.
+    Raises LlmschedError for fewer than two, for what is no setting or no value of it, and for a setting that the policy
+    beside it does not heed.
     """
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:
@@ -71,6 +72,7 @@ def _knobs(part: str) -> dict[str, Any]:
         if name in knobs:
             raise LlmschedError(f"--compare {part!r}: {name} is set twice")
         knobs[name] = knob_value(name, value)
+    check_policy(knobs)
     return knobs
 
 

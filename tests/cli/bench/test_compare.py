@@ -198,6 +198,8 @@ def test_a_variant_in_which_requests_fail_is_exit_code_1(command: CommandLine, t
         ("http://127.0.0.1:9", "static,fair", "--compare runs each variant in this process, and http://127.0.0.1:9 is"),
         ("demo", "static", "two or more variants"),
         ("demo", "fair,continuous", "are the same settings"),
+        ("demo", "fair,fcfs headroom=0.2", "--headroom: 0.2 has no effect with --scheduling-policy fcfs"),
+        ("demo", "fair,serial max_num_seqs=8", "--max-num-seqs: 8 has no effect with --scheduling-policy serial"),
     ],
 )
 def test_what_cannot_be_compared_is_exit_code_2(command: CommandLine, target: str, text: str, message: str) -> None:

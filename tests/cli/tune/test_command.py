@@ -133,6 +133,8 @@ def test_the_sweep_ends_at_what_fits(
         (("--knobs", ","), "names no knob"),
         (("--resume",), "there is no unfinished search at"),
         (("--maximize", "luck"), "luck"),
+        (("--scheduling-policy", "static"), "--scheduling-policy static: it is a baseline"),
+        (("--scheduling-policy", "fcfs", "--target-itl", "20ms"), "--target-itl: 0.02 has no effect"),
     ],
 )
 def test_bad_usage_is_exit_code_2(tune: Callable[..., Outcome], arguments: tuple[str, ...], message: str) -> None:
