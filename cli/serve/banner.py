@@ -63,7 +63,8 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         (
             "KV cache",
             f"{human_bytes(plan.num_blocks * plan.block_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
-            f"{plan.num_tokens} tokens; {plan.max_num_seqs} requests of {plan.max_model_len} tokens",
+            f"{plan.num_tokens} tokens{' in all layers' if plan.layout.window_groups else ''}; "
+            f"{plan.max_num_seqs} requests of {plan.max_model_len} tokens",
         ),
     ]
 

@@ -15,6 +15,7 @@ from llmsched.engine import AsyncEngine
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.reconcile import MeasuredMemory, Reconciled, ratios, reconcile
 from llmsched.engine.measure import tensor_bytes
@@ -93,6 +94,14 @@ def test_the_banner_tells_it(engine: Engine) -> None:
     assert "predicted" in rows["weights"]
     assert "actual" in rows["weights"]
     assert rows["KV"].endswith("(1.000 of it)")
+
+
+def test_the_banner_counts_tokens_in_all_groups_of_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.plan is not None
+    plan = replace(engine.plan, layout=KVLayout(engine.plan.block_size, 1, 2, 40))
+    monkeypatch.setattr(engine, "plan", plan)
+    told_tokens = dict(start_rows(AsyncEngine(engine), "m"))["KV cache"]
+    assert f", {plan.num_blocks // 3 * plan.block_size} tokens in all layers; " in told_tokens
 
 
 def test_a_profile_keeps_the_ratios(plan: MemoryPlan, tmp_path: Path) -> None:
