@@ -180,8 +180,10 @@ BASELINE: Mapping[str, Any] = MappingProxyType(
 def check_policy(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that was `given` and that the scheduling_policy given with it does not heed."""
     policy = given.get("scheduling_policy", "fair")
-    fixed = {} if policy == "fair" else {**BASELINE, **({"max_num_seqs": 1} if policy == "serial" else {})}
-    for name, value in fixed.items():
+    if policy == "fair":
+        return
+    no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
+    for name, value in {**BASELINE, **no_lane, **({"max_num_seqs": 1} if policy == "serial" else {})}.items():
         if name in given and given[name] != value:
             raise ConfigError(
                 name, f"{given[name]} has no effect with scheduling_policy {policy}, a baseline; leave one of them out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.ERROR)  # its lines on each retry say no more than the one below
     try:
         yield
         return
@@ -104,6 +108,8 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
         )
     except (HfHubHTTPError, OSError) as error:
         reason = f"the hub cannot be read: {one_line(error)}"
+    finally:
+        log.setLevel(level)
     raise ModelError(f"model {repo_id}: {reason}")
 
 

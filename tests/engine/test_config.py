@@ -24,6 +24,12 @@ def test_a_baseline_refuses_what_it_does_without(policy: str, name: str) -> None
     check_policy({"scheduling_policy": policy, name: BASELINE[name]})
 
 
+@pytest.mark.parametrize("name", ["fast_lane_prompt", "fast_lane_output"])
+def test_without_a_lane_nothing_is_short(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: 8 has no effect with scheduling_policy fcfs"):
+        check_policy({"scheduling_policy": "fcfs", name: 8})
+
+
 def test_one_at_a_time_is_one() -> None:
     check_policy({"scheduling_policy": "static", "max_num_seqs": 8})
     check_policy({"scheduling_policy": "serial", "max_num_seqs": 1})
