@@ -185,7 +185,12 @@ def _simulated_gpu(simulate: str, gpu: str | None, gpu_memory: int | None, emit:
         raise ConfigError("--simulate", f"{simulate} says which device is meant; leave out --gpu and --gpu-memory")
     if simulate == _ALL:
         raise ConfigError("--simulate", "is for one device; name a GPU (l4, h100, ...) or local")
-    return None if simulate == LOCAL else simulate
+    if simulate == LOCAL:
+        return None
+    try:
+        return find_gpu(simulate).key
+    except UnknownGpuError as unknown:
+        raise ConfigError("--simulate", f"{unknown}, or local") from unknown
 
 
 def _tell_all(found: list[Findings], json_output: bool) -> None:
