@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack, cast
+from dataclasses import dataclass
+from typing import Unpack
 
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
@@ -21,9 +21,6 @@ from llmsched.profiles.calibrated import calibration_name, load_calibration
 from llmsched.profiles.engines import UnknownEngineError, find_engine
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu
 from llmsched.profiles.tuned import ProfileError
-
-if TYPE_CHECKING:
-    from llmsched.engine.config import Device, DType, KVDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +127,4 @@ def resolve(draft: ModelDraft, config: EngineConfig, device: DeviceMemory) -> tu
     plan = draft.plan(config, device)
     if plan.problem is not None:
         raise plan.problem
-    resolved = replace(
-        config,
-        device=cast("Device", device.kind),
-        dtype=cast("DType", draft.dtype(config, device)),
-        kv_cache_dtype=cast("KVDType", draft.kv_dtype(config, device)),
-        max_model_len=plan.max_model_len,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-    )
-    return resolved, plan
+    return plan.settle(config, draft.dtype(config, device), draft.kv_dtype(config, device)), plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.core import Engine
@@ -19,7 +19,6 @@ from llmsched.engine.out_of_memory import within_memory
 from llmsched.engine.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from llmsched.engine.config import Device, DType, KVDType
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
 #: Knobs that say what is loaded and reserved; all others only say what is decided.
@@ -47,14 +46,7 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     kv_dtype = planned_kv_dtype(config, dtype)
     plan = _plan(opened, config, dtype, kv_dtype)
     swap = _swap(config, plan)
-    config = replace(
-        config,
-        device=cast("Device", opened.device),
-        dtype=cast("DType", dtype),
-        kv_cache_dtype=cast("KVDType", kv_dtype),
-        max_model_len=plan.max_model_len,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-    )
+    config = plan.settle(config, dtype, kv_dtype)
     executor, plan = _load(opened, config, plan, swap, progress)
     metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     return Engine(

@@ -185,12 +185,7 @@ def _simulated_gpu(simulate: str, gpu: str | None, gpu_memory: int | None, emit:
         raise ConfigError("--simulate", f"{simulate} says which device is meant; leave out --gpu and --gpu-memory")
     if simulate == _ALL:
         raise ConfigError("--simulate", "is for one device; name a GPU (l4, h100, ...) or local")
-    if simulate == LOCAL:
-        return None
-    try:
-        return find_gpu(simulate).key
-    except UnknownGpuError as unknown:
-        raise ConfigError("--simulate", f"{unknown}, or local") from unknown
+    return None if simulate == LOCAL else _known_gpu("--simulate", simulate, ", or local").key
 
 
 def _tell_all(found: list[Findings], json_output: bool) -> None:
@@ -236,10 +231,15 @@ def _devices(config: EngineConfig, gpu: str | None, gpu_memory: int | None) -> l
         return [DeviceMemory("cuda", f"GPU with {human_bytes(gpu_memory)}", gpu_memory)]
     if gpu == _ALL:
         return [gpu_device(spec) for spec in _all_gpus()]
+    return [gpu_device(_known_gpu("--gpu", gpu or ""))]
+
+
+def _known_gpu(flag: str, name: str, besides: str = "") -> GpuSpec:
+    """The GPU of that name; `besides` is what else the flag takes. Raises ConfigError."""
     try:
-        return [gpu_device(find_gpu(gpu or ""))]
+        return find_gpu(name)
     except UnknownGpuError as unknown:
-        raise ConfigError("--gpu", str(unknown)) from unknown
+        raise ConfigError(flag, f"{unknown}{besides}") from unknown
 
 
 def _all_gpus() -> list[GpuSpec]:

@@ -12,6 +12,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.bench.load.options import LoadOptions, with_load_options
 from llmsched.cli.bench.options import with_slo_options
+from llmsched.cli.files import check_file, writing
 from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated
 from llmsched.cli.tune.objective import Goal
@@ -146,7 +147,8 @@ def tune(
     )
     if not slo.given():
         render.note("no SLO given (--slo-ttft, --slo-itl, ...): the most throughput wins, whatever the latency")
-    _check_report(report)
+    if report is not None:
+        check_file("--report", report)
     try:
         with render.progress_bar() as progress:
             if simulate is None:
@@ -159,7 +161,8 @@ def tune(
         raise
     written = _save(outcome, engine_options)
     if report is not None:
-        _write(report, page(outcome, written))
+        with writing("--report", report):
+            report.write_text(page(outcome, written), encoding="utf-8")
     if as_json_:
         render.emit_json(as_json(outcome, written))
     else:
@@ -192,18 +195,6 @@ def _destination(output: str | None, model: str, simulate: str | None) -> Path:
         return profile_path(name)
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
-
-
-def _check_report(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise LlmschedError(f"--report {path}: {'is a' if path.is_dir() else 'has no'} directory")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise LlmschedError(f"--report {path}: {problem.strerror}") from problem
 
 
 def _save(outcome: Outcome, options: EngineOptions) -> Path | None:

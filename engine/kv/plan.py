@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.geometry import Confidence
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.reconcile import MeasuredMemory
+
+if TYPE_CHECKING:
+    from llmsched.engine.config import Device, DType, KVDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,17 @@ class MemoryPlan:
     def headroom_blocks(self) -> int:
         """Blocks that admission leaves free for running sequences to grow into."""
         return int(self.headroom * self.num_blocks)
+
+    def settle(self, config: EngineConfig, dtype: str, kv_dtype: str) -> EngineConfig:
+        """The settings with every value filled in, as planned and with these types of weights and of KV."""
+        return replace(
+            config,
+            device=cast("Device", self.device.kind),
+            dtype=cast("DType", dtype),
+            kv_cache_dtype=cast("KVDType", kv_dtype),
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
 
     def blocks_for(self, length: int) -> int:
         """Blocks of a sequence that ends with `length` tokens, prompt and output."""

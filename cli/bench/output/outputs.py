@@ -16,6 +16,7 @@ from llmsched.cli.bench.output.csv_file import append_csv, check_csv
 from llmsched.cli.bench.output.detailed import detailed_lines
 from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.result import Result
+from llmsched.cli.files import check_file, writing
 from llmsched.cli.options import with_options
 from llmsched.engine.errors import LlmschedError
 
@@ -72,8 +73,7 @@ class Outputs:
         if len({path.resolve() for path in files.values()}) < len(files):
             raise LlmschedError(f"{', '.join('--' + flag for flag in files)}: two of them name the same file")
         for flag, path in files.items():
-            if path.is_dir() or not path.parent.is_dir():
-                raise LlmschedError(f"--{flag} {path}: {'is a' if path.is_dir() else 'has no'} directory")
+            check_file(f"--{flag}", path)
         if self.csv is not None:
             check_csv(self.csv)
 
@@ -84,10 +84,8 @@ class Outputs:
         else:
             result.show()
         for flag, path in self._files().items():
-            try:
+            with writing(f"--{flag}", path):
                 self._write(flag, path, result)
-            except OSError as problem:
-                raise LlmschedError(f"--{flag} {path}: {problem.strerror}") from problem
 
     def _files(self) -> dict[str, Path]:
         """The files that were asked for, by their flags."""
