@@ -85,7 +85,9 @@ class Engine:
         self._clock = clock
         kv = make_kv(config, num_blocks, swap, layout)
         self.scheduler = make_scheduler(kv, config, clock)
-        self._accounts = Accounts(self.scheduler, self.metrics)
+        if plan is not None:
+            self.metrics.divided(plan.parts, self.scheduler.kv_use())
+        self._accounts = Accounts(self.scheduler, self.metrics, clock)
         self._changes = PromptChanges(kv.misses.watch, tokenizer, self.metrics)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.misses import MissKind
+from llmsched.engine.kv.plan import MemoryParts
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.request import FinishReason
 
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -34,6 +36,8 @@ class EngineMetrics:
         self._prefix = prefix
         self._model_name = model_name
         self._registry = CollectorRegistry()
+        self._kv_bytes: dict[str, Gauge] = {}
+        self._bytes_per_token = 0.0
         ProcessCollector(registry=self._registry)
         self._add_histograms()
         self._add_counters()
@@ -135,6 +139,28 @@ class EngineMetrics:
         self._usage.set(used_blocks / self._num_blocks)
         self._cached_blocks.set(cached_blocks)
 
+    def divided(self, parts: MemoryParts, use: KVUse) -> None:
+        """What the engine's memory is divided into, once it has reserved it, and how that for KV is used."""
+        for name, size, help_text in (
+            ("memory_weights_bytes", parts.weights, "Memory of the weights."),
+            ("memory_activations_bytes", parts.activations, "Memory planned for the activations of the largest step."),
+            ("memory_other_bytes", parts.other, "Memory planned for the CUDA context and recurrent state."),
+            ("kv_cache_bytes", parts.kv, "Memory of all KV blocks."),
+        ):
+            self._gauge(name, help_text).set(size)
+        self._kv_bytes = {
+            "held": self._gauge("kv_cache_used_bytes", "KV memory in blocks that requests or pins hold."),
+            "empty": self._gauge("kv_cache_empty_bytes", "The part of kv_cache_used_bytes that has no KV in it."),
+            "cached": self._gauge("kv_cache_cached_bytes", "KV memory in blocks that only the prefix cache keeps."),
+        }
+        self._bytes_per_token = parts.kv / max(1, use.total)
+        self.kv_use(use)
+
+    def kv_use(self, use: KVUse) -> None:
+        """How KV memory is used at present; no metric before it is told what memory is divided into."""
+        for name, gauge in self._kv_bytes.items():
+            gauge.set(getattr(use, name) * self._bytes_per_token)
+
     def render(self) -> bytes:
         """The exposition text for /metrics."""
         return generate_latest(self._registry)
@@ -193,10 +219,11 @@ class EngineMetrics:
         )
         self._finished = {reason: finished.labels(self._model_name, reason.value) for reason in FinishReason}
 
-    def _add_gauges(self, block_size: int) -> None:
-        def gauge(name: str, help_text: str) -> Gauge:
-            return Gauge(self._name(name), help_text, ["model_name"], registry=self._registry).labels(self._model_name)
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(self._name(name), help_text, ["model_name"], registry=self._registry).labels(self._model_name)
 
+    def _add_gauges(self, block_size: int) -> None:
+        gauge = self._gauge
         self._running = gauge("num_requests_running", "Requests that hold blocks and are being computed.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for admission.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks held by requests; 1 is all.")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
 from llmsched.engine.scheduler.scheduler import Scheduler
+
+#: Seconds between two looks at how KV memory is used: it takes one at every running request.
+_USE_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,13 @@ class EngineStats:
 class Accounts:
     """Counts what only the engine sees, and brings the metrics up to date with what the scheduler has counted."""
 
-    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self._scheduler = scheduler
         self._metrics = metrics
+        self._clock = clock
+        self._next_use = -math.inf
         self._booked = replace(scheduler.counters)
         self._booked_misses: Counter[MissKind] = Counter()
         self.update()
@@ -67,6 +74,9 @@ class Accounts:
         metrics.pinned(scheduler.kv.num_pinned)
         metrics.admission(control.headroom, control.max_running)
         metrics.swap_usage((swap.num_slots - swap.num_free) / max(1, swap.num_slots))
+        if not scheduler.running or self._clock() >= self._next_use:
+            metrics.kv_use(scheduler.kv_use())
+            self._next_use = self._clock() + _USE_INTERVAL_S
         if scheduler.counters != self._booked:
             self._book_counters()
         if scheduler.kv.misses.counts != self._booked_misses:

@@ -13,7 +13,8 @@ from llmsched.cli.bench.figures.record import RequestRecord
 from llmsched.cli.bench.load.load import Load, run_load
 from llmsched.cli.bench.output.live import LiveFigures
 from llmsched.cli.bench.target.client import Target
-from llmsched.cli.bench.target.sampling import Memory, Sample, sampled
+from llmsched.cli.bench.target.sampling import Sample, sampled
+from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
@@ -32,7 +33,7 @@ class Run(NamedTuple):
     loop_lags: list[float] | None
     own_process: bool
     samples: Sequence[Sample] = ()
-    memory: Memory | None = None
+    memory: MemoryParts | None = None
 
     def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
         """The figures; see `measure`."""

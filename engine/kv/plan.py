@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
@@ -14,6 +14,15 @@ from llmsched.engine.kv.reconcile import MeasuredMemory
 
 if TYPE_CHECKING:
     from llmsched.engine.config import Device, DType, KVDType
+
+
+class MemoryParts(NamedTuple):
+    """Bytes that an engine's memory is divided into while it serves: what is reserved, used or not."""
+
+    weights: int
+    activations: int
+    other: int
+    kv: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,13 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """Everything but KV blocks."""
         return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
+
+    @property
+    def parts(self) -> MemoryParts:
+        """What memory is divided into: weights as measured where they were, all else as planned."""
+        weights = self.measured.weights if self.measured else self.weights_bytes
+        other = self.context_bytes + self.state_bytes
+        return MemoryParts(weights, self.activation_bytes, other, self.num_blocks * self.block_bytes)
 
     @property
     def block_size(self) -> int:

@@ -6,6 +6,8 @@ import pytest
 from exposition import samples
 
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.plan import MemoryParts
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
 
@@ -118,6 +120,19 @@ def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
     found = samples(metrics)
     assert (found["llmsched:num_requests_running"], found["llmsched:num_requests_waiting"]) == (0, 0)
     assert (found["llmsched:kv_cache_usage_perc"], found["llmsched:kv_blocks_cached"]) == (0, 35)
+
+
+def test_memory_is_told_in_bytes_once_it_is_divided() -> None:
+    metrics = EngineMetrics("demo", 16, 100)
+    metrics.kv_use(KVUse(held=160, empty=16, cached=320, total=1600))
+    assert not any("bytes" in name and name.startswith("llmsched:") for name in samples(metrics))
+    metrics.divided(MemoryParts(weights=5000, activations=700, other=30, kv=3200), KVUse(0, 0, 0, 1600))
+    assert samples(metrics)["llmsched:kv_cache_used_bytes"] == 0
+    metrics.kv_use(KVUse(held=160, empty=16, cached=320, total=1600))
+    found = samples(metrics)
+    assert [found[f"llmsched:memory_{name}_bytes"] for name in ("weights", "activations", "other")] == [5000, 700, 30]
+    kv = [found[f"llmsched:kv_cache_{name}bytes"] for name in ("", "used_", "empty_", "cached_")]
+    assert kv == [3200, 320, 32, 640]
 
 
 def test_two_engines_do_not_share_a_registry(metrics: EngineMetrics) -> None:

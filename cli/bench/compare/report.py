@@ -17,6 +17,7 @@ from llmsched.engine.latency import RequestLatency
 DEFINITIONS = {
     "steps": "forward passes of the engine, however long each took",
     "KV waste": "share of the KV memory held by requests that had no KV in it, on average over the steps",
+    "peak KV": "the most KV memory that requests held after any step",
     "peak memory": "weights, activations and the most KV that requests held at once: what the work needs; the engine "
     "reserves more where there is more",
 }
@@ -135,15 +136,17 @@ def charts(variants: Sequence[Compared]) -> list[Chart]:
 
 
 def _run(variant: Compared, task: Task) -> dict[str, Any]:
-    subject = variant.subject
+    subject, looked = variant.subject, report.as_json(variant.subject, variant.figures)
     return {
         "policy": variant.name,
-        **report.as_json(subject, variant.figures),
+        **looked,
         "steps": variant.usage.steps,
         "kv_waste": variant.usage.kv_waste,
+        "peak_kv_share": variant.usage.peak_kv / variant.usage.kv,
         "peak_kv_bytes": variant.usage.peak_kv,
         "peak_memory_bytes": variant.usage.peak,
         "memory": asdict(variant.usage),
+        "definitions": {**looked["definitions"], **DEFINITIONS},
         "rounds": [_round(task, index, report.as_json(subject, each)) for index, each in enumerate(variant.rounds)],
     }
 

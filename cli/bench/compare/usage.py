@@ -14,8 +14,8 @@ class Usage:
     """The steps that runs took, and the memory that they needed, in bytes.
 
     `kv_waste` is the share of the KV memory held by requests that had no KV in it, on average over the steps;
-    `peak_kv` the most that was held at once. Weights and activations are those that the engine was built with, as
-    measured where the device tells, else as planned.
+    `peak_kv` the most that was held at once, of `kv` that there was. Weights and activations are those that the engine
+    was built with, as measured where the device tells, else as planned.
     """
 
     steps: int
@@ -23,6 +23,7 @@ class Usage:
     peak_kv: int
     weights: int
     activations: int
+    kv: int
 
     @property
     def peak(self) -> int:
@@ -64,4 +65,5 @@ def usage(plan: MemoryPlan, meters: Sequence[Meter]) -> Usage:
         peak_kv=blocks * plan.block_bytes,
         weights=plan.weights_bytes if measured is None else measured.weights,
         activations=plan.activation_bytes if activations is None else activations,
+        kv=plan.parts.kv,
     )

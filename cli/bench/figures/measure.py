@@ -11,11 +11,13 @@ from itertools import chain
 from typing import NamedTuple, TypedDict
 
 from llmsched.cli.bench.figures.interval import p99_interval
+from llmsched.cli.bench.figures.memory import MemoryUse, memory_use
 from llmsched.cli.bench.figures.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
 from llmsched.cli.bench.figures.record import RequestRecord
 from llmsched.cli.bench.figures.steady import steady, steady_window
 from llmsched.cli.bench.load.load import Load
-from llmsched.cli.bench.target.sampling import Memory, Sample
+from llmsched.cli.bench.target.sampling import Sample
+from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import (
     Arrival,
     Goodput,
@@ -112,7 +114,12 @@ class Measurement:
     records: tuple[RequestRecord, ...] = ()
     served: tuple[Served, ...] = ()
     samples: tuple[Sample, ...] = ()
-    memory: Memory | None = None
+    memory: MemoryParts | None = None
+
+    @property
+    def memory_use(self) -> MemoryUse | None:
+        """What the work took of the target's memory; None where it does not tell."""
+        return memory_use(self.samples, self.memory)
 
 
 def measure(
@@ -125,7 +132,7 @@ def measure(
     loop_lags: Sequence[float] | None = None,
     own_process: bool = True,
     samples: Sequence[Sample] = (),
-    memory: Memory | None = None,
+    memory: MemoryParts | None = None,
 ) -> Measurement:
     """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
 

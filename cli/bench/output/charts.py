@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.target.sampling import Memory, Sample
+from llmsched.cli.bench.target.sampling import Sample
 from llmsched.cli.chart import Chart, Point, Series, distribution
+from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import Slo
 
 _TIME = "s after the start"
@@ -106,16 +107,24 @@ def queue_over_time(samples: Sequence[Sample]) -> Chart:
     )
 
 
-def memory_over_time(samples: Sequence[Sample], memory: Memory | None) -> Chart:
-    """What memory is used for: of all that is known to be reserved, or, where only shares are told, of the KV pool."""
+def memory_over_time(samples: Sequence[Sample], memory: MemoryParts | None) -> Chart:
+    """What memory is used for: of all that is known to be reserved, or, where only shares are told, of the KV pool.
+
+    What a target does not tell apart is drawn as one.
+    """
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
-    parts = [
-        Series("KV used", [(at, scale * (used - empty)) for at, used, empty, _ in held]),
-        Series("KV reserved, still empty", [(at, scale * empty) for at, _, empty, _ in held]),
-        Series("KV cached", [(at, scale * cached) for at, _, _, cached in held]),
-        Series("KV free", [(at, scale * max(0.0, 1 - used - cached)) for at, used, _, cached in held]),
-    ]
+    parts = [Series("KV used or reserved", [(at, scale * used) for at, used, _, _ in held])]
+    if any(sample.kv_empty is not None for sample in samples):
+        parts = [
+            Series("KV used", [(at, scale * max(0.0, used - empty)) for at, used, empty, _ in held]),
+            Series("KV reserved, still empty", [(at, scale * empty) for at, _, empty, _ in held]),
+        ]
+    cached_told = any(sample.kv_cached is not None for sample in samples)
+    if cached_told:
+        parts.append(Series("KV cached", [(at, scale * cached) for at, _, _, cached in held]))
+    free = [(at, scale * max(0.0, 1 - used - cached)) for at, used, _, cached in held]
+    parts.append(Series("KV free" if cached_told else "KV free or cached", free))
     if memory is not None:
         fixed = {"weights": memory.weights, "activations": memory.activations, "other": memory.other}
         parts = [Series(name, [(at, size / _GIB) for at, *_ in held]) for name, size in fixed.items() if size] + parts

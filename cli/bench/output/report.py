@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llmsched.cli import render
+from llmsched.cli.bench.figures import memory
 from llmsched.cli.bench.figures.measure import Measurement, Reading, RequestStall
 from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.output import tables
@@ -84,12 +85,13 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "slo_missed": figures.goodput.missed if figures.goodput else None,
         "slo_missed_alone": figures.goodput.missed_alone if figures.goodput else None,
         "reading": None if figures.reading is None else _reading(figures.reading),
+        **_memory(figures.memory_use),
         "token_counts": figures.token_counts,
         "warnings": list(figures.warnings),
         "workload": subject.workload.parameters(),
         "warmup": subject.warmup,
         "engine": dict(subject.engine),
-        "definitions": dict(DEFINITIONS),
+        "definitions": {**DEFINITIONS, **memory.DEFINITIONS},
     }
 
 
@@ -159,6 +161,23 @@ def _reading(reading: Reading) -> dict[str, Any]:
         "late_tokens": reading.late_tokens,
         "interrupted_requests": reading.interrupted,
         "waits_ms": _milliseconds(reading.waits),
+    }
+
+
+def _memory(use: memory.MemoryUse | None) -> dict[str, Any]:
+    """Sizes in bytes."""
+    return {
+        "peak_kv_share": None if use is None else use.peak_kv_share,
+        "kv_waste": None if use is None else use.kv_waste,
+        "peak_kv_bytes": None if use is None else use.peak_kv,
+        "peak_memory_bytes": None if use is None else use.peak,
+        "memory": None
+        if use is None
+        else {
+            **({} if use.parts is None else use.parts._asdict()),
+            "mean_kv_share": use.mean_kv_share,
+            "looks": use.looks,
+        },
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmsched.cli import render
+from llmsched.cli.bench.figures import memory
 from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
@@ -38,7 +39,17 @@ def totals_table(figures: Measurement) -> Table:
         ["worst stall", "n/a" if figures.worst_stall is None else render.human_seconds(figures.worst_stall)],
         ["client lag P99", "n/a" if lag is None else render.human_seconds(lag)],
     ]
+    if (use := figures.memory_use) is not None:
+        rows += _memory_rows(use)
     return Table("", ["", ""], rows)
+
+
+def _memory_rows(use: memory.MemoryUse) -> list[list[str]]:
+    share = f"{use.peak_kv_share:.1%}"
+    if use.parts is None or use.peak_kv is None or use.peak is None:
+        return [["peak KV", f"{share} of KV memory"]]
+    peak_kv, all_kv = render.human_bytes(use.peak_kv), render.human_bytes(use.parts.kv)
+    return [["peak KV", f"{peak_kv}, {share} of {all_kv}"], ["peak memory", render.human_bytes(use.peak)]]
 
 
 def slo_table(slo: Slo, figures: Measurement) -> Table | None:
@@ -91,7 +102,9 @@ def definitions(slo: Slo, figures: Measurement) -> dict[str, str]:
     names += ["SLO of ITL"] if slo.itl is not None else []
     names += ["stall"] if figures.stalls else []
     names += ["reading"] if figures.reading else []
-    return {name: DEFINITIONS[name] for name in names}
+    if (use := figures.memory_use) is not None:
+        names += ["peak KV"] if use.parts is None else ["peak KV", "peak memory"]
+    return {name: {**DEFINITIONS, **memory.DEFINITIONS}[name] for name in names}
 
 
 def failures(figures: Measurement) -> list[str]:

@@ -15,14 +15,18 @@ from llmsched.cli.bench.load.prompts import Encode
 from llmsched.cli.bench.target.answer import read_answer, shorten
 from llmsched.cli.bench.target.connections import Connections
 from llmsched.cli.bench.target.metrics import ServerMetrics
-from llmsched.cli.bench.target.sampling import Memory, Sample
+from llmsched.cli.bench.target.sampling import Sample
 from llmsched.cli.timeline import read_timeline
+from llmsched.engine.kv.plan import MemoryParts
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
 
 #: An llmsched server keeps the decisions about so many requests.
 _MOST_TIMELINES = 2000
+
+#: Seconds between two looks at the state of an llmsched server, which takes 1.4 ms to tell.
+_OWN_SAMPLE_INTERVAL_S = 0.25
 
 #: Of what is asked beside the load.
 _ONE_CONNECTION = httpx.Limits(max_connections=1)
@@ -68,8 +72,8 @@ class Target(Protocol):
         """
         ...
 
-    def memory(self) -> Memory | None:
-        """What its memory is divided into; None where it does not tell."""
+    def memory(self) -> MemoryParts | None:
+        """What its memory is divided into, as it told last; None where it does not tell."""
         ...
 
 
@@ -109,6 +113,7 @@ class HttpTarget:
         self._count_chunks: Mapping[str, Any] = {}
         self._answers_lookups = True
         self._is_ours = False
+        self._memory: MemoryParts | None = None
         self._headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._lookups = httpx.AsyncClient(
             headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
@@ -128,6 +133,8 @@ class HttpTarget:
         owner = str(first.get("owned_by"))
         self._count_chunks = _COUNT_CHUNKS.get(owner, {})
         self._is_ours = owner == "llmsched"
+        if self._is_ours:
+            self.sample_interval = _OWN_SAMPLE_INTERVAL_S
         if self._model is None and isinstance(name := first.get("id"), str):
             self.name = self._model = name
 
@@ -211,8 +218,8 @@ class HttpTarget:
         except (httpx.RequestError, ValueError, LookupError, TypeError):
             return None
 
-    def memory(self) -> Memory | None:
-        return None
+    def memory(self) -> MemoryParts | None:
+        return self._memory
 
     async def _metrics(self) -> ServerMetrics | None:
         if not self._answers_lookups:
@@ -221,7 +228,10 @@ class HttpTarget:
             response = await self._lookups.get(f"{self._root}/metrics")
         except httpx.RequestError:
             return None
-        return ServerMetrics.of(response.text) if response.status_code == httpx.codes.OK else None
+        metrics = ServerMetrics.of(response.text) if response.status_code == httpx.codes.OK else None
+        if metrics is not None:
+            self._memory = metrics.memory()
+        return metrics
 
 
 def _first_model(response: httpx.Response) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.load.load import PlannedRequest
 from llmsched.cli.bench.load.prompts import Encode, TokenizerEncode
-from llmsched.cli.bench.target.sampling import Memory, Sample, memory_of, sample_of
+from llmsched.cli.bench.target.sampling import Sample, sample_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.progress import Progress
 from llmsched.engine.request import FinishReason, SamplingParams
 
@@ -100,5 +101,5 @@ class EngineTarget:
             return [None] * len(records)
         return [choices[0] if choices else None for choices in told]
 
-    def memory(self) -> Memory | None:
-        return None if self._engine.plan is None else memory_of(self._engine.plan)
+    def memory(self) -> MemoryParts | None:
+        return None if self._engine.plan is None else self._engine.plan.parts

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.use import KVUse
 
 #: Samples that are kept; a longer run has them further apart.
@@ -30,27 +28,10 @@ class Sample(NamedTuple):
     kv_cached: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes that a target's memory is divided into; the use of `kv` over time is in the samples."""
-
-    weights: int
-    activations: int
-    other: int
-    kv: int
-
-
 def sample_of(time: float, running: int, waiting: int, use: KVUse) -> Sample:
     """A sample of an engine that tells how its KV memory is used."""
     total = max(1, use.total)
     return Sample(time, running, waiting, use.held / total, use.empty / total, use.cached / total)
-
-
-def memory_of(plan: MemoryPlan) -> Memory:
-    """What a plan divides memory into, as measured where it was."""
-    weights = plan.measured.weights if plan.measured else plan.weights_bytes
-    other = plan.context_bytes + plan.state_bytes
-    return Memory(weights, plan.activation_bytes, other, plan.num_blocks * plan.block_bytes)
 
 
 @asynccontextmanager

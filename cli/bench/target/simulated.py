@@ -20,7 +20,7 @@ from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
 from llmsched.cli.bench.load.traces.trace import Content
 from llmsched.cli.bench.run import Run
-from llmsched.cli.bench.target.sampling import MOST_SAMPLES, Sample, memory_of, sample_of
+from llmsched.cli.bench.target.sampling import MOST_SAMPLES, Sample, sample_of
 from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.cli.bench.target.virtual import simulate_load
 from llmsched.cli.options import EngineOptions
@@ -86,7 +86,7 @@ def simulate_run(
         on_end=count,
         after_step=watch.after_step,
     )
-    return Run(records, engine.num_preemptions, None, False, watch.samples, memory_of(plan))
+    return Run(records, engine.num_preemptions, None, False, watch.samples, plan.parts)
 
 
 class _TextEncode:

@@ -21,12 +21,14 @@ from llmsched.cli.bench.output.charts import (
 )
 from llmsched.cli.bench.output.report import Subject, as_json
 from llmsched.cli.bench.output.run_page import result_page
+from llmsched.cli.bench.output.tables import definitions, totals_table
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.bench.target.sampling import Memory, Sample
+from llmsched.cli.bench.target.sampling import Sample
+from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import Slo
 
 GIB = 1 << 30
-MEMORY = Memory(weights=2 * GIB, activations=GIB, other=0, kv=8 * GIB)
+MEMORY = MemoryParts(weights=2 * GIB, activations=GIB, other=0, kv=8 * GIB)
 SAMPLES = [Sample(100.5, 1, 2, 0.5, 0.1, 0.25), Sample(101.0, 2, 0, 1.0, 0.0, 0.0)]
 
 
@@ -36,7 +38,7 @@ def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
     return RequestRecord(index, scheduled, scheduled, scheduled, None, times[-1], chunks, usage)
 
 
-def run(samples: list[Sample] = SAMPLES, memory: Memory | None = MEMORY) -> Measurement:
+def run(samples: list[Sample] = SAMPLES, memory: MemoryParts | None = MEMORY) -> Measurement:
     """By a clock that stands at 100 when the run begins: two good requests, and one that fails after 3 s."""
     failed = RequestRecord(2, 101.0, 101.0, 101.0, None, 104.0, failure=RequestFailed("timeout", "no end"))
     records = [record(0, 100.0, [101.0, 101.5, 103.0]), record(1, 100.5, [102.0, 102.25]), failed]
@@ -85,6 +87,34 @@ def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
     shares = memory_over_time(figures.samples, None)
     assert shares.y == "% of KV memory"
     assert sum(series.points[0][1] for series in shares.series) == pytest.approx(100.0)
+
+
+def test_what_a_target_does_not_tell_apart_is_drawn_as_one() -> None:
+    chart = memory_over_time([Sample(0.5, 1, 2, kv_held=0.75)], None)
+    first = {series.name: series.points[0][1] for series in chart.series}
+    assert first == {"KV used or reserved": 75.0, "KV free or cached": 25.0}
+
+
+def test_the_memory_of_a_run_is_in_the_report() -> None:
+    subject = Subject("m", "u", Workload(), Slo())
+    report = as_json(subject, run())
+    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2}
+    assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
+    assert report["kv_waste"] == pytest.approx(0.1)
+    rows = dict(totals_table(run()).rows)
+    assert (rows["peak KV"], rows["peak memory"]) == ("8.00 GiB, 100.0% of 8.00 GiB", "11.0 GiB")
+    assert definitions(Slo(), run()).keys() >= {"peak KV", "peak memory"}
+
+
+def test_of_memory_only_what_is_told_is_in_the_report() -> None:
+    subject, shares = Subject("m", "u", Workload(), Slo()), run([Sample(100.5, 1, 0, kv_held=0.5)], None)
+    report = as_json(subject, shares)
+    assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1}
+    assert (report["peak_kv_share"], report["peak_kv_bytes"], report["kv_waste"]) == (0.5, None, None)
+    assert dict(totals_table(shares).rows)["peak KV"] == "50.0% of KV memory"
+    assert "peak memory" not in definitions(Slo(), shares)
+    nothing = as_json(subject, run([Sample(100.5, 1, 0)], None))
+    assert (nothing["memory"], nothing["peak_kv_share"], nothing["peak_memory_bytes"]) == (None, None, None)
 
 
 def test_the_scheduler_is_shown_as_it_says() -> None:

@@ -19,7 +19,10 @@ from llmsched.cli.bench.run import run_workload
 from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.cli.bench.target.metrics import ServerMetrics
 from llmsched.cli.bench.target.sampling import Sample
+from llmsched.engine.kv.plan import MemoryParts
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.latency import Slo
+from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.progress import silent
 
 
@@ -180,6 +183,42 @@ def test_the_state_as_servers_name_it() -> None:
         metrics = ServerMetrics.of(text)
         assert metrics is not None
         assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=0.25)
+    llama_cpp = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\nllamacpp:kv_cache_usage_ratio 0.25\n"
+    tgi = "# TYPE tgi_queue_size gauge\ntgi_queue_size 2\ntgi_batch_current_size 3\ntgi_batch_current_max_tokens 9\n"
+    for text, held in ((llama_cpp, 0.25), (tgi, None)):
+        metrics = ServerMetrics.of(text)
+        assert metrics is not None
+        assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=held)
+        assert metrics.memory() is None
     unknown = ServerMetrics.of("process_cpu_seconds_total 3\nvllm:num_requests_running NaN\n")
     assert unknown is not None
     assert unknown.sample(1.5) is None
+
+
+def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
+    text = "".join(
+        f'vllm:num_requests_running{{engine="{n}"}} {n}\nvllm:num_requests_waiting{{engine="{n}"}} 1\n'
+        f'vllm:kv_cache_usage_perc{{engine="{n}",model_name="a{{\\"b"}} 0.{n}\n'
+        for n in (4, 8)
+    )
+    metrics = ServerMetrics.of(text)
+    assert metrics is not None
+    assert metrics.sample(0.0) == Sample(0.0, 12, 2, kv_held=pytest.approx(0.6))
+
+
+def told(metrics: EngineMetrics) -> ServerMetrics:
+    """What a client reads of what an engine tells."""
+    read = ServerMetrics.of(metrics.render().decode())
+    assert read is not None
+    return read
+
+
+@pytest.mark.parametrize("prefix", ["llmsched", "vllm"])
+def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
+    metrics = EngineMetrics("m", 16, 100, prefix=prefix)
+    metrics.gauges(running=3, waiting=2, used_blocks=50, cached_blocks=25)
+    assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5)
+    parts = MemoryParts(weights=5000, activations=700, other=30, kv=6400)
+    metrics.divided(parts, KVUse(held=800, empty=100, cached=400, total=1600))
+    assert told(metrics).memory() == parts
+    assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)
