@@ -33,7 +33,7 @@ DEFINITIONS: Mapping[str, str] = {
     "P99 interval": "95 % bootstrap interval over whole requests; with few requests its upper end is too low",
     "steady": (
         "rates without ramp and drain: from one median E2E after the start to the first end after the last request was "
-        "sent, or, where that is too short a time, from the first token (end) to the last"
+        "sent, or, where that is too short a time, from the first token (end) to the end of the run"
     ),
 }
 
@@ -242,14 +242,15 @@ def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, durati
     return Goodput(good / duration, {**attainment, "all": good / total}, missed, alone)
 
 
-def steady_rate(arrivals: Sequence[Arrival]) -> float | None:
+def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
     """Tokens (or completions) per second from the first arrival to the last, what came at the first moment not counted.
 
-    For n single ones that is (n - 1) / (last - first). None where there is no time between them.
+    For n single ones that is (n - 1) / (last - first). `end`: a time up to which more could have come, so that silence
+    at the end is not left out. None where there is no time between them.
     """
     if not arrivals:
         return None
-    first, last = min(arrivals).time, max(arrivals).time
+    first, last = min(arrivals).time, max(max(arrivals).time, -math.inf if end is None else end)
     if last <= first:
         return None
     return sum(arrival.tokens for arrival in arrivals if arrival.time > first) / (last - first)

@@ -15,7 +15,7 @@ import httpx
 class Script:
     """One response: connect for `connect` seconds, then send each part `at` its time after the request came.
 
-    Times count from the end of connecting. `cut`: break the connection after the last part. `hang`: never end.
+    Times count from the end of connecting. `cut`: break the connection after the last part. `hang`: never end. `refused`: no connection can be made.
     """
 
     parts: Sequence[tuple[float, bytes]] = ()
@@ -23,6 +23,7 @@ class Script:
     connect: float = 0.0
     cut: bool = False
     hang: bool = False
+    refused: bool = False
     content_type: str = "text/event-stream"
 
 
@@ -77,6 +78,9 @@ class FakeServer(httpx.AsyncBaseTransport):
         self.paths.append(request.url.path)
         self.times.append(asyncio.get_running_loop().time())
         script, trace = self.script(number), request.extensions["trace"]
+        if script.refused:
+            await trace("connection.connect_tcp.started", {})
+            raise httpx.ConnectError("refused")
         if script.connect:
             await trace("connection.connect_tcp.started", {})
             await asyncio.sleep(script.connect)

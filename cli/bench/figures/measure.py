@@ -70,7 +70,7 @@ class Measurement:
 
     Token counts and `latencies` are of completed requests. `duration` runs from the start of the schedule to the last
     end. Rates with `_steady` leave out ramp and drain: they are taken within `steady_window` (seconds after the start)
-    or, where that is None, from the first token (completed request) to the last. `p99_intervals` has the 95 % bootstrap
+    or, where that is None, from the first token (completed request) to the end. `p99_intervals` has the 95 % bootstrap
     interval of the P99 of ttft, itl, tpot and e2e. `loop_lag` is how late the client's event loop came round to what
     was due, None if nobody looked.
 
@@ -204,15 +204,15 @@ def _rates(records: Sequence[RequestRecord], done: Sequence[Served], start: floa
     tokens = [arrival for one in done for arrival in one.arrivals]
     completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
     output_tokens = sum(arrival.tokens for arrival in tokens)
-    window = steady_window(records, done)
+    window, run = steady_window(records, done), (start, start + duration)
     return _Rates(
         duration=duration,
         input_tokens=_total([one.record.usage.prompt_tokens for one in done]),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / duration if duration > 0 else None,
-        output_tokens_per_s_steady=steady(tokens, window, duration),
+        output_tokens_per_s_steady=steady(tokens, window, run),
         requests_per_s=len(done) / duration if duration > 0 else None,
-        requests_per_s_steady=steady(completions, window, duration),
+        requests_per_s_steady=steady(completions, window, run),
         achieved_rate=steady_rate([Arrival(record.sent, 1) for record in records if record.sent is not None]),
         steady_window=None if window is None else (window[0] - start, window[1] - start),
     )

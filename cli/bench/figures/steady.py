@@ -19,9 +19,10 @@ def steady_window(records: Sequence[RequestRecord], served: Sequence[Served]) ->
     """When the load was at its level, by the clock of the records; None if that was too short to tell anything.
 
     It begins one median E2E after the start, by when about as many requests end as are sent, and is over with the first
-    end after the last request was sent, because from then on fewer and fewer are running.
+    end after the last request was sent, because from then on fewer and fewer are running. One for which no connection
+    could be made counts as sent: a target that has gone is at fault for what it does not serve.
     """
-    sent = [record.sent for record in records if record.sent is not None]
+    sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]
     if not served or not sent:
         return None
@@ -32,21 +33,14 @@ def steady_window(records: Sequence[RequestRecord], served: Sequence[Served]) ->
     return (level, drain) if drain - level >= STEADY_SHARE * (max(ends) - start) else None
 
 
-def steady(arrivals: Sequence[Arrival], window: Window | None, duration: float) -> float | None:
-    """The rate within the window, or without one from the first arrival to the last.
+def steady(arrivals: Sequence[Arrival], window: Window | None, run: Window) -> float | None:
+    """The rate from the first arrival within the window to its end, or without one to the end of the whole `run`.
 
-    None where all came so close together that it says nothing of a run of that `duration` (seconds).
+    None where that is too short a time to say anything of the run.
     """
-    if window is not None:
-        low, high = window[0] - 1e-9, window[1] + 1e-9
-        inside = [arrival for arrival in arrivals if low <= arrival.time <= high]
-        if (rate := _rate(inside, duration)) is not None:
-            return rate
-    return _rate(arrivals, duration)
-
-
-def _rate(arrivals: Sequence[Arrival], duration: float) -> float | None:
-    times = [arrival.time for arrival in arrivals]
-    if not times or max(times) - min(times) < STEADY_SHARE * duration:
-        return None
-    return steady_rate(arrivals)
+    for low, high in (run,) if window is None else (window, run):
+        # A billionth: of times that were added up in another order.
+        inside = [arrival for arrival in arrivals if low - 1e-9 <= arrival.time <= high + 1e-9]
+        if inside and high - min(inside).time >= STEADY_SHARE * (run[1] - run[0]):
+            return steady_rate(inside, high)
+    return None

@@ -337,6 +337,23 @@ def test_ends_that_fall_together_have_no_steady_rate() -> None:
     assert figures.output_tokens_per_s_steady is None
 
 
+@pytest.mark.parametrize(
+    "after",
+    [Script(hang=True), Script(refused=True)],
+    ids=["hangs until the timeout", "takes no connection any more"],
+)
+def test_a_target_that_goes_silent_is_not_taken_for_its_best_moments(after: Script) -> None:
+    """Ten requests at 10/s are served in 0.5 s each; of the next twenty none is."""
+    work = replace(ONE, num_prompts=30, request_rate=10.0, arrivals="constant")
+    figures = bench(FakeServer(lambda n: steady(5, 0.1, 0.1) if n < 10 else after), work, timeout=3.0)
+    assert (figures.completed, figures.failed) == (10, 20)
+    assert figures.steady_window is not None
+    until = figures.steady_window[1]
+    assert until == pytest.approx(figures.duration if after.refused else 4.0)
+    assert figures.requests_per_s_steady == pytest.approx(9 / (until - 0.5))
+    assert figures.output_tokens_per_s_steady == pytest.approx((50 - 15) / (until - 0.5))
+
+
 def test_asked_and_achieved_rate() -> None:
     """F08."""
     work = replace(ONE, num_prompts=1000, request_rate=200.0, arrivals="constant")
