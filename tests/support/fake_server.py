@@ -15,7 +15,8 @@ import httpx
 class Script:
     """One response: connect for `connect` seconds, then send each part `at` its time after the request came.
 
-    Times count from the end of connecting. `cut`: break the connection after the last part. `hang`: never end. `refused`: no connection can be made.
+    Times count from the end of connecting. `cut`: break the connection after the last part. `hang`: never end.
+    `refused`: no connection can be made.
     """
 
     parts: Sequence[tuple[float, bytes]] = ()

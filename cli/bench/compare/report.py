@@ -49,6 +49,13 @@ _FIGURES = (
 )
 
 
+#: What is told of every round.
+_OF_A_ROUND = (
+    *("completed", "failed", "valid", "duration_s", "output_tokens_per_s", "output_tokens_per_s_steady"),
+    *("ttft_ms", "itl_ms", "e2e_ms"),
+)
+
+
 def as_json(variants: Sequence[Compared], task: Task) -> dict[str, Any]:
     """`runs` in the order of the command line, and the `ratios` of all but the first to the first.
 
@@ -152,8 +159,7 @@ def _run(variant: Compared, task: Task) -> dict[str, Any]:
 
 
 def _round(task: Task, index: int, figures: dict[str, Any]) -> dict[str, Any]:
-    names = ("completed", "failed", "valid", "duration_s", "output_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms")
-    return {"seed": task.workload.seed + index, **{name: figures[name] for name in names}}
+    return {"seed": task.workload.seed + index, **{name: figures[name] for name in _OF_A_ROUND}}
 
 
 def _ratios(run: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from llmsched.cli.bench.compare.usage import Meter, Usage, usage
@@ -62,10 +62,11 @@ class _Rounds:
 
     def result(self, name: str, task: Task) -> Compared:
         runs = [one.run for one in self.done]
-        figures = [run.measure(task.workload, task.slo) for run in [one_after_the_other(runs), *runs]]
+        rounds = tuple(run.measure(task.workload, task.slo) for run in runs)
+        whole = one_after_the_other(runs).measure(task.workload, task.slo)
         last = self.done[-1]
         found = usage(last.plan, [one.meter for one in self.done])
-        return Compared(name, last.subject, figures[0], tuple(figures[1:]), found)
+        return Compared(name, last.subject, with_rates_of(rounds, whole), rounds, found)
 
 
 async def compare(names: Sequence[str], perform: Perform, task: Task, progress: Progress) -> list[Compared]:
@@ -83,6 +84,27 @@ async def compare(names: Sequence[str], perform: Perform, task: Task, progress: 
 
             into.done.append(await perform(name, workload, task, told))
     return [rounds.result(name, task) for name, rounds in results.items()]
+
+
+def with_rates_of(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
+    """The figures of all rounds together, but the mean of the rounds for rates that know ramp, drain or schedule: where
+    one round follows another, nothing is sent and little is served.
+    """
+    if len(rounds) == 1:
+        return whole
+
+    def mean(rates: Iterable[float | None]) -> float | None:
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) / len(known) if len(known) == len(rounds) else None
+
+    return replace(
+        whole,
+        steady_window=None,
+        output_tokens_per_s_steady=mean(one.output_tokens_per_s_steady for one in rounds),
+        requests_per_s_steady=mean(one.requests_per_s_steady for one in rounds),
+        scheduled_rate=mean(one.scheduled_rate for one in rounds),
+        achieved_rate=mean(one.achieved_rate for one in rounds),
+    )
 
 
 def one_after_the_other(runs: Sequence[Run]) -> Run:

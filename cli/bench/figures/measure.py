@@ -70,9 +70,10 @@ class Measurement:
 
     Token counts and `latencies` are of completed requests. `duration` runs from the start of the schedule to the last
     end. Rates with `_steady` leave out ramp and drain: they are taken within `steady_window` (seconds after the start)
-    or, where that is None, from the first token (completed request) to the end. `p99_intervals` has the 95 % bootstrap
-    interval of the P99 of ttft, itl, tpot and e2e. `loop_lag` is how late the client's event loop came round to what
-    was due, None if nobody looked.
+    or, where that is None, from the first token (completed request) to the end. `asked_rate` is the mean of the shape
+    that was asked for, `scheduled_rate` that of the schedule drawn from it (a closed loop has none), `achieved_rate`
+    that at which requests left. `p99_intervals` has the 95 % bootstrap interval of the P99 of ttft, itl, tpot and e2e.
+    `loop_lag` is how late the client's event loop came round to what was due, None if nobody looked.
 
     What the figures were taken from follows: all `records`, with times of a clock that stood at `start` when the run
     began, the `served` ones with their tokens placed, and the target's state over time.
@@ -98,6 +99,7 @@ class Measurement:
     prefix_hit_rate: float | None
     preemptions: int | None
     asked_rate: float | None
+    scheduled_rate: float | None
     achieved_rate: float | None
     client_lag: Summary
     valid: bool
@@ -162,6 +164,7 @@ def measure(
         prefix_hit_rate=_hit_rate(done),
         preemptions=preemptions,
         asked_rate=workload.asked_rate,
+        scheduled_rate=None if workload.closed else steady_rate([Arrival(one.scheduled, 1) for one in records]),
         client_lag=lag,
         valid=not late and bool(done),
         goodput=goodput(slo, latencies["latencies"], failed=failed, duration=duration),
@@ -307,7 +310,7 @@ def _warnings(
             f"{short} of {len(done)} answers have fewer tokens than were asked for: the load is not as planned"
         )
     for name, count in (("TTFT, TPOT and E2E", requests), ("ITL", gaps)):
-        beyond = (count - 1) - math.floor(0.99 * (count - 1))
+        beyond = max(1, (count - 1) - math.floor(0.99 * (count - 1)))
         if count and beyond < _SAMPLES_BEYOND:
             found.append(f"P99 of {name} rests on {beyond} of {count} samples; from 1,000 on it can be relied upon")
     return found

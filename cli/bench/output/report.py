@@ -76,6 +76,7 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "prefix_hit_rate": figures.prefix_hit_rate,
         "preemptions": figures.preemptions,
         "asked_rate": figures.asked_rate,
+        "scheduled_rate": figures.scheduled_rate,
         "achieved_rate": figures.achieved_rate,
         "client_lag_ms": _milliseconds(figures.client_lag),
         "loop_lag_ms": None if figures.loop_lag is None else _milliseconds(figures.loop_lag),

@@ -24,7 +24,9 @@ def latency_table(figures: Measurement) -> Table:
 
 
 def totals_table(figures: Measurement) -> Table:
-    asked = "" if figures.asked_rate is None else f" (asked {figures.asked_rate:g})"
+    due = "" if figures.scheduled_rate is None else f"due {figures.scheduled_rate:.2f}"
+    asked = "" if figures.asked_rate is None else f"asked {figures.asked_rate:g}"
+    wanted = ", ".join(part for part in (due, asked) if part)
     lag = figures.client_lag.p99
     rows = [
         ["completed / failed", f"{figures.completed} / {figures.failed}"],
@@ -33,7 +35,7 @@ def totals_table(figures: Measurement) -> Table:
         ["  without ramp and drain", _rate(figures.output_tokens_per_s_steady)],
         ["requests/s", _rate(figures.requests_per_s)],
         ["  without ramp and drain", _rate(figures.requests_per_s_steady)],
-        ["sent requests/s", _rate(figures.achieved_rate) + asked],
+        ["sent requests/s", _rate(figures.achieved_rate) + (f" ({wanted})" if wanted else "")],
         ["prefix hit rate", "n/a" if figures.prefix_hit_rate is None else f"{figures.prefix_hit_rate:.1%}"],
         ["preemptions", "n/a" if figures.preemptions is None else str(figures.preemptions)],
         ["worst stall", "n/a" if figures.worst_stall is None else render.human_seconds(figures.worst_stall)],
@@ -66,8 +68,10 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
         ]
         for name, limit in slo.given().items()
     ]
-    missed = figures.completed - round(good.attainment["all"] * (figures.completed + figures.failed))
-    rows.append(["all", "", f"{good.attainment['all']:.1%}", str(missed), ""])
+    if figures.failed:
+        rows.append(["not served", "", "", str(figures.failed), ""])
+    missed = (figures.completed + figures.failed) * (1 - good.attainment["all"])
+    rows.append(["all", "", f"{good.attainment['all']:.1%}", str(round(missed)), ""])
     # A goodput of zero is a figure, and is seen to be one.
     title = f"goodput {f'{good.requests_per_s:.3g}' if good.requests_per_s else '0.0'} requests/s"
     return Table(title, ["SLO", "limit", "met by", "requests that missed it", "and no other"], rows)

@@ -12,7 +12,7 @@ from command_line import CommandLine
 
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
-from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other
+from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other, with_rates_of
 from llmsched.cli.bench.compare.usage import Meter, usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
 from llmsched.cli.bench.figures.record import Chunk, RequestRecord
@@ -89,6 +89,20 @@ def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
     figures = joined.measure(Workload(), Slo())
     assert (figures.duration, figures.output_tokens_per_s) == (7.0, 4 / 7)
     assert figures.ttft.max == 3.0
+
+
+def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
+    """Ten requests at 1/s that take 1 s each, and a last one that takes 91 s: twice."""
+    times = [(float(n), n + 1.0) for n in range(10)]
+    task = Task(Workload(), Slo(), timeout=60, warmup=0, rounds=2)
+    runs = [run_of(*times, (10.0, 101.0)) for _ in range(task.rounds)]
+    rounds = tuple(run.measure(task.workload, task.slo) for run in runs)
+    found = with_rates_of(rounds, one_after_the_other(runs).measure(task.workload, task.slo))
+    assert (found.completed, found.duration) == (22, 202.0)
+    assert found.scheduled_rate == found.achieved_rate == pytest.approx(1.0)
+    assert found.requests_per_s_steady == rounds[0].requests_per_s_steady
+    assert found.output_tokens_per_s_steady == rounds[0].output_tokens_per_s_steady
+    assert with_rates_of(rounds[:1], rounds[0]) is rounds[0]
 
 
 def test_a_round_that_does_not_tell_its_preemptions_leaves_them_unknown() -> None:

@@ -17,6 +17,7 @@ from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, RETOKENISED, USAGE
 from llmsched.cli.bench.load.prompts import COMMON_IDS
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.tables import slo_table
 from llmsched.cli.bench.run import run_workload, warm_up
 from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.engine.latency import Slo
@@ -275,6 +276,14 @@ def test_goodput_counts_failures_as_missed() -> None:
     assert figures.duration == pytest.approx(2.4)
     assert figures.goodput.requests_per_s == pytest.approx(1 / 2.4)
     assert figures.goodput.attainment == {"ttft": 0.5, "itl": 0.5, "all": 0.25}
+    table = slo_table(slo, figures)
+    assert table is not None
+    assert table.rows == [
+        ["TTFT", "1000 ms", "50.0%", "1", "1"],
+        ["ITL p99", "200 ms", "50.0%", "1", "1"],
+        ["not served", "", "", "1", ""],
+        ["all", "", "25.0%", "3", ""],
+    ]
 
 
 def test_ttft_counts_from_when_the_request_should_have_been_sent() -> None:
@@ -363,6 +372,25 @@ def test_asked_and_achieved_rate() -> None:
     assert report["achieved_rate"] == pytest.approx(200.0)
     assert server.times[-1] == pytest.approx(4.995)
     assert json_of(bench(server))["asked_rate"] is None
+
+
+def test_the_drawn_schedule_has_a_rate_of_its_own() -> None:
+    """100 requests of a day of 10 min come at night; and a cap of one at a time holds them back."""
+    work = replace(ONE, num_prompts=100, request_rate=5.0, arrivals="daynight")
+    due = [request.offset for request in work.plan(COMMON_IDS)]
+    report = json_of(bench(FakeServer(always(steady(1, 0.0, 0))), work), work)
+    assert report["asked_rate"] == 5.0
+    assert report["achieved_rate"] == pytest.approx(report["scheduled_rate"])
+    assert report["scheduled_rate"] == pytest.approx(99 / due[-1])
+    assert report["scheduled_rate"] < 2.0
+
+    capped = replace(work, max_concurrency=1)
+    report = json_of(bench(FakeServer(always(steady(1, 2.0, 0))), capped), capped)
+    assert report["scheduled_rate"] == pytest.approx(99 / due[-1])
+    assert report["achieved_rate"] == pytest.approx(0.5, rel=0.05)
+
+    closed = replace(ONE, num_prompts=4, max_concurrency=1)
+    assert json_of(bench(FakeServer(always(steady(1, 1.0, 0))), closed), closed)["scheduled_rate"] is None
 
 
 def test_hit_rate_and_preemptions() -> None:
