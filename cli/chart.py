@@ -24,7 +24,9 @@ class Chart:
     """Series over the axes `x` and `y` (labels with their units).
 
     `stacked` series are areas, each on top of those before it, and have points at the same x. `limits` are horizontal
-    lines with a name, such as an SLO. What a logarithmic axis has no place for, and what is not finite, is left out.
+    lines with a name, such as an SLO, `marks` vertical ones, such as a knee. The x axis covers at least `span`, so that
+    charts of one run can be held against each other. What a logarithmic axis has no place for, and what is not finite,
+    is left out.
     """
 
     title: str
@@ -35,6 +37,8 @@ class Chart:
     log_y: bool = False
     stacked: bool = False
     limits: tuple[tuple[str, float], ...] = ()
+    marks: tuple[tuple[str, float], ...] = ()
+    span: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +91,18 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
     """The axes of a chart; y begins at 0 unless it is logarithmic."""
     shown = [point for series in layers(chart) for point in series.points]
     heights = [y for _, y in shown] + [value for _, value in limits(chart)]
-    return axis((x for x, _ in shown), log=chart.log_x), axis(heights, log=chart.log_y, from_zero=True)
+    widths = [x for x, _ in shown] + [value for _, value in marks(chart)] + list(chart.span)
+    return axis(widths, log=chart.log_x), axis(heights, log=chart.log_y, from_zero=True)
 
 
 def limits(chart: Chart) -> list[tuple[str, float]]:
     """The limits that can be drawn."""
     return [(name, value) for name, value in chart.limits if math.isfinite(value) and (value > 0 or not chart.log_y)]
+
+
+def marks(chart: Chart) -> list[tuple[str, float]]:
+    """The marks that can be drawn."""
+    return [(name, value) for name, value in chart.marks if math.isfinite(value) and (value > 0 or not chart.log_x)]
 
 
 def layers(chart: Chart) -> list[Series]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, limits, number, thin
+from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, limits, marks, number, thin
 
 _WIDTH, _HEIGHT = 720, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 44
 _COLOURS = ("#2a78d6", "#d9622b", "#2e9e6b", "#9a5fc9", "#c2a100", "#6b7280", "#c94f7c")
 
 #: Points of a series that are kept: more cannot be told apart on that width.
@@ -54,6 +54,10 @@ def _svg(chart: Chart) -> str:
             parts.append(
                 f'<text x="{_WIDTH - _RIGHT}" y="{_down(share) - 4:.1f}" text-anchor="end">{escape(name)}</text>'
             )
+    for name, value in marks(chart):
+        x = f"{_across(x_axis.place(value)):.1f}"
+        parts.append(f'<line class="limit" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
+        parts.append(f'<text x="{x}" y="{_TOP - 2}" text-anchor="middle">{escape(name)}</text>')
     head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
     return f'{head} aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
 

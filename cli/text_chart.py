@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from llmsched.cli.chart import Axis, Chart, Series, axes, layers, limits, number
+from llmsched.cli.chart import marks as marks_of
 
 #: One mark per series, then from the beginning; for streams that take any character, and for those that do not.
 MARKS = "●+◆○*"
 PLAIN_MARKS = "o+x.*"
 
-_LIMIT = "-"
+_LIMIT, _MARK = "-", ":"
 
 
 def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_MARKS) -> list[str]:
@@ -20,6 +21,9 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
     for _, value in limits(chart):
         if 0 <= (share := y_axis.place(value)) <= 1:
             grid[_row(share, height)] = [_LIMIT] * width
+    for _, value in marks_of(chart):
+        for cells in grid:
+            cells[round(x_axis.place(value) * (width - 1))] = _MARK
     shown = layers(chart)
     # The last one is drawn first, so that of a stack the lower layers stay in sight.
     for index in reversed(range(len(shown))):
@@ -65,5 +69,5 @@ def _tick_line(x_axis: Axis, width: int) -> str:
 
 def _legend(chart: Chart, marks: str) -> str:
     parts = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]
-    parts += [f"{_LIMIT} {name}" for name, _ in limits(chart)]
+    parts += [f"{_LIMIT} {name}" for name, _ in limits(chart)] + [f"{_MARK} {name}" for name, _ in marks_of(chart)]
     return f"{'  '.join(parts)}   ({chart.y} over {chart.x})"

@@ -96,6 +96,20 @@ def test_limits_are_drawn_and_named() -> None:
     assert lines[-1].strip() == "o a  - SLO   (y over x)"
 
 
+def test_marks_are_drawn_and_named() -> None:
+    chart = Chart("", "x", "y", LINE.series, marks=(("knee", 5.0), ("nowhere", float("nan"))))
+    lines = draw(chart, width=11, height=3)
+    assert lines[1] == "10 |     :  ooo"
+    assert lines[-1].strip() == "o a  : knee   (y over x)"
+    html = svg.figure(chart)
+    assert html.count('class="limit"') == 1
+    assert "knee" in html
+
+
+def test_an_axis_covers_its_span() -> None:
+    assert draw(Chart("", "x", "y", LINE.series, span=(0.0, 20.0)), width=11, height=2)[1] == "10 |   ooo"
+
+
 def test_limits_without_a_place_are_left_out() -> None:
     chart = Chart("", "x", "y", LINE.series, log_y=True, limits=(("zero", 0.0), ("endless", float("inf"))))
     assert "zero" not in draw(chart)[-1]

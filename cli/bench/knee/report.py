@@ -139,10 +139,11 @@ def charts(document: dict[str, Any]) -> list[Chart]:
     rates = [(point["rate"], point["goodput_rps"]) for point in points if point["goodput_rps"] is not None]
     goal = (("asked for", 100 * document["attainment_goal"]),)
     asked = "requests/s asked for"
+    knee = (("knee", document["knee_rps"]),) if document["knee_rps"] is not None else ()
     return [
-        Chart("latency by rate", asked, "ms, logarithmic", latencies, log_y=True, limits=limits),
-        Chart("requests that met every SLO", asked, "% of requests", (Series("met", met),), limits=goal),
-        Chart("goodput", asked, "requests/s", (Series("goodput", rates),)),
+        Chart("latency by rate", asked, "ms, logarithmic", latencies, log_y=True, limits=limits, marks=knee),
+        Chart("requests that met every SLO", asked, "% of requests", (Series("met", met),), limits=goal, marks=knee),
+        Chart("goodput", asked, "requests/s", (Series("goodput", rates),), marks=knee),
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from llmsched.cli.bench.figures.measure import Measurement
@@ -14,14 +16,19 @@ from llmsched.engine.latency import Slo
 _TIME = "s after the start"
 _GIB = 1 << 30
 
-#: Stretches of time over which throughput is taken.
-_STRETCHES = 60
+#: Stretches of time over which throughput is taken: at most so many, and each as long as so many tokens of a request.
+_STRETCHES, _TOKENS_IN_ONE = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """TTFT, TPOT and the worst stall of each request, where it should have been sent."""
+    """TTFT, TPOT and the worst stall of each request, where it should have been sent, and the failures."""
     placed = [(one.record.scheduled - figures.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
+    failed = [
+        (record.scheduled - figures.start, 1e3 * (record.end - record.scheduled))
+        for record in figures.records
+        if record.failure is not None and record.end is not None
+    ]
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot}
     return Chart(
         "latency of each request by the time it was due",
@@ -31,8 +38,10 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
             Series("TTFT", [(at, 1e3 * one.ttft) for at, one in placed], "dots"),
             Series("TPOT", [(at, 1e3 * one.tpot) for at, one in placed if one.tpot is not None], "dots"),
             Series("worst stall", stalls, "dots"),
+            *([Series("failed after", failed, "dots")] if failed else []),
         ),
         log_y=True,
+        span=(0.0, figures.duration),
         limits=tuple((f"SLO of {name}", 1e3 * limit) for name, limit in limits.items() if limit is not None),
     )
 
@@ -59,12 +68,11 @@ def requests_over_time(figures: Measurement) -> Chart:
     """How many requests wait for their first token and how many are being answered, as the client sees it."""
     waiting: list[Point] = []
     answered: list[Point] = []
-    first = {one.record.index: one.record.scheduled + one.latency.ttft for one in figures.served}
     for record in figures.records:
         if record.end is not None:
-            begun = first.get(record.index, record.end)
-            waiting += [(record.scheduled - figures.start, 1), (begun - figures.start, -1)]
-            answered += [(begun - figures.start, 1), (record.end - figures.start, -1)]
+            first = next((chunk.time for chunk in record.chunks if chunk.text or chunk.tokens), record.end)
+            waiting += [(record.scheduled - figures.start, 1), (first - figures.start, -1)]
+            answered += [(first - figures.start, 1), (record.end - figures.start, -1)]
     return Chart(
         "requests under way",
         _TIME,
@@ -77,20 +85,24 @@ def requests_over_time(figures: Measurement) -> Chart:
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
-    """How many there are after each change."""
-    ordered = sorted(changes)
-    return list(zip((at for at, _ in ordered), accumulate(change for _, change in ordered), strict=True))
+    """How many there are after each change; what changes at one time changes at once."""
+    at_once: defaultdict[float, float] = defaultdict(float)
+    for at, change in changes:
+        at_once[at] += change
+    times = sorted(at_once)
+    return list(zip(times, accumulate(at_once[at] for at in times), strict=True))
 
 
 def throughput_over_time(figures: Measurement) -> Chart:
     """Output tokens per second, in stretches of equal length."""
-    width = figures.duration / _STRETCHES if figures.duration > 0 else 1.0
-    counts = [0] * _STRETCHES
+    fitting = figures.duration / (_TOKENS_IN_ONE * figures.itl.p50) if figures.itl.p50 else _STRETCHES
+    counts = [0] * max(1, min(_STRETCHES, int(fitting)))
+    width = figures.duration / len(counts) if figures.duration > 0 else 1.0
     for one in figures.served:
         for arrival in one.arrivals:
-            counts[min(_STRETCHES - 1, max(0, int((arrival.time - figures.start) / width)))] += arrival.tokens
-    points = [(index * width, count / width) for index, count in enumerate(counts)]
-    series = Series("output tokens/s", points if figures.served else [], "steps")
+            counts[min(len(counts) - 1, max(0, int((arrival.time - figures.start) / width)))] += arrival.tokens
+    points = [(index * width, count / width) for index, count in enumerate([*counts, counts[-1]])]
+    series = Series("of requests that were served", points if figures.served else [], "steps")
     return Chart("throughput", _TIME, "output tokens/s", (series,))
 
 
@@ -132,11 +144,11 @@ def memory_over_time(samples: Sequence[Sample], memory: MemoryParts | None) -> C
 
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
-    """All charts of a run that there is something to draw for."""
+    """All charts of a run that there is something to draw for; those over time have the same axis."""
     charts = [latency_over_time(figures, slo), distributions(figures), throughput_over_time(figures)]
     charts.append(requests_over_time(figures))
     if figures.samples:
         charts.append(queue_over_time(figures.samples))
     if any(sample.kv_held is not None for sample in figures.samples):
         charts.append(memory_over_time(figures.samples, figures.memory))
-    return charts
+    return [replace(chart, span=(0.0, figures.duration)) if chart.x == _TIME else chart for chart in charts]

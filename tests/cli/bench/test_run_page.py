@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from html_pages import parsed
@@ -24,6 +25,7 @@ from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.output.tables import definitions, totals_table
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.bench.target.sampling import Sample
+from llmsched.cli.chart import Series, axes
 from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import Slo
 
@@ -47,7 +49,7 @@ def run(samples: list[Sample] = SAMPLES, memory: MemoryParts | None = MEMORY) ->
 
 def test_latencies_stand_where_requests_were_due() -> None:
     chart = latency_over_time(run(), Slo(ttft=2.0, tpot=0.0))
-    ttft, tpot, stall = chart.series
+    ttft, tpot, stall, _ = chart.series
     assert ttft.points == [(0.0, 1000.0), (0.5, 1500.0)]
     assert tpot.points == [(0.0, 1000.0), (0.5, 250.0)]
     assert stall.points == [(0.0, 1500.0), (0.5, 250.0)]
@@ -62,15 +64,41 @@ def test_distributions_have_every_sample() -> None:
 
 def test_requests_under_way_are_counted_as_the_client_sees_them() -> None:
     answered, waiting = requests_over_time(run()).series
-    assert waiting.points == [(0.0, 1), (0.5, 2), (1.0, 1), (1.0, 2), (2.0, 1), (4.0, 0)]
-    assert answered.points[-1] == (4.0, 0)
-    assert max(count for _, count in answered.points) == 2
+    assert waiting.points == [(0.0, 1), (0.5, 2), (1.0, 2), (2.0, 1), (4.0, 0)]
+    assert answered.points == [(1.0, 1), (2.0, 2), (2.25, 1), (3.0, 0), (4.0, 0)]
+
+
+def test_a_request_that_fails_is_answered_from_its_first_token_on() -> None:
+    cut = record(0, 100.0, [101.0, 102.0])
+    cut.failure = RequestFailed("cut without [DONE]")
+    figures = measure([cut, record(1, 100.0, [103.0])], Workload(), Slo())
+    answered, waiting = requests_over_time(figures).series
+    assert answered.points == [(1.0, 1), (2.0, 0), (3.0, 0)]
+    assert waiting.points == [(0.0, 2), (1.0, 1), (3.0, 0)]
+
+
+def test_failures_are_in_sight_and_all_charts_over_time_have_one_axis() -> None:
+    figures = run()
+    assert latency_over_time(figures, Slo()).series[-1] == Series("failed after", [(1.0, 3000.0)], "dots")
+    over_time = [chart for chart in run_charts(figures, Slo()) if chart.x == "s after the start"]
+    assert len(over_time) == 5
+    assert {(axes(chart)[0].low, axes(chart)[0].high) for chart in over_time} == {(0.0, figures.duration)}
 
 
 def test_throughput_adds_up_to_the_tokens() -> None:
     figures = run()
     points = throughput_over_time(figures).series[0].points
-    assert sum(rate for _, rate in points) * figures.duration / len(points) == pytest.approx(figures.output_tokens)
+    assert points[-1][0] == pytest.approx(figures.duration)
+    stretches = pairwise(points)
+    assert sum(rate * (end - at) for (at, rate), (end, _) in stretches) == pytest.approx(figures.output_tokens)
+
+
+def test_throughput_does_not_alternate_between_none_and_much() -> None:
+    """A token a second for 40 s, in stretches of more than one."""
+    steady = record(0, 100.0, [101.0 + n for n in range(40)])
+    points = throughput_over_time(measure([steady], Workload(), Slo())).series[0].points
+    assert len(points) == 11
+    assert all(rate == pytest.approx(1.0, rel=0.26) for _, rate in points)
 
 
 def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
