@@ -13,8 +13,8 @@ from llmsched.cli import render
 from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, with_engine_options
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.kv.draft import ModelDraft, model_name, open_draft
-from llmsched.profiles.calibrated import Calibration, save_calibration
-from llmsched.profiles.tuned import ProfileError
+from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
+from llmsched.profiles.tuned import ProfileError, check_directory
 
 if TYPE_CHECKING:
     from llmsched.engine.calibration.run import Measured
@@ -59,6 +59,7 @@ def calibrate(
       llmsched calibrate ./my-model --repeats 20 --json
     """
     spec = resolve_model(model)
+    _check_directory()
     with render.progress_bar() as progress:
         from llmsched.engine.calibration.run import measure_device
 
@@ -74,6 +75,14 @@ def calibrate(
     else:
         _show(spec, measured, calibration, repeats)
         render.say(f"saved: {path}, for `llmsched bench {spec} --simulate local`")
+
+
+def _check_directory() -> None:
+    """Raise LlmschedError, before the work and not after it, where no calibration can be written."""
+    try:
+        check_directory(calibration_dir())
+    except ProfileError as problem:
+        raise LlmschedError(str(problem)) from problem
 
 
 def _calibration(spec: str, draft: ModelDraft, measured: Measured) -> Calibration:

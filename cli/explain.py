@@ -50,7 +50,7 @@ def explain(
         try:
             explain_saved(read_request(file, request_id), as_json)
         except (KeyError, TypeError, ValueError) as problem:
-            raise LlmschedError(f"{file}: its request {request_id!r} is damaged ({problem})") from problem
+            raise LlmschedError(f"--file {file}: its request {request_id!r} is damaged ({problem})") from problem
         return
     answer = _fetch(url, request_id, api_key or os.environ.get("LLMSCHED_API_KEY"))
     if as_json:
@@ -75,14 +75,18 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
         response = httpx.get(address, headers=headers, timeout=10.0)
         body = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise LlmschedError(f"{url} does not answer as an llmsched server: {error or type(error).__name__}") from error
+        raise LlmschedError(f"--url {url} does not answer as an llmsched server: {_reason(error)}") from error
     if response.status_code == 200 and isinstance(body, dict) and "choices" in body:
         return body
     match body:
         case {"error": {"message": str(message)}}:
             raise LlmschedError(message)
         case _:
-            raise LlmschedError(f"{url} does not answer as an llmsched server: status {response.status_code}")
+            raise LlmschedError(f"--url {url} does not answer as an llmsched server: status {response.status_code}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:

@@ -48,6 +48,17 @@ COMMANDS = {
 #: Knobs whose flag is the name itself, which cannot be told from a word of a sentence.
 _PLAIN_NAMES = frozenset(f.name for f in fields(EngineConfig) if "_" not in f.name and f.name != "model")
 
+#: Characters of a wrong value that are shown.
+_SHOWN = 80
+#: What pydantic's errors about a number say is allowed.
+_ALLOWED = {
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
+    "float_parsing": "a number",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "{le} or less",
+}
+
 HELP = """Serve a language model well from one GPU, or without one from the CPU.
 
 MODEL is a Hugging Face directory, a hub id, a .gguf file, or demo (a small real chat model, fetched once).
@@ -133,7 +144,7 @@ def main() -> None:
         render.error(_message(problem))
         sys.exit(2)
     except typer.TyperException as problem:
-        render.error(problem.format_message())
+        render.error(_usage(problem))
         sys.exit(problem.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
@@ -157,6 +168,19 @@ def _drop_output() -> None:
     """Let what is still buffered go nowhere, for the interpreter writes it when it ends, and would fail again."""
     with contextlib.suppress(OSError):  # a stdout without a file number
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _usage(problem: typer.TyperException) -> str:
+    """Typer's text, in our words and with the value where it is pydantic's about a number."""
+    text = problem.format_message()
+    errors: list[dict[str, Any]] = getattr(problem.__cause__, "errors", list)()
+    if not errors:
+        return text
+    flag, _, reason = text.partition(": ")
+    wanted = _ALLOWED.get(errors[0]["type"])
+    if wanted is None:
+        return f"{flag}: {reason.removeprefix('Value error, ')}"
+    return f"{flag}: {str(errors[0]['input'])[:_SHOWN]!r}; allowed is {wanted.format(**errors[0].get('ctx', {}))}"
 
 
 def _message(problem: LlmschedError) -> str:

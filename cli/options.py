@@ -37,6 +37,9 @@ ModelArgument = Annotated[
     ),
 ]
 
+#: The most tokens a prompt or an answer may have: more is a slip of the keyboard, and would fill the memory.
+MOST_TOKENS = 1 << 24
+
 #: What a flag is set to that shall be chosen as if it, and a profile's value for it, were left out.
 AUTO = "auto"
 

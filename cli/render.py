@@ -6,12 +6,13 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from llmsched.cli.progress import BarProgress, Display, LogProgress
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes, three_figures
 
@@ -169,15 +170,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-class _Display(Protocol):
-    """Shows how far long work is; `detail` is said beside it."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
-    def detail(self, text: str) -> None: ...
-
-
 #: What shows the long work that is under way.
-_displays: list[_Display] = []
+_displays: list[Display] = []
 
 
 def detail(text: str) -> None:
@@ -188,64 +182,35 @@ def detail(text: str) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield the Progress callback of long work: bars on a terminal, else a line per stage and per quarter of it."""
+    """Yield the Progress callback of long work: bars on a terminal, else a line now and then."""
     if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        shown: AbstractContextManager[Any] = Bars(
-            *columns, TextColumn("{task.fields[detail]}", markup=False), console=stderr(), transient=True
-        )
-    else:
-        shown = nullcontext()
-    with shown as bars:
-        display = _PlainProgress() if bars is None else _BarProgress(bars)
-        _displays.append(display)
-        try:
+        with _bars() as bars, _shown(BarProgress(bars)) as display:
             yield display
-        finally:
-            _displays.remove(display)
+        return
+    log = LogProgress()
+    with _shown(log) as display:
+        yield display
+    log.done()
 
 
-class _BarProgress:
-    """Progress for terminals: a bar per stage; the detail stands beside the latest one."""
-
-    def __init__(self, bars: Any) -> None:
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total or None, detail="")
-        self._bars.update(self._tasks[stage], completed=done, total=total or None)
-
-    def detail(self, text: str) -> None:
-        for task in [*self._tasks.values()][-1:]:
-            self._bars.update(task, detail=text)
+@contextmanager
+def _shown(display: Display) -> Iterator[Display]:
+    _displays.append(display)
+    try:
+        yield display
+    finally:
+        _displays.remove(display)
 
 
-class _PlainProgress:
-    """Progress for logs: says each stage once, then when a further quarter is done, with the detail of that time."""
+def _bars() -> AbstractContextManager[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
-    def __init__(self) -> None:
-        self._quarters: dict[str, int] = {}
-        self._detail = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        quarter = 4 * done // total if total else 0
-        if quarter <= self._quarters.get(stage, -1):
-            return
-        self._quarters[stage] = quarter
-        share = f" {25 * quarter} %" if quarter else ""
-        print(f"{stage} ...{share}{self._detail}", file=sys.stderr, flush=True)
-        self._detail = ""
-
-    def detail(self, text: str) -> None:
-        self._detail = f" ({text})"
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Bars(*columns, TextColumn("{task.fields[detail]}", markup=False), console=stderr(), transient=True)

@@ -100,7 +100,9 @@ class EngineConfig:
         "memory as long as swap_space lasts; auto does what is predicted to take less time",
         choices=("recompute", "swap", "auto"),
     )
-    swap_space: int = knob(0, "host memory for the KV of preempted requests; 0: no swap", unit="bytes", low=0)
+    swap_space: int = knob(
+        0, "host memory for the KV of preempted requests; 0: no swap", unit="bytes", low=0, high=1 << 44
+    )
     max_queue_size: int = knob(2048, "waiting requests beyond which new ones are refused with 429", low=1)
     seed: int | None = knob(None, "seed for requests that bring none; default: a fresh one per request", low=0)
     scheduling_policy: Policy = knob(

@@ -137,6 +137,15 @@ def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
     write_file(path, f"{text}\n\n{tomli_w.dumps({'memory': dict(memory)})}")
 
 
+def check_directory(path: Path) -> None:
+    """Raise ProfileError, before the work and not after it, where no profile can be written; makes the directory."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as problem:
+        raise ProfileError(f"no profile can be written in {path}: {problem.strerror}") from problem
+
+
 def write_file(path: Path, text: str) -> None:
     """Replace a file at once or not at all."""
     try:

@@ -100,7 +100,9 @@ def bench(
       llmsched bench --self-check
       llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
     """
-    outputs.check(modes)
+    outputs.check(modes, load_options.trace)
+    if not modes.find_knee:
+        load_options.load.check_shape()
     plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None)
     with render.progress_bar() as progress:
         if modes.self_check:

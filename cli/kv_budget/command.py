@@ -13,7 +13,15 @@ from llmsched.cli import render
 from llmsched.cli.kv_budget import compare, document, report, simulated
 from llmsched.cli.kv_budget.emit import Target, command_line
 from llmsched.cli.kv_budget.findings import Findings
-from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, size, tokens, with_engine_options
+from llmsched.cli.options import (
+    MOST_TOKENS,
+    EngineOptions,
+    ModelArgument,
+    resolve_model,
+    size,
+    tokens,
+    with_engine_options,
+)
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, ModelError
@@ -66,6 +74,7 @@ def kv_budget(
         int | None,
         typer.Option(
             min=1,
+            max=EngineConfig.knob_rule("max_num_seqs")["high"],
             help="Do so many requests fit at the same time? Without --context: with which longest context?",
             rich_help_panel=_QUESTION,
         ),
@@ -87,6 +96,8 @@ def kv_budget(
     mean_len: Annotated[
         int | None,
         typer.Option(
+            min=1,
+            max=MOST_TOKENS,
             metavar="TOKENS",
             help="Also count sequences of this mean length, prompt and output.",
             rich_help_panel=_QUESTION,
@@ -198,8 +209,6 @@ def _tell_all(found: list[Findings], json_output: bool) -> None:
 
 def _lengths(config: EngineConfig, mean_len: int | None, cv_len: float | None, lengths: Path | None) -> Lengths | None:
     """The distribution of lengths that was asked for. Raises ConfigError."""
-    if mean_len is not None and mean_len < 1:
-        raise ConfigError("--mean-len", f"{mean_len} tokens is out of range; allowed is 1 or more")
     if mean_len is not None and config.max_model_len is not None and mean_len > config.max_model_len:
         raise ConfigError("--mean-len", f"{mean_len} is beyond max_model_len {config.max_model_len}")
     if lengths is not None:

@@ -19,11 +19,15 @@ from llmsched.cli.tune.objective import Goal
 from llmsched.cli.tune.report import as_json, make_profile, page, show
 from llmsched.cli.tune.space import KNOBS, parse_knobs
 from llmsched.cli.tune.state import state_path
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
-from llmsched.profiles.tuned import ProfileError, profile_path, save_profile
+from llmsched.profiles.tuned import ProfileError, check_directory, profile_path, save_profile
 
 _SEARCH = "Search"
+#: Knobs that a flag fixes; those of the others are the largest values tried.
+_FIXED = frozenset({"headroom", "target_itl"})
+_MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
 
 
 @with_engine_options(exclude=("seed",))
@@ -41,14 +45,15 @@ def tune(
         ),
     ] = "goodput",
     knobs: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--knobs",
             metavar="NAMES",
+            show_default=f"{','.join(KNOBS)}, but those that a flag fixes",
             help="What to search, with commas between. A knob that cannot matter under this load is left alone.",
             rich_help_panel=_SEARCH,
         ),
-    ] = ",".join(KNOBS),
+    ] = None,
     rounds: Annotated[
         int,
         typer.Option(
@@ -74,6 +79,7 @@ def tune(
         typer.Option(
             "--min-num-batched-tokens",
             min=1,
+            max=_MOST_TOKENS,
             metavar="TOKENS",
             help="Smallest value tried; --max-num-batched-tokens is the largest, as --max-num-seqs is of its knob.",
             rich_help_panel=_SEARCH,
@@ -131,6 +137,10 @@ def tune(
       llmsched tune demo --request-rate 3 --knobs max_num_batched_tokens --time-limit 10min --output chat
       llmsched tune Qwen/Qwen3-8B --simulate h100 --workload azure-code --slo-ttft 2s --report curve.html
     """
+    load_options.load.check_shape()
+    _check_smallest(min_num_batched_tokens, engine_options)
+    if report is not None:
+        check_file("--report", report, load_options.trace)
     name = _model(model)
     task = Task(
         load=load_options.load,
@@ -147,8 +157,6 @@ def tune(
     )
     if not slo.given():
         render.note("no SLO given (--slo-ttft, --slo-itl, ...): the most throughput wins, whatever the latency")
-    if report is not None:
-        check_file("--report", report)
     try:
         with render.progress_bar() as progress:
             if simulate is None:
@@ -180,11 +188,27 @@ def _model(argument: str | None) -> str:
     return resolve_model(argument)
 
 
-def _knobs(text: str, options: EngineOptions) -> tuple[str, ...]:
-    """The knobs to search: of all only those that no flag has fixed. A budget or a cap that is given is the largest."""
-    fixed = {"headroom", "target_itl"} & options.given.keys()
+def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
+    """The knobs to search, by default those that no flag fixes. A budget or a cap that is given is the largest.
+
+    Raises LlmschedError for a knob that is to be searched and is fixed.
+    """
+    fixed = _FIXED & options.given.keys()
+    if text is None:
+        return tuple(knob for knob in KNOBS if knob not in fixed)
     chosen = parse_knobs(text)
-    return chosen if chosen != KNOBS else tuple(knob for knob in chosen if knob not in fixed)
+    for knob in fixed.intersection(chosen):
+        raise LlmschedError(
+            f"--knobs {knob}: --{knob.replace('_', '-')} {options.given[knob]:g} fixes it; leave out one of them"
+        )
+    return chosen
+
+
+def _check_smallest(smallest: int, options: EngineOptions) -> None:
+    """Raise LlmschedError where the sweep of the token budget would be empty."""
+    largest = options.given.get("max_num_batched_tokens")
+    if largest is not None and smallest > largest:
+        raise LlmschedError(f"--min-num-batched-tokens {smallest} is above --max-num-batched-tokens {largest}")
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
@@ -192,9 +216,13 @@ def _destination(output: str | None, model: str, simulate: str | None) -> Path:
     usual = f"{Path(model).name}-{simulate}" if simulate else Path(model).name
     name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", usual).strip("-.") or "tuned"
     try:
-        return profile_path(name)
+        path = profile_path(name)
+        check_directory(path.parent)
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
+    if path.is_dir():
+        raise LlmschedError(f"--output {path}: is a directory")
+    return path
 
 
 def _save(outcome: Outcome, options: EngineOptions) -> Path | None:

@@ -19,11 +19,13 @@ from llmsched.cli.workload.figures import arrival_figures, length_figures
 from llmsched.cli.workload.prefixes import prefix_figures
 from llmsched.cli.workload.report import Analysis, as_json, show
 from llmsched.cli.workload.sample import Sample, sample_load, sample_trace
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.shipped import workloads
 
 #: Requests that are drawn of a synthetic load.
 _DRAWN = 1000
+_LARGEST_BLOCK = EngineConfig.knob_rule("block_size")["high"]
 
 
 def workload(
@@ -34,7 +36,9 @@ def workload(
             help=f"A trace, as for bench --trace, or a load that is shipped: {', '.join(workloads())}.",
         ),
     ],
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens of one KV block.")] = 16,
+    block_size: Annotated[
+        int, typer.Option("--block-size", min=1, max=_LARGEST_BLOCK, help="Tokens of one KV block.")
+    ] = 16,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -100,9 +104,9 @@ def workload(
             limit=limit,
             name=name if shipped else None,
         )
-        encode = _encode(tokenizer) if tokenizer is not None and trace.of_text else None
         if tokenizer is not None and not trace.of_text:
-            render.note(f"--tokenizer {tokenizer}: not needed, {name} states its lengths in tokens")
+            raise LlmschedError(f"--tokenizer {tokenizer}: {name} has no texts but lengths in tokens; leave it out")
+        encode = None if tokenizer is None else _encode(tokenizer)
         sample = sample_trace(trace, encode, tokenizer)
     found = _analyse(sample, block_size)
     if json_:

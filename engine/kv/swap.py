@@ -57,23 +57,30 @@ class SwapSpace:
     def __init__(self, num_slots: int = 0, block_bytes: int = 0) -> None:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free: list[int] = []
+        self._num_begun = 0  # slots that were ever used; those from here on are free as well
         self._returning: list[int] = []
         self._outs: dict[int, int] = {}
         self._ins: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self.num_slots - self._num_begun
 
     def save(self, blocks: Sequence[int]) -> list[int]:
         """Copy the blocks to slots in the next step; returns these. The caller has checked `num_free`.
 
         The blocks may change hands at once: slots are filled before anything else happens in a step.
         """
-        slots = [self._free.pop() for _ in blocks]
+        slots = [self._take_free() for _ in blocks]
         self._outs.update(zip(slots, blocks, strict=True))
         return slots
+
+    def _take_free(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_begun += 1
+        return self._num_begun - 1
 
     def restore(self, request: Request, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy some of the request's slots back to `blocks` in the next step; all its slots come free."""
@@ -107,4 +114,4 @@ class SwapSpace:
         """Raise AssertionError unless every slot is free, about to be, or held by one of the given requests."""
         held = [slot for request in holders if request.swapped is not None for slot in request.swapped.all_slots]
         everywhere = sorted(held + self._free + self._returning)
-        assert everywhere == list(range(self.num_slots)), "a slot is lost or in two places"
+        assert everywhere == list(range(self._num_begun)), "a slot is lost or in two places"

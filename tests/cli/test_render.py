@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmsched.cli import render
+from llmsched.cli.progress import LogProgress
 
 
 @pytest.mark.parametrize(
@@ -77,20 +78,42 @@ def test_json_refuses_what_it_cannot_say(value: object, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == ""
 
 
-def test_progress_without_a_terminal_says_each_stage_and_quarter_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     with render.progress_bar() as progress:
-        for done in range(9):
-            progress("loading", done, 8)
-        progress("waiting", 0, 0)
-        progress("waiting", 5, 0)
-    err = capsys.readouterr().err.splitlines()
-    assert err == [
-        "loading ...",
-        "loading ... 25 %",
-        "loading ... 50 %",
-        "loading ... 75 %",
-        "loading ... 100 %",
-        "waiting ...",
+        progress("loading", 0, 8)
+        progress("loading", 8, 8)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_is_the_only_line_of_short_work(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        with render.progress_bar() as progress:
+            progress("loading", 0, 8)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        work()
+    assert capsys.readouterr().err == ""
+
+
+def test_long_work_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line every 10 s at most, whatever comes in between."""
+    clock = iter([0.0, 0.5, 1.5, 1.5, 2.0, 11.4, 12.0, 12.0, 13.0, 30.0])
+    progress = LogProgress(lambda: next(clock))
+    progress("loading", 1, 8)  # at 0.5 s
+    progress.detail("3 running")
+    progress("loading", 2, 8)  # at 1.5 s
+    progress("loading", 8, 8)  # at 2 s
+    progress.detail("old")
+    progress("waiting", 0, 0)  # at 11.4 s
+    progress.detail("2 running")
+    progress("waiting", 0, 0)  # at 12 s
+    progress("waiting", 0, 0)  # at 13 s
+    progress.done()
+    assert capsys.readouterr().err.splitlines() == [
+        "loading ... 25 % (3 running)",
+        "waiting ... (2 running)",
+        "done after 30.0 s",
     ]
 
 
@@ -103,17 +126,8 @@ def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert captured.err.splitlines() == ["note: a [red]fact[/red]", "warning: careful", "error: first second"]
 
 
-def test_the_detail_of_long_work_stands_beside_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_detail_is_heard_by_who_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
     render.detail("heard by nobody")
-    with render.progress_bar() as progress:
+    with render.progress_bar():
         render.detail("3 running")
-        progress("requests", 1, 4)
-        progress("requests", 2, 4)
-        render.detail("old")
-        render.detail("2 running")
-        progress("requests", 3, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        "requests ... 25 % (3 running)",
-        "requests ... 50 %",
-        "requests ... 75 % (2 running)",
-    ]
+    assert capsys.readouterr().err == ""

@@ -72,7 +72,8 @@ class Measurement:
     end. Rates with `_steady` leave out ramp and drain: they are taken within `steady_window` (seconds after the start)
     or, where that is None, from the first token (completed request) to the end. `asked_rate` is the mean of the shape
     that was asked for, `scheduled_rate` that of the schedule drawn from it (a closed loop has none), `achieved_rate`
-    that at which requests left. `p99_intervals` has the 95 % bootstrap interval of the P99 of ttft, itl, tpot and e2e.
+    that at which requests left (None where all left at once). `p99_intervals` has the 95 % bootstrap interval of the
+    P99 of ttft, itl, tpot and e2e.
     `loop_lag` is how late the client's event loop came round to what was due, None if nobody looked.
 
     What the figures were taken from follows: all `records`, with times of a clock that stood at `start` when the run
@@ -154,11 +155,13 @@ def measure(
         one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, latencies["ttft"])
     ]
     counted_by = worst_source(done)
+    paced = workload.asked_rate is not None or workload.max_concurrency is not None
     return Measurement(
         completed=len(done),
         failed=failed,
         **_failures(records),
         **_rates(records, done, start, duration),
+        achieved_rate=_sent_rate(records) if paced else None,
         **latencies,
         connect=summarise([time for record in records if (time := record.connect_time) is not None]),
         prefix_hit_rate=_hit_rate(done),
@@ -199,7 +202,6 @@ class _Rates(TypedDict):
     output_tokens_per_s_steady: float | None
     requests_per_s: float | None
     requests_per_s_steady: float | None
-    achieved_rate: float | None
     steady_window: tuple[float, float] | None
 
 
@@ -216,9 +218,12 @@ def _rates(records: Sequence[RequestRecord], done: Sequence[Served], start: floa
         output_tokens_per_s_steady=steady(tokens, window, run),
         requests_per_s=len(done) / duration if duration > 0 else None,
         requests_per_s_steady=steady(completions, window, run),
-        achieved_rate=steady_rate([Arrival(record.sent, 1) for record in records if record.sent is not None]),
         steady_window=None if window is None else (window[0] - start, window[1] - start),
     )
+
+
+def _sent_rate(records: Sequence[RequestRecord]) -> float | None:
+    return steady_rate([Arrival(record.sent, 1) for record in records if record.sent is not None])
 
 
 class _Latencies(TypedDict):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.knee.search import Goal, Knee, find_knee
+from llmsched.cli.bench.load.arrivals import LEAST_RATE
 from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.engine.errors import LlmschedError
@@ -66,6 +68,10 @@ def check(load: Load, wish: Wish) -> None:
     """Raise LlmschedError for what cannot be searched, before any work is done."""
     if load.stop_after is not None:
         raise LlmschedError("--find-knee with --duration needs --request-rate, which is then the lowest rate")
+    if wish.highest is not None and not LEAST_RATE <= wish.highest < math.inf:
+        raise LlmschedError(
+            f"--max-request-rate is {wish.highest:g}; allowed is {LEAST_RATE:g} or more requests per second, and finite"
+        )
     low = load.request_rate if load.request_rate is not None else wish.highest if wish.highest is not None else 1.0
     Goal(low, low if wish.highest is None else wish.highest, wish.attainment, wish.tolerance)
     load.at_rate(low)

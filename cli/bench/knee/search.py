@@ -24,7 +24,7 @@ class Goal:
     (default: `low`), and ends when the lowest rate that is missed is at most `tolerance` (a share) above the highest
     that is met.
 
-    Raises LlmschedError naming the setting and its range.
+    Raises LlmschedError naming the flag and its range.
     """
 
     low: float
@@ -34,21 +34,21 @@ class Goal:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high < math.inf:
+        if not 0 < self.low < math.inf:
+            raise LlmschedError(f"--request-rate is {self.low:g}; allowed is above 0 and finite, as the lowest rate")
+        if not self.low <= self.high < math.inf:
             raise LlmschedError(
-                f"the rates to search are {self.low:g} to {self.high:g} requests/s; allowed is a lower end above 0 and "
-                "an upper one that is not below it"
+                f"--max-request-rate is {self.high:g}; allowed is the lowest rate, {self.low:g} requests/s, or more, "
+                "and finite"
             )
         if self.start is not None and not self.low <= self.start <= self.high:
             raise LlmschedError(
                 f"the search starts at {self.start:g} requests/s; allowed is {self.low:g} to {self.high:g}"
             )
         if not 0 < self.attainment <= 1:
-            raise LlmschedError(
-                f"the share of requests to meet their SLOs is {self.attainment:g}; allowed is above 0, up to 1"
-            )
+            raise LlmschedError(f"--knee-attainment is {self.attainment:g}; allowed is above 0, up to 1 (100%)")
         if not 0.001 <= self.tolerance <= 1:
-            raise LlmschedError(f"the tolerance of the knee is {self.tolerance:g}; allowed is 0.001 to 1")
+            raise LlmschedError(f"--knee-tolerance is {self.tolerance:g}; allowed is 0.001 to 1 (100%)")
 
 
 @dataclass(frozen=True, slots=True)

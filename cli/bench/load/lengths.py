@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmsched.cli.options import MOST_TOKENS
 from llmsched.engine.errors import LlmschedError
-
-#: The most tokens a prompt or an answer may have: more is a slip of the keyboard, and would fill the memory.
-MOST_TOKENS = 1 << 24
 
 SYNTAX = "128, 64..512 (uniform), or lognormal:MEAN,SIGMA[,MAX] such as lognormal:512,1.0,4096"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from llmsched.cli.bench.load.flags import LoadFlags
 from llmsched.cli.bench.load.lengths import parse_lengths
-from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.load.trace import TraceLoad
+from llmsched.cli.bench.load.traces.lines import TraceError
 from llmsched.cli.bench.load.traces.read import read_trace
 from llmsched.cli.options import with_options
 from llmsched.engine.errors import LlmschedError
@@ -36,10 +36,11 @@ _SYNTHETIC = {
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What to send, when, and how long a request may take (seconds)."""
+    """What to send, when, and how long a request may take (seconds). `trace` is the file that is read for it."""
 
-    load: Load
+    load: Workload | TraceLoad
     timeout: float
+    trace: Path | None
 
 
 def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -52,7 +53,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
     def make(flags: LoadFlags) -> LoadOptions:
         if not flags.timeout > 0:
             raise LlmschedError(f"--timeout is {flags.timeout:g} s; allowed is above 0")
-        return LoadOptions(make_load(flags, defaults), flags.timeout)
+        return LoadOptions(make_load(flags, defaults), flags.timeout, flags.trace)
 
     shown = defaults.copy()
     if "max_concurrency" in defaults:
@@ -60,7 +61,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
     return with_options("load_options", LoadFlags, make, shown=shown)
 
 
-def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
+def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Workload | TraceLoad:
     """The load that flags ask for; `defaults` stand for what was left out. Raises LlmschedError naming the flag."""
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in ("timeout", "workload", "trace")}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
@@ -94,7 +95,10 @@ def _trace_load(path: Path, name: str | None, given: dict[str, Any], concurrency
         if flag in given:
             raise LlmschedError(f"{flag}: of no use to a trace; {instead}")
     reading = {argument: given.pop(flag) for flag, argument in _READING.items() if flag in given}
-    trace = read_trace(path, name=name, **reading)
+    try:
+        trace = read_trace(path, name=name, **reading)
+    except TraceError as problem:
+        raise problem if name else LlmschedError(f"--trace {problem}") from problem
     if "output_len" in given:
         given["output_len"] = parse_lengths(given["output_len"], "output_len")
     if not (trace.timed and "ignore_timestamps" not in given):

@@ -50,18 +50,23 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise LlmschedError(f"seed is {self.seed}; allowed is 0 or more")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise LlmschedError(f"max_concurrency is {self.max_concurrency}; allowed is 1 or more")
+        if self.max_concurrency is not None and not 1 <= self.max_concurrency <= MOST_REQUESTS:
+            raise LlmschedError(f"max_concurrency is {self.max_concurrency}; allowed is 1 to {MOST_REQUESTS}")
         if self.request_rate is not None and not self.request_rate >= LEAST_RATE:
             raise LlmschedError(
                 f"request_rate is {self.request_rate}; allowed is {LEAST_RATE:g} or more requests per second, or inf"
             )
         if self.duration is not None and not 0 < self.duration < math.inf:
             raise LlmschedError(f"duration is {self.duration:g} s; allowed is above 0")
-        if self.duration is not None and self.at_once:
+        if self.at_once and self.duration is not None:  # at_once looks at the shape, and so checks it
             raise LlmschedError("duration ends nothing where all is sent at once; give request_rate or max_concurrency")
-        if self.process is None and (shaped := self.shaped):
-            raise LlmschedError(f"{', '.join(shaped)}: the shape of a schedule, which needs a finite request_rate")
+
+    def check_shape(self) -> None:
+        """Raise LlmschedError for the shape of a schedule where there is no rate, nor will be one by `at_rate`."""
+        if self.process is None and self.shaped:
+            raise LlmschedError(
+                f"{', '.join(self.shaped)}: the shape of a schedule, which needs a finite --request-rate"
+            )
 
     @property
     def replayed(self) -> bool:
@@ -79,9 +84,12 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """The settings that shape a schedule and are not at their defaults."""
+        """The flags that shape a schedule and are not at their defaults; --burstiness alone makes arrivals gamma."""
         defaults = {f.name: f.default for f in fields(Schedule)}
-        return [name for name in _SHAPES if getattr(self, name) != defaults[name]]
+        changed = [name for name in _SHAPES if getattr(self, name) != defaults[name]]
+        if "burstiness" in changed and self.arrivals == "gamma":
+            changed.remove("arrivals")
+        return ["--" + name.replace("_", "-") for name in changed]
 
     @property
     def closed(self) -> bool:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmsched.cli.bench.load.arrivals import Times
-from llmsched.cli.bench.load.lengths import MOST_TOKENS, Lengths, fixed
+from llmsched.cli.bench.load.lengths import Lengths, fixed
 from llmsched.cli.bench.load.load import PlannedRequest
 from llmsched.cli.bench.load.prompts import OWN, PREFIX, Encode, Part, RandomPrompt, Vocabulary
 from llmsched.cli.bench.load.schedule import INPUTS, MOST_REQUESTS, OUTPUTS, Schedule, fingerprint
+from llmsched.cli.options import MOST_TOKENS
 from llmsched.engine.errors import LlmschedError
 
 

@@ -33,6 +33,8 @@ _OBJECTS = ("failures", "workload", "engine")
 
 def check_csv(path: Path) -> None:
     """Raise LlmschedError if `path` has rows with other columns, or cannot be read."""
+    if path.exists() and not path.is_file():
+        raise LlmschedError(f"--csv {path}: is no file that rows can be added to")
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             first = next(csv.reader(lines), None)

@@ -44,7 +44,9 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
         if str(request.get("index")) == name:
             found = request
     if found is None:
-        raise LlmschedError(f"{path} has no request {name!r}; allowed are the ids and the indices of its requests")
+        raise LlmschedError(
+            f"--file {path} has no request {name!r}; allowed are the ids and the indices of its requests"
+        )
     return found
 
 
@@ -58,9 +60,9 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
                 if isinstance(line, dict) and line.get("kind") == "request":
                     yield line
     except OSError as problem:
-        raise LlmschedError(f"{path}: {problem.strerror}") from problem
+        raise LlmschedError(f"--file {path}: {problem.strerror}") from problem
     except ValueError as problem:
-        raise LlmschedError(f"{path} is not what bench --save-detailed writes: {problem}") from problem
+        raise LlmschedError(f"--file {path} is not what bench --save-detailed writes: {problem}") from problem
 
 
 def _request(record: RequestRecord, served: Served | None, slo: Slo, start: float) -> dict[str, Any]:

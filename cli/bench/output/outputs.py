@@ -61,9 +61,9 @@ class Outputs:
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUTPUT)] = False
 
-    def check(self, modes: Modes) -> None:
-        """Raise LlmschedError, before the work and not after it, for a file that a mode has nothing for, or that cannot
-        be written.
+    def check(self, modes: Modes, read: Path | None) -> None:
+        """Raise LlmschedError, before the work and not after it, for a file that a mode has nothing for, that cannot
+        be written, or that is the one to `read`.
         """
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError("--save-detailed is of one run of a load; leave it out, or the flag of the other mode")
@@ -73,7 +73,7 @@ class Outputs:
         if len({path.resolve() for path in files.values()}) < len(files):
             raise LlmschedError(f"{', '.join('--' + flag for flag in files)}: two of them name the same file")
         for flag, path in files.items():
-            check_file(f"--{flag}", path)
+            check_file(f"--{flag}", path, read)
         if self.csv is not None:
             check_csv(self.csv)
 

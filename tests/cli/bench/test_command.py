@@ -162,7 +162,12 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("http://x", "--timeout", "5"), "needs a unit"),
         (("http://x", "--arrivals", "tidal"), "tidal"),
         (("http://x", "--input-len", "64-128"), "--input-len is '64-128'"),
-        (("http://x", "--arrivals", "constant"), "arrivals: the shape of a schedule"),
+        (("http://x", "--arrivals", "constant"), "--arrivals: the shape of a schedule"),
+        (("http://x", "--burstiness", "2"), "--burstiness: the shape of a schedule"),
+        (
+            ("http://x", "--max-concurrency", "9" * 20),
+            "--max-concurrency is 99999999999999999999; allowed is 1 to 1000",
+        ),
         (("http://x", "--request-rate", "4", "--arrivals", "constant", "--burstiness", "2"), "burstiness is 2"),
         (("http://x", "--duration", "5s"), "duration ends nothing"),
     ],

@@ -371,7 +371,8 @@ def test_asked_and_achieved_rate() -> None:
     assert report["asked_rate"] == 200.0
     assert report["achieved_rate"] == pytest.approx(200.0)
     assert server.times[-1] == pytest.approx(4.995)
-    assert json_of(bench(server))["asked_rate"] is None
+    at_once = json_of(bench(server, replace(ONE, num_prompts=2)))
+    assert at_once["asked_rate"] is at_once["achieved_rate"] is None
 
 
 def test_the_drawn_schedule_has_a_rate_of_its_own() -> None:

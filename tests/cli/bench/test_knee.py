@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,22 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("load", "wish", "message"),
     [
-        ({"request_rate": 90.0}, Wish(3.0, 0.9, 0.1), "90 to 3 requests/s"),
-        ({"request_rate": float("inf")}, Wish(None, 0.9, 0.1), "inf to inf requests/s"),
-        ({}, Wish(0.0, 0.9, 0.1), "0 to 0 requests/s"),
-        ({}, Wish(None, 0.0, 0.1), "meet their SLOs is 0"),
-        ({}, Wish(None, 0.9, 5.0), "tolerance of the knee is 5"),
+        (
+            {"request_rate": 90.0},
+            Wish(3.0, 0.9, 0.1),
+            "--max-request-rate is 3; allowed is the lowest rate, 90 requests/s, or more",
+        ),
+        (
+            {"request_rate": float("inf")},
+            Wish(None, 0.9, 0.1),
+            "--request-rate is inf; allowed is above 0 and finite, as the lowest rate",
+        ),
+        ({}, Wish(0.0, 0.9, 0.1), "--max-request-rate is 0; allowed is 1e-09 or more"),
+        ({}, Wish(math.nan, 0.9, 0.1), "--max-request-rate is nan"),
+        ({}, Wish(math.inf, 0.9, 0.1), "--max-request-rate is inf"),
+        ({}, Wish(None, 0.0, 0.1), "--knee-attainment is 0; allowed is above 0"),
+        ({}, Wish(None, 0.9, 5.0), "--knee-tolerance is 5; allowed is 0.001 to 1"),
+        ({"arrivals": "constant", "burstiness": 2.0}, Wish(None, 0.9, 0.1), "burstiness is 2 with constant arrivals"),
         ({"max_concurrency": 2, "duration": 5.0}, Wish(None, 0.9, 0.1), "needs --request-rate"),
         ({"request_rate": 1.0, "arrivals": "ramp", "ramp_to": 5.0}, Wish(None, 0.9, 0.1), "arrivals is ramp"),
     ],
@@ -171,6 +183,10 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
 def test_what_cannot_be_searched_is_refused_before_any_work(load: dict[str, Any], wish: Wish, message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
         check(Workload(**load), wish)
+
+
+def test_the_shape_of_arrivals_needs_no_rate_of_its_own() -> None:
+    check(Workload(arrivals="constant"), Wish(None, 0.9, 0.1))
 
 
 def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -203,8 +219,11 @@ def test_no_rate_that_meets_the_slo_is_exit_code_1(command: CommandLine, tiny_mo
         (("--max-request-rate", "3"), "--max-request-rate: only of use with --find-knee"),
         (("--knee-attainment", "0%"), "--knee-attainment: only of use with --find-knee"),
         (("--rounds", "3"), "--rounds: only of use with --compare"),
-        (("--find-knee", "--request-rate", "90", "--max-request-rate", "3"), "90 to 3 requests/s"),
-        (("--find-knee", "--knee-attainment", "0%"), "meet their SLOs is 0"),
+        (
+            ("--find-knee", "--request-rate", "90", "--max-request-rate", "3"),
+            "--max-request-rate is 3; allowed is the lowest rate, 90 requests/s",
+        ),
+        (("--find-knee", "--knee-attainment", "0%"), "--knee-attainment is 0"),
     ],
 )
 def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:

@@ -46,7 +46,7 @@ def test_never_met_says_so_at_once() -> None:
 
 def test_reversed_bounds_are_an_error() -> None:
     """F19."""
-    with pytest.raises(LlmschedError, match="90 to 3 requests/s"):
+    with pytest.raises(LlmschedError, match="--max-request-rate is 3; allowed is the lowest rate, 90 requests/s"):
         Goal(90, 3)
 
 

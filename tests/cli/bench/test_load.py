@@ -214,10 +214,24 @@ def test_the_fingerprint_is_that_of_all_settings() -> None:
         ({"num_prompts": 1_000_001}, "num_prompts is 1000001; allowed is 1 to 1000000"),
         ({"input_len": 1 << 25}, "input_len is 33554432"),
         ({"num_prompts": None}, "num_prompts is left out"),
-        ({"arrivals": "constant", "max_concurrency": 1}, "arrivals: the shape of a schedule"),
-        ({"request_rate": float("inf"), "burstiness": 0.5}, "burstiness: the shape of a schedule"),
+        ({"max_concurrency": 1_000_001}, "max_concurrency is 1000001; allowed is 1 to 1000000"),
     ],
 )
 def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
         Workload(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"arrivals": "constant", "max_concurrency": 1}, "--arrivals"),
+        ({"arrivals": "gamma", "burstiness": 0.5}, "--burstiness"),
+        ({"arrivals": "daynight", "day_amplitude": 0.5}, "--arrivals, --day-amplitude"),
+        ({"request_rate": float("inf"), "arrivals": "gamma", "burstiness": 0.5}, "--burstiness"),
+    ],
+)
+def test_a_shape_needs_a_rate(settings: dict[str, Any], flags: str) -> None:
+    with pytest.raises(LlmschedError, match=f"^{flags}: the shape of a schedule"):
+        Workload(**settings).check_shape()
+    Workload(**settings).at_rate(1.0).check_shape()

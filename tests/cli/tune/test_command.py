@@ -125,12 +125,23 @@ def test_the_sweep_ends_at_what_fits(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--min-num-batched-tokens", "64", "--max-num-batched-tokens", "32"), "from 64 to 32 is empty"),
+        (
+            ("--min-num-batched-tokens", "64", "--max-num-batched-tokens", "32"),
+            "--min-num-batched-tokens 64 is above --max-num-batched-tokens 32",
+        ),
         (("--output", "no good"), "--output: profile 'no good'"),
         (("--slo-ttft", "800"), "needs a unit"),
         (("--request-rate", "nan"), "--request-rate is nan"),
         (("--knobs", "max_num_seqs,speed"), "'speed' is none of max_num_batched_tokens"),
         (("--knobs", ","), "names no knob"),
+        (("--knobs", "headroom", "--headroom", "20%"), "--knobs headroom: --headroom 0.2 fixes it"),
+        (("--knobs", "target_itl", "--target-itl", "50ms"), "--knobs target_itl: --target-itl 0.05 fixes it"),
+        (
+            ("--min-num-batched-tokens", "9" * 20),
+            "'--min-num-batched-tokens': '99999999999999999999'; allowed is 1048576 or less",
+        ),
+        (("--output", "/dev/null/p.toml"), "--output: no profile can be written in /dev/null"),
+        (("--arrivals", "constant"), "--arrivals: the shape of a schedule"),
         (("--resume",), "there is no unfinished search at"),
         (("--maximize", "luck"), "luck"),
         (("--scheduling-policy", "static"), "--scheduling-policy static: it is a baseline"),

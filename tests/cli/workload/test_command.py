@@ -85,6 +85,8 @@ def test_shipped_ones(command: CommandLine) -> None:
         (("azure-code", "--turns", "2"), "--turns 2 is given, but no conversations"),
         (("azure-code", "--timestamp-unit", "s"), "the timestamps are dates"),
         (("azure-code", "--block-size", "0"), "--block-size"),
+        (("azure-code", "--block-size", "257"), "'--block-size': '257'; allowed is 256 or less"),
+        (("azure-code", "--tokenizer", "demo"), "--tokenizer demo: azure-code has no texts but lengths in tokens"),
         ((), "FILE|NAME"),
     ],
 )

@@ -1,0 +1,67 @@
+"""How long work shows how far it is: bars on a terminal, now and then a line in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+#: Seconds of work about which a log is told nothing, and the least time between two lines.
+QUIET_S = 1.0
+EVERY_S = 10.0
+
+
+class Display(Protocol):
+    """Shows how far long work is; `detail` is said beside it."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None: ...
+    def detail(self, text: str) -> None: ...
+
+
+class BarProgress:
+    """Progress for terminals: a bar per stage; the detail stands beside the latest one."""
+
+    def __init__(self, bars: Any) -> None:
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total or None, detail="")
+        self._bars.update(self._tasks[stage], completed=done, total=total or None)
+
+    def detail(self, text: str) -> None:
+        for task in [*self._tasks.values()][-1:]:
+            self._bars.update(task, detail=text)
+
+
+class LogProgress:
+    """Progress for logs: nothing of short work, else a line every EVERY_S seconds at most, and one when it is done."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._start = now()
+        self._next = self._start + QUIET_S
+        self._told = False
+        self._detail = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._now() < self._next:
+            return
+        percent = 100 * done // total if total else 0
+        self._say(f"{stage} ...{f' {percent} %' if percent else ''}{self._detail}")
+        self._next = self._now() + EVERY_S
+        self._detail = ""
+
+    def detail(self, text: str) -> None:
+        self._detail = f" ({text})"
+
+    def done(self) -> None:
+        """The work has ended well."""
+        if self._told:
+            self._say(f"done after {self._now() - self._start:.1f} s")
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        self._told = True
