@@ -155,7 +155,8 @@ def _admitted(details: dict[str, Any]) -> str:
     if prefix == "diverged":
         return f"{words}; known up to token {known}, where it differs from what is cached"
     if prefix == "evicted":
-        return f"{words}; what follows was evicted {render.human_seconds(details['evicted_s_ago'])} ago"
+        age = details.get("evicted_s_ago")
+        return f"{words}; what follows was evicted" + ("" if age is None else f" {render.human_seconds(age)} ago")
     return words if prefix in (None, "hit") else f"{words}; not more: {prefix}"
 
 
@@ -172,7 +173,7 @@ def _preempted(details: dict[str, Any]) -> str:
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
     "held back": lambda d: str(d["reason"]),
-    "passed": lambda d: f"{d['by']} fits and goes first, {times(d['times'])} passed so far",
+    "passed": lambda d: f"{d['by']} (priority {d['by_priority']}) goes first; passed {times(d['times'])} so far",
     "waits for a prefix": lambda d: f"another request is computing {d['tokens']} tokens that this one needs too",
     "does not fit": lambda d: (
         f"{d['missing_blocks']} blocks short; {d['free_blocks']} available, {d['running']} running"

@@ -12,6 +12,9 @@ MAX_ENTRIES = 256
 
 Detail = int | float | str
 
+#: Details that make a decision another one, not the same again.
+_TELLING = ("reason", "by")
+
 
 @dataclass(slots=True)
 class Entry:
@@ -49,7 +52,7 @@ class Ledger:
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
         last = entries[-1] if entries else None
-        if last is not None and last.what == what and last.details.get("reason") == details.get("reason"):
+        if last is not None and last.what == what and all(last.details.get(k) == details.get(k) for k in _TELLING):
             last.details, last.until, last.count = details, now, last.count + 1
             return
         if len(entries) == MAX_ENTRIES:

@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 from command_line import CommandLine
+from fakes import Harness, make_request, tokens
 from scripted import ScriptedServer
 
-from llmsched.cli.explain import summary, told
+from llmsched.cli.explain import _WORDS, summary, told
+from llmsched.cli.timeline import timeline_body
+from llmsched.engine.core import Timeline
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +131,10 @@ def test_priority_in_the_body_goes_before_the_class(http: httpx.Client) -> None:
 ENTRIES = {
     "queued": ({"ahead": 3, "running": 2}, "3 waiting, 2 running"),
     "held back": ({"reason": "place kept for r1/0"}, "place kept for r1/0"),
-    "passed": ({"by": "r2/0", "times": 2}, "r2/0 fits and goes first, twice passed so far"),
+    "passed": (
+        {"by": "r2/0", "by_priority": 1, "times": 2},
+        "r2/0 (priority 1) goes first; passed twice so far",
+    ),
     "waits for a prefix": ({"tokens": 64}, "another request is computing 64 tokens that this one needs too"),
     "does not fit": (
         {"missing_blocks": 3, "free_blocks": 1, "running": 7},
@@ -171,6 +177,44 @@ def test_an_evicted_prefix_has_its_age() -> None:
     details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
     entry = {"what": "admitted", "count": 1, "details": {**details, "evicted_s_ago": 2.5}}
     assert told(entry) == "0 of 9 tokens were there, 0 running; what follows was evicted 2.50 s ago"
+
+
+def test_what_only_windows_have_lost_has_no_age() -> None:
+    details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
+    assert told({"what": "admitted", "count": 1, "details": details}).endswith("; what follows was evicted")
+
+
+def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
+    """Every decision that it can take, with the details that it really writes down."""
+    thrash = Harness(10, output_prediction="none", swap_slots=20)
+    thrash.executor.per_swapped_block = 1e-9
+    for i in range(3):
+        thrash.add(make_request(f"t{i}", tokens(48, seed=i), 64, arrival=float(i)))
+    thrash.run()
+    classes = Harness(64, max_num_seqs=1)
+    classes.add(make_request("low", tokens(40), 40, priority=1))
+    classes.step()
+    for i in range(2):
+        classes.add(make_request(f"high{i}", tokens(40, seed=1), 4, arrival=1.0 + i))
+    classes.run()
+    passing = Harness(40, budget=256, headroom=0.0, max_passes=2, max_num_seqs=8, output_prediction="none")
+    passing.add(make_request("running", tokens(300), 80))
+    passing.step()
+    passing.add(make_request("head", tokens(500, seed=1), 4, arrival=1.0))
+    for i in range(4):
+        passing.add(make_request(f"twin{i}", tokens(100, seed=2), 3, arrival=2.0 + i))
+    passing.run()
+    noted: dict[str, set[str]] = {}
+    for harness in (thrash, classes, passing):
+        ledger = harness.scheduler.ledger
+        for name in ledger._ended:
+            for entry in timeline_body(Timeline(0, 0.0, ledger.entries(name)))["entries"]:
+                words = _WORDS[entry["what"]](entry["details"])
+                noted.setdefault(entry["what"], set()).add(words)
+    assert set(noted) == set(_WORDS) - {"longest stall", "failed", "complete"}, "those are seen by the client"
+    assert "twin0 (priority 0) goes first; passed once so far" in noted["passed"]
+    assert any("blocks go to host memory" in words for words in noted["preempted"])
+    assert any("a more urgent request needs the place" in words for words in noted["preempted"])
 
 
 def test_summary_of_a_request_that_still_waits() -> None:

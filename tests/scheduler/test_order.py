@@ -175,6 +175,24 @@ def test_passing_is_bounded() -> None:
     assert head.num_passed == 3
 
 
+def test_a_request_learns_who_passed_it_but_not_the_ids_of_other_tenants() -> None:
+    harness = Harness(40, budget=256, headroom=0.0, max_num_seqs=4, output_prediction="none")
+    harness.add(make_request("running", tokens(300), 150, arrival=0.0))
+    harness.step()
+    head = harness.add(make_request("head", tokens(400, seed=1), 4, arrival=1.0, cache_salt="a"))
+    for i, salt in enumerate("abba"):
+        harness.add(make_request(f"q{i}", tokens(10, seed=i + 2), 2, arrival=2.0 + i, cache_salt=salt))
+    harness.run()
+    passed = [e for e in harness.scheduler.ledger.entries("head") if e.what == "passed"]
+    assert [(e.details["by"], e.count) for e in passed] == [
+        ("q0", 1),
+        ("a request with another cache_salt", 2),
+        ("q3", 1),
+    ]
+    assert [e.details["times"] for e in passed] == [1, 3, 4]
+    assert_right(head)
+
+
 def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
     harness = Harness(64, max_num_seqs=1)
     low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
