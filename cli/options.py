@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from llmsched.cli import render
-from llmsched.engine.config import EngineConfig, check_knob, check_policy
+from llmsched.engine.config import EngineConfig, check_knob, check_together
 from llmsched.engine.errors import ConfigError
 
 R = TypeVar("R")
@@ -180,7 +180,7 @@ def with_engine_options(
             flags = {f.name: values.pop(f.name, None) for f in knobs}
             automatic = frozenset(name for name in flags if name in _CHOSEN and flags[name] == AUTO)
             given = {name: value for name, value in flags.items() if value is not None and name not in automatic}
-            check_policy(given)
+            check_together(given)
             return command(**values, engine_options=EngineOptions(given, automatic))
 
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

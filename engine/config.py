@@ -113,7 +113,7 @@ class EngineConfig:
     )
     priority_step: float = knob(
         10.0,
-        "waiting that one priority level is worth; ageing is linear, so nobody starves",
+        "waiting that one priority level is worth, 0: none; ageing is linear, so nobody starves",
         unit="seconds",
         low=0,
         high=1e6,
@@ -158,6 +158,10 @@ class EngineConfig:
             raise ConfigError("preemption_mode", "swap needs host memory; set swap_space (4GiB, say)")
         if self.preemption_mode == "recompute" and self.swap_space:
             raise ConfigError("swap_space", "is of no use with preemption_mode recompute; leave one of them out")
+        if self.schedule_window and self.min_schedule_batch == 1:
+            raise ConfigError("schedule_window", "has no effect with min_schedule_batch 1; set that to 2 or more")
+        if self.min_schedule_batch > 1 and not self.schedule_window:
+            raise ConfigError("min_schedule_batch", "needs a schedule_window to wait for so many; set that (10ms, say)")
 
     @classmethod
     def knob_rule(cls, name: str) -> Mapping[str, Any]:
@@ -174,22 +178,38 @@ BASELINE: Mapping[str, Any] = MappingProxyType(
         "max_headroom": 0.0,
         "output_prediction": "none",
         "max_passes": 0,
+        "priority_step": 0.0,
         "target_itl": None,
     }
 )
 
+#: Beside this setting with this value, those have no effect.
+_IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = MappingProxyType(
+    {
+        ("enable_prefix_caching", False): ("cache_bonus", "max_pinned_share"),
+        ("fast_lane_share", 0.0): ("fast_lane_prompt", "fast_lane_output"),
+        ("scheduling_policy", "static"): ("preemption_mode", "swap_space"),
+        ("scheduling_policy", "serial"): ("preemption_mode", "swap_space"),
+    }
+)
 
-def check_policy(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that was `given` and that the scheduling_policy given with it does not heed."""
+
+def check_together(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that was `given` and that another one given with it leaves without effect."""
     policy = given.get("scheduling_policy", "fair")
-    if policy == "fair":
-        return
-    no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
-    for name, value in {**BASELINE, **no_lane, **({"max_num_seqs": 1} if policy == "serial" else {})}.items():
-        if name in given and given[name] != value:
-            raise ConfigError(
-                name, f"{given[name]} has no effect with scheduling_policy {policy}, a baseline; leave one of them out"
-            )
+    if policy != "fair":
+        no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
+        for name, value in {**BASELINE, **no_lane, **({"max_num_seqs": 1} if policy == "serial" else {})}.items():
+            if name in given and given[name] != value:
+                raise _no_effect(name, given, f"scheduling_policy {policy}, a baseline")
+    for (other, value), names in _IDLE.items():
+        for name in names:
+            if name in given and given.get(other) == value:
+                raise _no_effect(name, given, f"{other} {'off' if value is False else value}")
+
+
+def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
+    return ConfigError(name, f"{given[name]} has no effect with {beside}; leave one of them out")
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:

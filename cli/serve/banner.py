@@ -40,12 +40,21 @@ def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
     rows += [
         ("context", f"{engine.max_model_len} tokens, prompt and output (max_model_len)"),
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
-        ("running", f"at most {config.max_num_seqs} requests (max_num_seqs), {config.max_queue_size} waiting"),
+        ("running", _running(engine)),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),
         ("preemption", _preemption(engine)),
         ("sampling", _sampling(engine)),
     ]
     return rows
+
+
+def _running(engine: AsyncEngine) -> str:
+    """How many may run, and what sets that limit: each takes a token of a step at least."""
+    config, most = engine.config, engine.stats().max_running
+    limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
+    if config.scheduling_policy == "serial":
+        limit = "scheduling_policy serial"
+    return f"at most {most} requests ({limit}), {config.max_queue_size} waiting"
 
 
 def _preemption(engine: AsyncEngine) -> str:

@@ -41,14 +41,12 @@ class Passing:
             self._reservation = admission.reserve(request, running, shortage)
 
     def goes(self, request: Request) -> None:
-        """A request that still waits is admitted: book whom it passes. Tenants do not learn each other's request ids."""
+        """A request that still waits is admitted: book whom it passes. Tenants do not learn each other's ids."""
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1
             by = request.request_id if request.cache_salt == first.cache_salt else "a request with another cache_salt"
-            self._ledger.note(
-                first.request_id, "passed", by=by, by_priority=request.priority, times=first.num_passed
-            )
+            self._ledger.note(first.request_id, "passed", by=by, by_priority=request.priority, times=first.num_passed)
         self.forget(request)
 
     def forget(self, request: Request) -> None:

@@ -14,8 +14,8 @@ from llmsched.engine.scheduler.static import StaticScheduler
 def make_scheduler(kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> Scheduler:
     """The scheduler that `config.scheduling_policy` names.
 
-    The baselines are the same scheduler without its cleverness: no headroom, prediction, fast lane, cache bonus or
-    passing, which leaves first come, first served (fcfs), shortest first (sptf) or one at a time (serial).
+    The baselines are the same scheduler without its cleverness: no headroom, prediction, fast lane, classes, cache
+    bonus or passing, which leaves first come, first served (fcfs), shortest first (sptf) or one at a time (serial).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)

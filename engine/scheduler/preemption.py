@@ -45,6 +45,7 @@ class Preemption:
         self.rates = Rates(kv.swap.block_bytes)
         self._kv = kv
         self._mode = config.preemption_mode
+        self._has_classes = config.priority_step > 0
 
     def loss(self, request: Request, demand: int | None = None) -> Loss:
         """What preempting the request costs. `demand` are the blocks that are wanted of it; None: all, and more.
@@ -72,17 +73,19 @@ class Preemption:
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """The running request (of at least two) that gives its blocks back.
 
-        Lowest class first; then the one whose loss is cheapest; then the last in the queue. Requests preempted
-        SAFE_AFTER times are safe while there are others, and the first of all by rank always: it makes progress in
-        every step, so everybody's turn comes.
+        Lowest class first, if classes are worth anything; then the one whose loss is cheapest; then the last in the
+        queue. Requests preempted SAFE_AFTER times are safe while there are others, and the first of all by rank always:
+        it makes progress in every step, so everybody's turn comes.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
         unsafe = [request for request in others if request.num_preemptions < SAFE_AFTER]
         if not unsafe:
             return max(others, key=lambda r: (r.rank, r.request_id))
-        lowest = max(request.priority for request in unsafe)
-        return max((r for r in unsafe if r.priority == lowest), key=self._cheapness)
+        if self._has_classes:
+            lowest = max(request.priority for request in unsafe)
+            unsafe = [request for request in unsafe if request.priority == lowest]
+        return max(unsafe, key=self._cheapness)
 
     def _cheapness(self, request: Request) -> tuple[float, int, float, str]:
         loss = self.loss(request)

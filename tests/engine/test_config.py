@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import pytest
 
-from llmsched.engine.config import BASELINE, EngineConfig, Policy, check_policy
+from llmsched.engine.config import BASELINE, EngineConfig, Policy, check_together
 from llmsched.engine.errors import ConfigError
 
 
 def test_the_whole_scheduler_heeds_every_setting() -> None:
-    check_policy({"headroom": 0.2, "max_passes": 3})
-    check_policy({"scheduling_policy": "fair", "headroom": 0.2, "target_itl": 0.02})
+    check_together({"headroom": 0.2, "max_passes": 3})
+    check_together({"scheduling_policy": "fair", "headroom": 0.2, "target_itl": 0.02})
 
 
 @pytest.mark.parametrize("policy", sorted({*get_args(Policy)} - {"fair"}))
@@ -20,21 +20,47 @@ def test_the_whole_scheduler_heeds_every_setting() -> None:
 def test_a_baseline_refuses_what_it_does_without(policy: str, name: str) -> None:
     given: dict[str, Any] = {"target_itl": 0.02, "output_prediction": "learned"}
     with pytest.raises(ConfigError, match=f"{name}: .* has no effect with scheduling_policy {policy}"):
-        check_policy({"scheduling_policy": policy, name: given.get(name, 1)})
-    check_policy({"scheduling_policy": policy, name: BASELINE[name]})
+        check_together({"scheduling_policy": policy, name: given.get(name, 1)})
+    check_together({"scheduling_policy": policy, name: BASELINE[name]})
 
 
 @pytest.mark.parametrize("name", ["fast_lane_prompt", "fast_lane_output"])
 def test_without_a_lane_nothing_is_short(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: 8 has no effect with scheduling_policy fcfs"):
-        check_policy({"scheduling_policy": "fcfs", name: 8})
+        check_together({"scheduling_policy": "fcfs", name: 8})
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "beside"),
+    [
+        ({"enable_prefix_caching": False, "cache_bonus": 3.0}, "cache_bonus", "enable_prefix_caching off"),
+        ({"enable_prefix_caching": False, "max_pinned_share": 0.1}, "max_pinned_share", "enable_prefix_caching off"),
+        ({"fast_lane_share": 0.0, "fast_lane_prompt": 8}, "fast_lane_prompt", "fast_lane_share 0.0"),
+        ({"fast_lane_share": 0.0, "fast_lane_output": 8}, "fast_lane_output", "fast_lane_share 0.0"),
+        ({"scheduling_policy": "static", "swap_space": 1 << 30}, "swap_space", "scheduling_policy static"),
+        ({"scheduling_policy": "serial", "preemption_mode": "auto"}, "preemption_mode", "scheduling_policy serial"),
+    ],
+)
+def test_a_setting_that_another_leaves_without_effect_is_refused(given: dict[str, Any], name: str, beside: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: .* has no effect with {beside}; leave one of them out"):
+        check_together(given)
+    for left_out in given:
+        check_together({other: value for other, value in given.items() if other != left_out})
+
+
+def test_an_idle_engine_waits_for_several_for_a_time_or_not_at_all() -> None:
+    EngineConfig(schedule_window=0.01, min_schedule_batch=2)
+    with pytest.raises(ConfigError, match="schedule_window: has no effect with min_schedule_batch 1"):
+        EngineConfig(schedule_window=0.01)
+    with pytest.raises(ConfigError, match="min_schedule_batch: needs a schedule_window"):
+        EngineConfig(min_schedule_batch=2)
 
 
 def test_one_at_a_time_is_one() -> None:
-    check_policy({"scheduling_policy": "static", "max_num_seqs": 8})
-    check_policy({"scheduling_policy": "serial", "max_num_seqs": 1})
+    check_together({"scheduling_policy": "static", "max_num_seqs": 8})
+    check_together({"scheduling_policy": "serial", "max_num_seqs": 1})
     with pytest.raises(ConfigError, match="max_num_seqs: 8 has no effect"):
-        check_policy({"scheduling_policy": "serial", "max_num_seqs": 8})
+        check_together({"scheduling_policy": "serial", "max_num_seqs": 8})
 
 
 def test_what_baselines_do_without_is_allowed() -> None:

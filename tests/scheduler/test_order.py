@@ -260,6 +260,24 @@ def test_preemption_by_class_is_no_thrash_and_baselines_know_no_classes() -> Non
         assert harness.scheduler.counters.num_headroom_changes == 0
 
 
+def test_first_come_is_first_served_whatever_its_class() -> None:
+    """Also when memory runs out: the baseline's victim is the last, not the lowest."""
+    harness = Harness(12, max_num_seqs=2, output_prediction="none", scheduling_policy="fcfs")
+    low = harness.add(make_request("low", tokens(30), 90, arrival=0.0, priority=3))
+    high = [harness.add(make_request(f"high{i}", tokens(30, seed=i + 1), 90, arrival=1.0 + i)) for i in range(2)]
+    harness.run()
+    assert_right(low, *high)
+    assert low.num_preemptions == 0
+    assert [r.num_preemptions for r in high] == [1, 0]
+    waiting = Harness(64, max_num_seqs=1, scheduling_policy="fcfs")
+    first, second = (
+        waiting.add(make_request(n, tokens(20, seed=i), 4, arrival=float(i), priority=1 - i))
+        for i, n in enumerate(("first", "second"))
+    )
+    waiting.step()
+    assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+
+
 def test_a_long_prompt_that_is_cached_is_a_short_one() -> None:
     harness = Harness(300, budget=100)
     shared = tokens(1600)

@@ -149,3 +149,16 @@ def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
     server = make_server(sampling_defaults={"temperature": 0.6, "top_k": 64})
     rows = dict(banner.start_rows(server.service, "scripted"))
     assert rows["sampling"] == "temperature 0.6, top_k 64 unless the request says otherwise"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"max_num_seqs": 5}, "at most 5 requests (max_num_seqs), 9 waiting"),
+        ({"max_num_seqs": 500, "max_num_batched_tokens": 4}, "at most 4 requests (max_num_batched_tokens), 9 waiting"),
+        ({"scheduling_policy": "serial"}, "at most 1 requests (scheduling_policy serial), 9 waiting"),
+    ],
+)
+def test_what_limits_how_many_run_is_told(make_server: Any, knobs: dict[str, Any], told: str) -> None:
+    server = make_server(max_queue_size=9, **knobs)
+    assert dict(banner.start_rows(server.service, "scripted"))["running"] == told

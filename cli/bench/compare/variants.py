@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from llmsched.cli.options import knob_value
-from llmsched.engine.config import EngineConfig, Policy, check_policy
+from llmsched.engine.config import EngineConfig, Policy, check_together
 from llmsched.engine.errors import LlmschedError
 
 #: Names that people have for policies, besides the engine's own.
@@ -72,7 +72,7 @@ def _knobs(part: str) -> dict[str, Any]:
         if name in knobs:
             raise LlmschedError(f"--compare {part!r}: {name} is set twice")
         knobs[name] = knob_value(name, value)
-    check_policy(knobs)
+    check_together(knobs)
     return knobs
 
 
