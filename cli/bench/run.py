@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmsched.cli.bench.figures.lag import loop_lags, settled_heap
+from llmsched.cli.bench.figures.lag import Lag, loop_lags, settled_heap
 from llmsched.cli.bench.figures.measure import Measurement, measure
 from llmsched.cli.bench.figures.placing import CountTokens
 from llmsched.cli.bench.figures.record import RequestRecord
@@ -23,14 +23,14 @@ _WARMUP_SEED_OFFSET = 1_000_003
 
 
 class Run(NamedTuple):
-    """What came of a load: a record of each request, how many were preempted (None: the target does not tell), by how
-    many seconds the client's event loop was late (None: nobody looked), whether that has a process of its own, and the
+    """What came of a load: a record of each request, how many were preempted (None: the target does not tell), how late
+    the client's event loop was (None: nobody looked), whether that has a process of its own, and the
     target's state over time.
     """
 
     records: list[RequestRecord]
     preemptions: int | None
-    loop_lags: list[float] | None
+    loop_lags: list[Lag] | None
     own_process: bool
     samples: Sequence[Sample] = ()
     memory: MemoryParts | None = None

@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
 
 #: How often the loop is looked at, in seconds.
 _INTERVAL_S = 0.02
 
 
+class Lag(NamedTuple):
+    """By how many seconds a wait ended too `late`; in at least `machine` of them the client had work and no core."""
+
+    late: float
+    machine: float = 0.0
+
+
 @asynccontextmanager
-async def loop_lags() -> AsyncIterator[list[float]]:
-    """A list that fills, while the block runs, with the seconds by which a wait of a known length ended too late.
+async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[Lag]]:
+    """A list that fills, while the block runs, with how late waits of `interval` seconds ended.
 
     A token that arrives while the loop is busy gets its time when the loop is free again, so a client that lags puts
     its own time into the target's figures.
     """
-    lags: list[float] = []
-    watch = asyncio.create_task(_watch(lags))
+    lags: list[Lag] = []
+    watch = asyncio.create_task(_watch(interval, lags))
     try:
         yield lags
     finally:
         watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
 
 
-async def _watch(lags: list[float]) -> None:
-    now = asyncio.get_running_loop().time
+async def _watch(interval: float, lags: list[Lag]) -> None:
+    now, computed = asyncio.get_running_loop().time, time.thread_time
     while True:
-        due = now() + _INTERVAL_S
-        await asyncio.sleep(_INTERVAL_S)
-        lags.append(max(0.0, now() - due))
+        due, before = now() + interval, computed()
+        await asyncio.sleep(interval)
+        late = max(0.0, now() - due)
+        # What made the loop late ended after the wait was over; all that this thread computed may belong to it.
+        lags.append(Lag(late, max(0.0, late - (computed() - before))))
 
 
 @contextmanager

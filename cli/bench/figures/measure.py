@@ -11,6 +11,8 @@ from itertools import chain
 from typing import NamedTuple, TypedDict
 
 from llmsched.cli.bench.figures.interval import p99_interval
+from llmsched.cli.bench.figures.lag import Lag
+from llmsched.cli.bench.figures.lateness import lateness, tokens_per_chunk
 from llmsched.cli.bench.figures.memory import MemoryUse, memory_use
 from llmsched.cli.bench.figures.placing import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
 from llmsched.cli.bench.figures.record import RequestRecord
@@ -31,10 +33,6 @@ from llmsched.engine.latency import (
     summarise,
     worst_stall,
 )
-
-#: The client is late when the P99 of its lag exceeds both of these.
-LAG_LIMIT_S = 0.02
-LAG_LIMIT_SHARE = 0.1
 
 #: Stalls that are kept, the longest ones, one per request.
 WORST_STALLS = 5
@@ -73,8 +71,8 @@ class Measurement:
     or, where that is None, from the first token (completed request) to the end. `asked_rate` is the mean of the shape
     that was asked for, `scheduled_rate` that of the schedule drawn from it (a closed loop has none), `achieved_rate`
     that at which requests left (None where all left at once). `p99_intervals` has the 95 % bootstrap interval of the
-    P99 of ttft, itl, tpot and e2e.
-    `loop_lag` is how late the client's event loop came round to what was due, None if nobody looked.
+    P99 of ttft, itl, tpot and e2e. `loop_lag` is how late the client's event loop came round to what was due,
+    `machine_lag` the part of it in which the machine let the client wait; None if nobody looked.
 
     What the figures were taken from follows: all `records`, with times of a clock that stood at `start` when the run
     began, the `served` ones with their tokens placed, and the target's state over time.
@@ -113,6 +111,7 @@ class Measurement:
     reading: Reading | None = None
     steady_window: tuple[float, float] | None = None
     loop_lag: Summary | None = None
+    machine_lag: Summary | None = None
     start: float = 0.0
     records: tuple[RequestRecord, ...] = ()
     served: tuple[Served, ...] = ()
@@ -132,16 +131,15 @@ def measure(
     *,
     preemptions: int | None = None,
     count_tokens: CountTokens | None = None,
-    loop_lags: Sequence[float] | None = None,
+    loop_lags: Sequence[Lag] | None = None,
     own_process: bool = True,
     samples: Sequence[Sample] = (),
     memory: MemoryParts | None = None,
 ) -> Measurement:
     """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
 
-    `loop_lags` are seconds by which the client's event loop was late. They make a run invalid if the client has a
-    process of its own; in the target's they are part of what the target takes. `samples` have times of the records'
-    clock.
+    `loop_lags` tell how late the client's event loop was. They make a run invalid if the client has a process of its
+    own; in the target's they are part of what the target takes. `samples` have times of the records' clock.
     """
     done = tuple(one for record in records if (one := served(record, count_tokens)))
     failed = len(records) - len(done)
@@ -149,11 +147,9 @@ def measure(
     ends = [record.end for record in records if record.end is not None]
     duration = max(ends) - start if ends else 0.0
     latencies = _latencies(done, start)
-    lag = summarise([lag for record in records if (lag := record.client_lag) is not None])
-    loop_lag = None if loop_lags is None else summarise(loop_lags)
-    late = [
-        one for one in (lag, loop_lag if own_process else None) if one is not None and _is_late(one, latencies["ttft"])
-    ]
+    lags = lateness([lag for record in records if (lag := record.client_lag) is not None], loop_lags)
+    judged = lags if own_process else lags.of_sending()
+    client = judged.find(latencies["ttft"], latencies["itl"], tokens_per_chunk(done))
     counted_by = worst_source(done)
     paced = workload.asked_rate is not None or workload.max_concurrency is not None
     return Measurement(
@@ -168,13 +164,14 @@ def measure(
         preemptions=preemptions,
         asked_rate=workload.asked_rate,
         scheduled_rate=None if workload.closed else steady_rate([Arrival(one.scheduled, 1) for one in records]),
-        client_lag=lag,
-        valid=not late and bool(done),
+        client_lag=lags.sent,
+        valid=not client.late and bool(done),
         goodput=goodput(slo, latencies["latencies"], failed=failed, duration=duration),
         token_counts=counted_by,
-        warnings=tuple(_warnings(late, done, counted_by, len(done), latencies["itl"].count)),
+        warnings=(*client.warnings, *_warnings(done, counted_by, latencies["itl"].count)),
         reading=_reading(done, failed, slo.reader_speed),
-        loop_lag=loop_lag,
+        loop_lag=lags.loop,
+        machine_lag=lags.machine,
         start=start,
         records=tuple(records),
         served=done,
@@ -292,29 +289,20 @@ def _total(counts: Sequence[int | None]) -> int | None:
     return sum(known) if known and len(known) == len(counts) else None
 
 
-def _is_late(lag: Summary, ttft: Summary) -> bool:
-    return lag.p99 is not None and lag.p99 > max(LAG_LIMIT_S, LAG_LIMIT_SHARE * (ttft.p50 or 0.0))
-
-
 def _is_short(one: Served) -> bool:
     asked = one.record.asked_tokens
     return asked is not None and sum(arrival.tokens for arrival in one.arrivals) < asked
 
 
-def _warnings(
-    late: Sequence[Summary], done: Sequence[Served], counted_by: str | None, requests: int, gaps: int
-) -> list[str]:
+def _warnings(done: Sequence[Served], counted_by: str | None, gaps: int) -> list[str]:
     found = []
-    if late:
-        worst = max(lag.p99 or 0.0 for lag in late)
-        found.append(f"the client itself was late (P99 {worst * 1e3:.1f} ms): these figures are not the target's")
     if counted_by in (RETOKENISED, CHUNKS):
         found.append(f"the target stated no usage; output tokens are a guess ({counted_by})")
     if short := sum(_is_short(one) for one in done):
         found.append(
             f"{short} of {len(done)} answers have fewer tokens than were asked for: the load is not as planned"
         )
-    for name, count in (("TTFT, TPOT and E2E", requests), ("ITL", gaps)):
+    for name, count in (("TTFT, TPOT and E2E", len(done)), ("ITL", gaps)):
         beyond = max(1, (count - 1) - math.floor(0.99 * (count - 1)))
         if count and beyond < _SAMPLES_BEYOND:
             found.append(f"P99 of {name} rests on {beyond} of {count} samples; from 1,000 on it can be relied upon")

@@ -80,6 +80,7 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "achieved_rate": figures.achieved_rate,
         "client_lag_ms": _milliseconds(figures.client_lag),
         "loop_lag_ms": None if figures.loop_lag is None else _milliseconds(figures.loop_lag),
+        "machine_lag_ms": None if figures.machine_lag is None else _milliseconds(figures.machine_lag),
         "goodput_rps": figures.goodput.requests_per_s if figures.goodput else None,
         "attainment": figures.goodput.attainment if figures.goodput else None,
         "slo": slo,

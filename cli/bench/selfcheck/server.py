@@ -21,7 +21,7 @@ Log = list[tuple[float, list[tuple[float, int]]]]
 
 
 class ScriptedServer:
-    """Answers POST /NAME/v1/... by the scripts of that name, and GET /NAME/log with what was written when."""
+    """Answers POST /NAME/v1/... by the scripts of that name, and GET /NAME/log with what was written when, once."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, Log] = defaultdict(list)
@@ -38,7 +38,7 @@ class ScriptedServer:
                 if method == "post" and name in SCRIPTS:
                     await self._answer(name, path.endswith("/chat/completions"), writer)
                 elif path.endswith("/log"):
-                    await _send(writer, 200, json.dumps(self._logs[name]))
+                    await _send(writer, 200, json.dumps(self._logs.pop(name, [])))
                 else:
                     await _send(writer, 404, "{}")
                 if writer.is_closing():

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from llmsched.cli.bench.figures.measure import measure
+from llmsched.cli.bench.figures.lag import Lag, loop_lags
+from llmsched.cli.bench.figures.measure import Measurement, measure
 from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, USAGE, arrivals
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.load.synthetic import Workload
@@ -71,6 +77,67 @@ def test_lag_is_judged_against_what_is_measured() -> None:
     """50 ms are nothing beside a TTFT of 10 s, and all of one of 60 ms."""
     assert measure([record([Chunk(10.0, "x", 1)], sent=0.05)], Workload(), Slo()).valid
     assert not measure([record([Chunk(0.06, "x", 1)], sent=0.05)], Workload(), Slo()).valid
+
+
+def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Measurement:
+    """Ten requests whose chunks are `gap` seconds apart, by a client whose loop was always late like that."""
+    chunks = [Chunk(ttft + gap * n, "x", tokens) for n in range(20)]
+    return measure([record(chunks) for _ in range(10)], Workload(), Slo(), loop_lags=[Lag(**lags)] * 50)
+
+
+def test_a_client_that_reads_late_makes_the_run_invalid_however_long_the_ttft_is() -> None:
+    """A lag of 100 ms is nothing to a TTFT of 3 s, and more than the gaps of 50 ms that the figures are about."""
+    figures = run_of(0.05, late=0.1, machine=0.09)
+    assert figures.valid is False
+    assert figures.warnings[0] == (
+        "the client itself was late (P99 100.0 ms): these figures are not the target's, because this machine was busy "
+        "with other work"
+    )
+    assert "more to do than one core can" in run_of(0.05, late=0.1, machine=0.02).warnings[0]
+    assert run_of(0.05, late=0.015).valid
+
+
+def test_the_lag_of_a_loop_is_judged_against_the_gaps_of_chunks() -> None:
+    """40 ms are much beside gaps of 0.1 s, and little beside those of 1 s, however many tokens come in a chunk."""
+    assert not run_of(0.1, late=0.04).valid
+    assert not run_of(0.1, tokens=10, late=0.04).valid
+    assert run_of(1.0, late=0.04).valid
+    assert run_of(1.0, tokens=50, late=0.04).valid
+
+
+def test_an_engine_in_the_same_process_takes_its_part_of_the_loop() -> None:
+    chunks = [Chunk(1.0 + 0.01 * n, "x", 1) for n in range(20)]
+    figures = measure([record(chunks)], Workload(), Slo(), loop_lags=[Lag(0.2)] * 50, own_process=False)
+    assert figures.valid
+    assert figures.loop_lag is not None
+    assert figures.loop_lag.p99 == pytest.approx(0.2)
+    assert not any("late" in warning for warning in figures.warnings)
+
+
+def test_a_tail_that_may_be_the_clients_own_is_named() -> None:
+    figures = run_of(0.02, late=0.008, machine=0.008)
+    assert figures.valid
+    assert figures.warnings[0].startswith("P99 of ITL may be too high by up to 8.0 ms: the client was late itself")
+    assert not any("too high" in warning for warning in run_of(0.04, late=0.008).warnings)
+    assert not any("too high" in warning for warning in run_of(0.02, tokens=4, late=0.008).warnings)
+
+
+def test_what_other_work_takes_is_told_from_the_clients_own() -> None:
+    async def main(work: Callable[[], None]) -> list[Lag]:
+        async with loop_lags(0.001) as lags:
+            await asyncio.sleep(0)
+            work()
+            await asyncio.sleep(0.01)
+        return lags
+
+    def compute() -> None:
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    own, other = asyncio.run(main(compute)), asyncio.run(main(lambda: time.sleep(0.1)))
+    assert any(lag.late - lag.machine > 0.09 for lag in own)
+    assert any(lag.machine > 0.09 for lag in other)
 
 
 def test_a_run_in_which_nothing_was_sent() -> None:

@@ -6,11 +6,13 @@ from itertools import pairwise
 
 import pytest
 from command_line import CommandLine
+from virtual_time import run_virtual
 
 from llmsched.cli.bench.figures.measure import Measurement, measure
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.selfcheck import check, mode
-from llmsched.cli.bench.selfcheck.check import PROBES, Check, Probe, checks_of
+from llmsched.cli.bench.selfcheck import mode, run
+from llmsched.cli.bench.selfcheck.check import PROBES, Check, Outcome, Probe, Verdict, checks_of
+from llmsched.cli.bench.selfcheck.run import tried
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
 from llmsched.engine.latency import Slo
@@ -70,8 +72,7 @@ def test_scripts_are_what_their_names_say() -> None:
 def test_the_whole_way_over_sockets(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts are exact on any machine; times are as good as the machine is idle, and only told."""
     few = tuple(BY_NAME[name] for name in ("chunks", "role", "failures"))
-    for module in (check, mode):
-        monkeypatch.setattr(module, "PROBES", few)
+    monkeypatch.setattr(run, "PROBES", few)
     outcome = command("bench", "--self-check", "--json")
     report = outcome.json
     found = {(one["probe"], one["figure"]): one for one in report["checks"]}
@@ -81,17 +82,76 @@ def test_the_whole_way_over_sockets(command: CommandLine, monkeypatch: pytest.Mo
     assert found["chunks", "tokens"]["measured"] == 200
     assert found["chunks", "TTFT mean"]["measured"] > 100
     assert report["right"] == all(one["right"] for one in report["checks"])
+    assert report["wrong"] == any(one["verdict"] == "wrong" for one in report["checks"])
+    assert [one["probe"] for one in report["probes"]] == ["chunks", "role", "failures"]
+    assert all(1 <= one["tries"] <= 3 and one["held_up_ms"] > 0 for one in report["probes"])
     assert outcome.code == (0 if report["right"] else 1)
 
 
-def test_a_table_for_each_probe(capsys: pytest.CaptureFixture[str]) -> None:
-    right = [Check(probe.name, "tokens", 5, 5, 5, 0) for probe in PROBES]
+STEADY = BY_NAME["steady"]
+
+
+@pytest.mark.parametrize(
+    ("late", "held_up", "verdict"),
+    [
+        (0.03, 0.0, "wrong"),
+        (0.03, 0.004, "wrong"),
+        (0.03, 0.02, "disturbed"),
+        (0.2, 0.02, "wrong"),
+        (0.0, 0.4, "right"),
+    ],
+)
+def test_what_held_the_bench_up_is_told_from_what_is_wrong(late: float, held_up: float, verdict: Verdict) -> None:
+    """An error is put down to other work only as far as that was seen to keep the client or the server waiting."""
+    checks = checks_of(STEADY, *served(STEADY, read_late=late), held_up)
+    ttft = next(check for check in checks if check.figure == "TTFT mean")
+    assert ttft.verdict == verdict
+    assert Outcome(STEADY, checks).verdict == verdict
+    tokens = next(check for check in checks if check.figure == "tokens")
+    assert tokens.excuse == 0
+
+
+def attempts(*found: tuple[float, float]) -> Outcome:
+    """The outcome of a probe that is off by so many ms and held up for so many seconds, try after try."""
+    left = iter(found)
+
+    async def attempt() -> tuple[list[Check], float]:
+        error, held_up = next(left)
+        return [Check("steady", "TTFT mean", 100, 100, 100 + error, 5, 2e3 * held_up)], held_up
+
+    return run_virtual(tried(STEADY, attempt))
+
+
+def test_a_probe_that_was_disturbed_is_tried_again() -> None:
+    good = attempts((20, 0.03), (1, 0.002))
+    assert (good.verdict, good.tries) == ("right", 2)
+    busy = attempts((20, 0.03), (9, 0.01), (30, 0.1), (0, 0))
+    assert (busy.verdict, busy.tries, busy.held_up) == ("disturbed", 3, 0.1)
+    assert (attempts((90, 0.03), (1, 0.03)).verdict, attempts((4, 0.3)).tries) == ("right", 1)
+
+
+def test_a_probe_that_nothing_disturbed_is_wrong_the_first_time() -> None:
+    outcome = attempts((20, 0.002), (0, 0))
+    assert (outcome.verdict, outcome.tries) == ("wrong", 1)
+
+
+def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    right = [Outcome(probe, [Check(probe.name, "tokens", 5, 5, 5, 0)]) for probe in PROBES]
     mode.show(right)
     assert "all 7 figures are right" in capsys.readouterr().out
-    mode.show([*right, Check("steady", "TTFT mean", 100, 101, 131, 5)])
+    wrong = Outcome(STEADY, [Check("steady", "TTFT mean", 100, 101, 131, 5)])
+    busy = Outcome(BY_NAME["crowd"], [Check("crowd", "E2E mean", 100, 101, 131, 5, 60)], held_up=0.03, tries=3)
+    mode.show([*right, wrong, busy])
     out = capsys.readouterr().out
     assert "OFF" in out
-    assert "off: steady TTFT mean." in out
+    assert "disturbed" in out
+    assert "off: steady TTFT mean, by more than" in out
+    assert "tried again, because this machine was busy with other work: crowd (3 tries)" in out
+    assert "not known: crowd E2E mean. Other work kept the bench waiting for up to 30.0 ms" in out
+    assert "figures are right" not in out
+    report = mode.as_json([wrong, busy])
+    assert (report["right"], report["wrong"], mode.as_json([busy])["wrong"]) == (False, True, False)
+    assert [one["verdict"] for one in report["checks"]] == ["wrong", "disturbed"]
 
 
 @pytest.mark.parametrize(
