@@ -20,7 +20,7 @@ class Display(Protocol):
 
 
 class BarProgress:
-    """Progress for terminals: a bar per stage; the detail stands beside the latest one."""
+    """Progress for terminals: a bar per stage; the detail is what `bars` have `told` below them."""
 
     def __init__(self, bars: Any) -> None:
         self._bars = bars
@@ -28,12 +28,11 @@ class BarProgress:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total or None, detail="")
+            self._tasks[stage] = self._bars.add_task(stage, total=total or None)
         self._bars.update(self._tasks[stage], completed=done, total=total or None)
 
     def detail(self, text: str) -> None:
-        for task in [*self._tasks.values()][-1:]:
-            self._bars.update(task, detail=text)
+        self._bars.told = text
 
 
 class LogProgress:

@@ -95,9 +95,18 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
     console = stdout()
     look = box.SIMPLE_HEAD if console.is_terminal else None
-    drawn = Table(box=look, pad_edge=False, header_style="bold", show_header=any(columns))
+    wide = sum(max(len(cell) for cell in cells) + 2 for cells in zip(columns, *rows, strict=True))
+    narrow = wide > console.width  # rather a head of several lines than torn words
+    drawn = Table(
+        box=look,
+        pad_edge=False,
+        collapse_padding=console.is_terminal,
+        header_style="bold",
+        show_header=any(columns),
+    )
     for index, column in enumerate(columns):
-        drawn.add_column(Text(column), justify="left" if index < text_columns else "right", overflow="fold")
+        shown = column.replace(" ", "\n") if narrow else column
+        drawn.add_column(Text(shown), justify="left" if index < text_columns else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     # Not the table's own title, which would be wrapped at the table's width.
@@ -203,8 +212,19 @@ def _shown(display: Display) -> Iterator[Display]:
 
 
 def _bars() -> AbstractContextManager[Any]:
+    """Bars with a line below them, which says what is in `told`: beside them it would have no room in 80 columns."""
+    from rich.console import RenderableType
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    class ToldBars(Bars):
+        told = ""
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            yield self.make_tasks_table(self.tasks)
+            if self.told:
+                yield Text(f"  {self.told}", no_wrap=True, overflow="ellipsis")
 
     columns = (
         TextColumn("{task.description}"),
@@ -213,4 +233,4 @@ def _bars() -> AbstractContextManager[Any]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Bars(*columns, TextColumn("{task.fields[detail]}", markup=False), console=stderr(), transient=True)
+    return ToldBars(*columns, console=stderr(), transient=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from llmsched.cli import render
 from llmsched.cli.progress import LogProgress
@@ -131,3 +134,31 @@ def test_a_detail_is_heard_by_who_shows_progress(capsys: pytest.CaptureFixture[s
     with render.progress_bar():
         render.detail("3 running")
     assert capsys.readouterr().err == ""
+
+
+def test_on_a_narrow_terminal_the_detail_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 80 columns the bar, how many are done, and the times stay readable."""
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(render, "stderr", lambda: console)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with render.progress_bar() as progress:
+        progress("requests", 12, 300)
+        render.detail("17.1 requests/s, 12 running, TTFT P50 104 ms, ITL P50 20.0 ms")
+    lines = [line.strip() for line in written.getvalue().splitlines()]
+    assert any(line.endswith("-:--:--") and " 12/300 " in line for line in lines)
+    assert any(line.startswith("17.1 requests/s") and line.endswith("ITL P50 20.0 ms") for line in lines)
+
+
+def test_where_the_terminal_is_narrow_the_head_of_a_table_has_more_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    for width in (40, 25):
+        written = io.StringIO()
+        console = Console(file=written, force_terminal=True, width=width, color_system=None)
+        monkeypatch.setattr(render, "stdout", lambda console=console: console)
+        render.table("", ["", "output tokens/s", "TTFT P50"], [["a", "10000.00", "12.5"]])
+        shown.append([line.split() for line in written.getvalue().splitlines() if line.strip(" ─")])
+    assert shown == [
+        [["output", "tokens/s", "TTFT", "P50"], ["a", "10000.00", "12.5"]],
+        [["output", "TTFT"], ["tokens/s", "P50"], ["a", "10000.00", "12.5"]],
+    ]

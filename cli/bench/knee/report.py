@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llmsched.cli import render
@@ -17,6 +18,9 @@ _KEEPS_UP = 0.95
 
 #: A prefix hit rate that rises by more than this from the first attempt on is no draw of the load.
 _HITS_RISE = 0.2
+
+#: Tokens per second of which a fraction says nothing.
+_MANY = 100
 
 _KEPT = (
     *("completed", "failed", "valid", "duration_s", "achieved_rate", "requests_per_s", "output_tokens_per_s"),
@@ -64,7 +68,7 @@ def show(document: dict[str, Any], subject: report.Subject) -> None:
     render.say(last)
     if len(document["points"]) > 2:
         render.chart(charts(document)[0])
-    for name in ("TTFT", "ITL", "E2E", "goodput"):
+    for name in ("TTFT", "ITL", "TPOT", "E2E", "goodput"):
         render.say(f"{name}: {document['definitions'][name]}")
     for warning in document["warnings"]:
         render.warn(warning)
@@ -111,9 +115,17 @@ def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """A row for each attempt, in the order of their rates."""
-    columns = ["requests/s", "served/s", "output tokens/s", "TTFT P50", "TTFT P99", "ITL P99", "E2E P99"]
-    rows = [_row(point) for point in sorted(document["points"], key=lambda point: point["rate"])]
+    """A row for each attempt, in the order of their rates, with the latencies that the SLOs are about."""
+    judged = [name for name in ("itl", "tpot", "e2e") if f"{name}_ms" in document["slo"]] or ["itl"]
+    columns = [
+        "asked/s",
+        "served/s",
+        "output tokens/s",
+        "TTFT P50",
+        "TTFT P99",
+        *(f"{name.upper()} P99" for name in judged),
+    ]
+    rows = [_row(point, judged) for point in sorted(document["points"], key=lambda point: point["rate"])]
     return Table("latency in ms", [*columns, "met by", "goodput", ""], rows)
 
 
@@ -175,15 +187,13 @@ def _some(figures: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if figures is None else {name: figures[name] for name in _KEPT}
 
 
-def _row(point: dict[str, Any]) -> list[str]:
-    latencies = [point["ttft_ms"]["p50"], *(point[f"{name}_ms"]["p99"] for name in ("ttft", "itl", "e2e"))]
-    attainment, goodput = point["attainment"], point["goodput_rps"]
+def _row(point: dict[str, Any], judged: Sequence[str]) -> list[str]:
+    latencies = [point["ttft_ms"]["p50"], *(point[f"{name}_ms"]["p99"] for name in ("ttft", *judged))]
+    attainment, goodput, tokens = point["attainment"], point["goodput_rps"], point["output_tokens_per_s"]
     return [
         f"{point['rate']:.3g}",
-        *(
-            "n/a" if value is None else f"{value:.2f}"
-            for value in (point["requests_per_s"], point["output_tokens_per_s"])
-        ),
+        "n/a" if point["requests_per_s"] is None else f"{point['requests_per_s']:.2f}",
+        "n/a" if tokens is None else f"{tokens:.0f}" if tokens >= _MANY else f"{tokens:.1f}",
         *("n/a" if value is None else f"{value:.1f}" for value in latencies),
         "n/a" if attainment is None else f"{attainment['all']:.1%}",
         "n/a" if goodput is None else f"{goodput:.2f}",
