@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.parameters import Parameters
 
+#: Usual forms of checkpoints, by the names that `--quantization` takes, as their config.json describes them.
+QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"quant_method": "fp8"},
+    "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
 _SCALE_BITS = 16
 _BLOCK_SCALE_BITS = 32
 
@@ -45,6 +54,16 @@ def weight_format(settings: Mapping[str, Any]) -> Format | None:
         weights: Mapping[str, Any] = (groups[0].get("weights") if groups else None) or {}
         return _both(_grouped(weights.get("num_bits"), weights.get("group_size"), not weights.get("symmetric", True)))
     return None
+
+
+def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What config.json would say of a checkpoint with its weights in one of QUANTIZATIONS. Raises ConfigError."""
+    if name not in QUANTIZATIONS:
+        raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "some form")
+        raise ConfigError("quantization", f"{name} is asked for, but the checkpoint is quantised already ({method})")
+    return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 
 def weight_bytes(parameters: Parameters, form: Format, dtype_bytes: int) -> int:

@@ -16,22 +16,30 @@ What misses by more than 30 % among the checks, and why as far as the sources te
 - four output tokens for each prompt of 128 (gpustack-*-9, -11): TPOT is then the time of three steps full of prefills
 
 python tests/bench/bench_published.py [PART OF AN ID ...]       ten minutes on two cores
+python tests/bench/bench_published.py --measurements FILE       other results, see tests/support/published_lines.py
+python tests/bench/bench_published.py --engine default          as if no class of engines were known
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
-from published import Row, read_rows
+from published import Row
+from published_lines import Refused, read_file, read_rows
 from published_loads import Figures, published_cost, steps_of
+
+from llmsched.engine.errors import LlmschedError
+from llmsched.profiles.engines import engines
 
 
 class Outcome(NamedTuple):
@@ -49,9 +57,13 @@ class Outcome(NamedTuple):
         return None if self.row.throughput is None else self.found.throughput / self.row.throughput - 1
 
 
-def predict(row: Row) -> Outcome:
-    cost = published_cost(row)
-    return Outcome(row, steps_of(row, cost).figures(cost))
+def predict(row: Row, engine: str | None = None) -> Outcome | Refused:
+    """What `engine` (default: the row's own class) makes of a row's load, or why it makes nothing of it."""
+    try:
+        cost = published_cost(row, engine)
+        return Outcome(row, steps_of(row, cost).figures(cost))
+    except LlmschedError as problem:
+        return Refused(row.id, str(problem))
 
 
 def line(outcome: Outcome) -> str:
@@ -86,26 +98,45 @@ def _spread(errors: list[float | None]) -> str:
 
 
 def main() -> None:
-    rows = [row for row in read_rows() if any(part in row.id for part in sys.argv[1:] or [""])]
+    parser = argparse.ArgumentParser(description="Compare the roofline with published measurements.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="only rows with one of these in their id")
+    parser.add_argument("--measurements", type=Path, metavar="FILE", help="JSON lines of other results")
+    parser.add_argument("--engine", choices=list(engines()), help="constants for all rows, whatever engine they are of")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; default: one for each core")
+    asked = parser.parse_args()
+    rows, refused = read_file(asked.measurements) if asked.measurements else (read_rows(), [])
+    rows = [row for row in rows if any(part in row.id for part in asked.parts or [""])]
     print(f"{'':<84} {'TPOT ms':<29}{'output tokens/s':<29}TTFT ms")
     print(f"{'row':<84} " + f"{'predicted':>10} {'published':>10} {'error':>6} " * 3)
     outcomes: list[Outcome] = []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for outcome in pool.map(predict, rows):
+    with ProcessPoolExecutor(asked.workers) as pool:
+        for outcome in pool.map(partial(predict, engine=asked.engine), rows):
+            if isinstance(outcome, Refused):
+                refused.append(outcome)
+                continue
             print(line(outcome), flush=True)
             outcomes.append(outcome)
+    summarise(outcomes, foreign=asked.measurements is not None)
+    if refused:
+        print("\nnot predicted:")
+        for name, reason in refused:
+            print(f"{name}: {reason}")
+
+
+def summarise(outcomes: Sequence[Outcome], *, foreign: bool) -> None:
+    """Errors by engine and GPU, and what misses. `foreign` rows were never fitted to, whatever their id."""
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        part = "fit" if outcome.row.fitted else "check"
+        part = "" if foreign else ": fit" if outcome.row.fitted else ": check"
         for name in ("all", outcome.row.engine, f"{outcome.row.engine} on {outcome.row.gpu.key}"):
-            groups[f"{name}: {part}"].append(outcome)
+            groups[name + part].append(outcome)
     print(f"\n{'absolute errors: median and P90':<44} {'TPOT':<26}throughput")
     for name in sorted(groups):
         print(summary(name, groups[name]))
     print("\nchecks that miss by more than 30 %:")
     for outcome in outcomes:
         errors = [error for error in (outcome.tpot_error, outcome.throughput_error) if error is not None]
-        if not outcome.row.fitted and max(map(abs, errors), default=0) > 0.3:
+        if (foreign or not outcome.row.fitted) and max(map(abs, errors), default=0) > 0.3:
             print(line(outcome))
 
 

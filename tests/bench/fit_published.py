@@ -28,7 +28,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
-from published import Row, read_rows
+from published import Row
+from published_lines import read_rows
 from published_loads import Steps, published_cost, steps_of
 
 from llmsched.engine.executor.roofline import Roofline

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from statistics import median, quantiles
 
-from published import Row, read_rows
+from published import Row
+from published_lines import read_rows
 from published_loads import Figures, published_cost, steps_of
 
 #: Loads that are simulated in a fraction of a second.

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.fields import read_config_file
 from llmsched.engine.kv.parameters import Parameters
-from llmsched.engine.kv.quantised import kv_is_fp8, weight_bytes, weight_format
+from llmsched.engine.kv.quantised import QUANTIZATIONS, kv_is_fp8, quantised_config, weight_bytes, weight_format
 from llmsched.engine.kv.weights import model_weights
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
@@ -104,3 +105,14 @@ def test_published_quantised_models(config: dict[str, Any] | str, gib: float) ->
 )
 def test_fp8_weights_alone_do_not_mean_an_fp8_cache(settings: dict[str, Any], wanted: bool) -> None:
     assert kv_is_fp8(settings) == wanted
+
+
+def test_a_plain_config_is_read_as_a_quantised_one() -> None:
+    plain = {"model_type": "llama", "hidden_size": 64}
+    for name, settings in QUANTIZATIONS.items():
+        assert weight_format(settings) is not None
+        assert quantised_config(plain, name) == plain | {"quantization_config": settings}
+    with pytest.raises(ConfigError, match=r"quantization: must be one of fp8, .*, got 'fp7'"):
+        quantised_config(plain, "fp7")
+    with pytest.raises(ConfigError, match=r"awq is asked for, but the checkpoint is quantised already \(fp8\)"):
+        quantised_config(quantised_config(plain, "fp8"), "awq")

@@ -1,6 +1,7 @@
-"""Published measurements (measurements*.jsonl in tests/data), and what the engines and GPUs behind them were.
+"""A published measurement, and what the engine and the GPU behind it were.
 
-What a row does not state is what its engine does by default. How its load is run is in published_loads.py.
+What a row does not state is what its engine does by default. published_lines.py reads rows, published_loads.py runs
+their loads.
 """
 
 from __future__ import annotations
@@ -12,62 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.kv.draft import ModelDraft
 from llmsched.engine.kv.fields import read_config_file
 from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.quantised import QUANTIZATIONS, quantised_config
 from llmsched.engine.kv.work import ModelWork, model_work
-from llmsched.profiles.gpus import GpuSpec, find_gpu
+from llmsched.profiles.gpus import GpuSpec
 
 DATA = Path(__file__).parent.parent / "data"
-
-#: Files of model_configs by a part of the model's name, the more special ones first.
-MODELS = {
-    "Distill-Llama-8B": "meta-llama--Meta-Llama-3.1-8B",
-    "Distill-Qwen-14B": "Qwen--Qwen2.5-14B-Instruct",
-    "Distill-Qwen-7B": "Qwen--Qwen2.5-7B-Instruct",
-    "Llama-3.1-8B": "meta-llama--Meta-Llama-3.1-8B",
-    "Llama-3-8B": "meta-llama--Meta-Llama-3-8B",
-    "70B": "meta-llama--Llama-3.1-70B",
-    "Llama-2-7B": "meta-llama--Llama-2-7b",
-    "Llama-2-13B": "meta-llama--Llama-2-13b",
-    "Mistral-7B": "mistralai--Mistral-7B-Instruct-v0.2",
-    "Mixtral-8x7B": "mistralai--Mixtral-8x7B-v0.1",
-    "gpt-oss-20b": "openai--gpt-oss-20b",
-    "Qwen3-30B-A3B": "Qwen--Qwen3-30B-A3B",
-    "Qwen3-0.6B": "Qwen--Qwen3-0.6B",
-    "Qwen3-8B": "Qwen--Qwen3-8B",
-    "Qwen3-14B": "Qwen--Qwen3-14B",
-    "Qwen3-32B": "Qwen--Qwen3-32B",
-    "Qwen2.5-7B": "Qwen--Qwen2.5-7B-Instruct",
-    "Qwen2.5-14B": "Qwen--Qwen2.5-14B-Instruct",
-    "Qwen2.5-32B": "Qwen--Qwen2.5-32B-Instruct",
-}
-#: Keys of gpus.toml by how the rows begin, the more special ones first.
-GPUS = {
-    "A100 PCIe": "a100-80gb-pcie",
-    "A100": "a100-80gb",
-    "H100 PCIe": "h100-pcie",
-    "H100": "h100",
-    "H200": "h200",
-    "H20": "h20",
-    "L40S": "l40s",
-    "RTX 3090": "rtx3090",
-    "RTX 4090": "rtx4090",
-    "RTX 4070 Laptop": "laptop-rtx4070",
-}
-#: Classes of engines.toml by how the rows begin.
-ENGINES = {
-    "TensorRT-LLM 0.9": "tensorrt-llm-static",
-    "TensorRT-LLM": "tensorrt-llm",
-    "NVIDIA NIM": "nim",
-    "vLLM": "vllm",
-    "SGLang": "sglang",
-    "LMDeploy": "lmdeploy",
-}
 
 #: Mean over requests of TPOT; mean over tokens (ITL); median over tokens; mean of E2E / output tokens.
 TpotKind = Literal["request", "token", "median", "whole"]
@@ -89,6 +46,7 @@ class Row:
     gpu: GpuSpec
     engine: str
     model: str
+    config: Path
     weights: str
     kv: str
     input_len: float
@@ -96,6 +54,7 @@ class Row:
     concurrency: int | None
     rate: float
     num_requests: int | None
+    limits: Mapping[str, int]
     metrics: Mapping[str, float]
 
     @property
@@ -153,10 +112,9 @@ class Row:
         return "float16" if self.weights == "fp16" else "bfloat16"
 
     def draft(self) -> ModelDraft:
-        content = read_config_file(DATA / "model_configs" / f"{self.model}_config.json")
-        if self.weights.startswith("fp8"):
-            blocks = {"weight_block_size": [128, 128]} if self.weights == "fp8_block" else {}
-            content["quantization_config"] = {"quant_method": "fp8"} | blocks
+        content = read_config_file(self.config)
+        if self.weights in QUANTIZATIONS:
+            content = quantised_config(content, self.weights)
         return _drafts(json.dumps(content, sort_keys=True))
 
     def work(self) -> ModelWork:
@@ -174,6 +132,8 @@ class Row:
             "tensorrt-llm-static": (1 << 20, 4096),
         }
         tokens, seqs = limits[self.engine]
+        tokens = self.limits.get("max_num_batched_tokens", tokens)
+        seqs = self.limits.get("max_num_seqs", seqs)
         return EngineConfig(
             scheduling_policy="fcfs",
             max_num_batched_tokens=tokens,
@@ -205,50 +165,3 @@ class Row:
 @cache
 def _drafts(content: str) -> ModelDraft:
     return ModelDraft(json.loads(content))
-
-
-def read_rows() -> list[Row]:
-    """All rows, in the order of the files."""
-    texts = ((DATA / name).read_text(encoding="utf-8") for name in ("measurements.jsonl", "measurements_more.jsonl"))
-    return [_row(json.loads(line)) for text in texts for line in text.splitlines()]
-
-
-def _row(line: dict[str, Any]) -> Row:
-    engine = _by_beginning(ENGINES, line["engine"])
-    metrics = dict(line["metrics"])
-    if "token_latency_s_p50" in metrics:
-        metrics["token_latency_ms_p50"] = metrics.pop("token_latency_s_p50") * 1e3
-    weights = line["weights_dtype"].split()[0]
-    if weights == "fp8" and "Qwen3" in line["model"]:
-        weights = "fp8_block"  # the checkpoints that Qwen published
-    lengths = line.get("input_len"), line.get("output_len")
-    if lengths == (None, None):
-        mean = metrics["output_tok_s"] / metrics["req_s"]
-        lengths = mean * (metrics["total_tok_s"] / metrics["output_tok_s"] - 1), mean
-    concurrency = line.get("concurrency") or line.get("batch")
-    return Row(
-        id=line["id"],
-        source=line["id"].split("-")[0],
-        gpu=find_gpu(_by_beginning(GPUS, line["gpu"])),
-        engine=engine,
-        model=next(file for part, file in MODELS.items() if part in line["model"]),
-        weights=weights,
-        kv=_kv(line["kv_dtype"], weights),
-        input_len=lengths[0] or 32,
-        output_len=lengths[1],
-        concurrency=concurrency,
-        rate=float(line.get("request_rate", "inf")),
-        num_requests=line.get("num_requests"),
-        metrics=metrics,
-    )
-
-
-def _kv(stated: str, weights: str) -> str:
-    """fp8 or 16 bits; where it is not known, that of the weights."""
-    if stated.startswith("unknown"):
-        return "fp8" if weights.startswith("fp8") else "16 bits"
-    return "fp8" if stated.startswith("fp8") else "16 bits"
-
-
-def _by_beginning(names: Mapping[str, str], name: str) -> str:
-    return next(value for beginning, value in names.items() if name.startswith(beginning))

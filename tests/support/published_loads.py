@@ -83,9 +83,9 @@ class Steps:
         return float(seconds[order][np.searchsorted(tokens, tokens[-1] / 2)])
 
 
-def published_cost(row: Row) -> Roofline:
-    """What a step of the row's model costs on its GPU under its engine."""
-    return Roofline(row.work(), row.gpu, find_engine(row.engine), dtype=row.dtype)
+def published_cost(row: Row, engine: str | None = None) -> Roofline:
+    """What a step of the row's model costs on its GPU under its engine, or under the class of that name."""
+    return Roofline(row.work(), row.gpu, find_engine(engine or row.engine), dtype=row.dtype)
 
 
 def load_of(row: Row) -> list[tuple[float, int, int]]:
@@ -124,6 +124,8 @@ class _Run:
         self.row, self.cost, self.clock = row, cost, VirtualClock()
         config = row.settings()
         plan = row.plan(config)
+        if plan.problem is not None and not row.static:
+            raise plan.problem
         blocks = plan.num_blocks
         if row.reserves:  # GUARANTEED_NO_EVICT: all that a request may need is reserved
             fitting = plan.num_seqs_at(round(row.input_len + row.output_len))
