@@ -78,6 +78,11 @@ class Run:
     problem: str | None = None
 
     @property
+    def throughput(self) -> float | None:
+        """Output tokens per second of a run that worked."""
+        return None if self.problem else self.tokens_per_s
+
+    @property
     def goodput_rps(self) -> float | None:
         """Requests per second that met every SLO, at the rate without the ramp; None without an SLO or a rate."""
         if "all" not in self.met or self.tokens_per_s is None or not self.output_tokens:
@@ -118,6 +123,11 @@ def failed_run(setting: Setting, round_index: int, requests: int, problem: Excep
     """A run that gave no figures."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return Run(setting, round_index, requests, problem=reason)
+
+
+def refused_run(setting: Setting, problem: Exception) -> Run:
+    """A setting that was never run, since no engine can be built for it."""
+    return Run(setting, 0, 0, problem=f"does not fit: {' '.join(str(problem).split())}")
 
 
 def to_json(run: Run) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmsched.cli import render
 from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.prompts import COMMON_IDS, WordEncode
-from llmsched.cli.bench.target.simulated import make_blueprint
+from llmsched.cli.bench.target.simulated import TextEncode, make_blueprint
 from llmsched.cli.options import EngineOptions
 from llmsched.cli.tune.objective import Evidence, Goal
 from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
@@ -34,8 +34,11 @@ from llmsched.profiles.tuned import TunedProfile, latest_profile
 if TYPE_CHECKING:
     from llmsched.engine.service import AsyncEngine
 
-#: Runs in full that a search is likely to need.
-_FULL_RUNS = 10
+#: Runs in full that a search is likely to need, and runs if all are in full.
+_FULL_RUNS, _ALL_RUNS = 10, 25
+
+#: Token budgets for which no engine could be built, and why not.
+Refused = dict[int, ConfigError]
 
 #: Largest step worth trying where no flag says so, by device: beyond it a step only gets longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
@@ -82,9 +85,10 @@ async def tune_engine(model: str, task: Task, options: EngineOptions, progress: 
             f"sending this load once takes {once}, and {whole} are for the whole search: give a longer --time-limit or "
             "less load (--limit, --speedup, --num-prompts)"
         )
-    runner, engine = await _largest_engine(_config(model, kind, task, options), task, options, progress)
+    config, refused = _config(model, kind, task, options), Refused()
+    runner, engine = await _largest_engine(config, task, refused, progress)
     try:
-        return await _run(subject_of(model, engine), engine.config, runner, task, options, progress)
+        return await _run(subject_of(model, engine), engine.config, refused, runner, task, options, progress)
     finally:
         await runner.close()
 
@@ -92,7 +96,7 @@ async def tune_engine(model: str, task: Task, options: EngineOptions, progress: 
 async def tune_simulated(model: str, device: str, task: Task, options: EngineOptions, progress: Progress) -> Outcome:
     """Search on a GPU that is not there, or on "local", this device as it was calibrated. Raises as `tune_engine`."""
     kind = device_memory(options.given.get("device", "auto")).kind if device == LOCAL else "cuda"
-    draft, config = open_draft(model, progress), _config(model, kind, task, options)
+    draft, config, refused = open_draft(model, progress), _config(model, kind, task, options), Refused()
     while True:
         try:
             blueprint = make_blueprint(config, device, progress)
@@ -100,13 +104,16 @@ async def tune_simulated(model: str, device: str, task: Task, options: EngineOpt
         except ConfigError as problem:
             if problem.field == "--simulate":
                 raise
-            config = _smaller(config, task, options, problem)
+            config = _smaller(config, task, refused, problem)
+    _tell(refused, blueprint.config)
     for note in blueprint.notes:
         render.warn(note)
     # A virtual clock does not drift, so that to repeat what was run in full tells little.
     task = replace(task, rounds=1)
-    runner = SimulatedRunner(blueprint, Asked(task.load, task.slo, task.timeout))
-    return await _run(simulated_subject(model, draft, blueprint), blueprint.config, runner, task, options, progress)
+    asked = Asked(task.load, task.slo, task.timeout, encode=TextEncode(model))
+    runner = SimulatedRunner(blueprint, asked)
+    subject = simulated_subject(model, draft, blueprint)
+    return await _run(subject, blueprint.config, refused, runner, task, options, progress)
 
 
 def _schedule_seconds(load: Load) -> float:
@@ -117,42 +124,67 @@ def _schedule_seconds(load: Load) -> float:
 
 
 async def _run(
-    subject: Subject, config: EngineConfig, runner: Runner, task: Task, options: EngineOptions, progress: Progress
+    subject: Subject,
+    config: EngineConfig,
+    refused: Refused,
+    runner: Runner,
+    task: Task,
+    options: EngineOptions,
+    progress: Progress,
 ) -> Outcome:
-    """Search with a runner whose engine has this (resolved) configuration."""
+    """Search with a runner whose engine has this (resolved) configuration, after larger ones were refused."""
     now = asyncio.get_running_loop().time
     start = now()
-    space, notes = _space(config, task, subject)
+    space, notes = _space(config, task, subject, refused)
     about = _about(subject, task, space, options.given)
     journal = Journal(state_path(task.destination), about, resume=task.resume)
-    evidence = Evidence(task.slo, task.goal)
+    evidence, runner = Evidence(task.slo, task.goal, exact=not subject.measured), Resumable(runner, journal)
     lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
+    if not subject.measured and await _all_in_full(runner, space.start, lengths, task.time_limit):
+        lengths = lengths[-1:]
     rules = Rules(lengths, task.rounds, task.time_limit, drifts=subject.measured)
-    race = Race(Resumable(runner, journal), evidence, rules, progress)
+    race = Race(runner, evidence, rules, progress)
     notes += await search(space, race)
     journal.delete()
     return Outcome(subject, task, evidence, tuple(notes), now() - start)
 
 
+async def _all_in_full(runner: Runner, start: Setting, lengths: tuple[int, ...], time_limit: float) -> bool:
+    """Whether a virtual clock is fast enough for every setting to be run in full: short runs only save time."""
+    pilot = await runner.run(start, lengths[0], 0)
+    return pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= time_limit
+
+
 async def _largest_engine(
-    config: EngineConfig, task: Task, options: EngineOptions, progress: Progress
+    config: EngineConfig, task: Task, refused: Refused, progress: Progress
 ) -> tuple[EngineRunner, AsyncEngine]:
-    """An engine for the largest step that fits into memory; a size that the user asked for is never lowered."""
+    """An engine for the largest step that fits into memory; larger ones end up in `refused`."""
     while True:
         runner = EngineRunner(config, Asked(task.load, task.slo, task.timeout), progress)
         try:
-            return runner, await runner.engine()
+            engine = await runner.engine()
         except ConfigError as problem:
-            config = _smaller(config, task, options, problem)
+            config = _smaller(config, task, refused, problem)
+        else:
+            _tell(refused, engine.config)
+            return runner, engine
 
 
-def _smaller(config: EngineConfig, task: Task, options: EngineOptions, problem: ConfigError) -> EngineConfig:
-    """The same with half the token budget, after one that did not fit; re-raises where that is not allowed."""
-    tokens = (config.max_num_batched_tokens or 0) // 2
-    if "max_num_batched_tokens" in options.given or tokens < task.smallest:
+def _smaller(config: EngineConfig, task: Task, refused: Refused, problem: ConfigError) -> EngineConfig:
+    """The same with the next smaller token budget, after one that did not fit; re-raises if that was the smallest."""
+    tokens = config.max_num_batched_tokens
+    assert tokens is not None
+    smaller = powers_of_two(task.smallest, tokens)[:-1]
+    if not smaller:
         raise problem
-    render.note(f"max_num_batched_tokens {2 * tokens} does not fit ({problem}); the sweep ends at {tokens}")
-    return replace(config, max_num_batched_tokens=tokens)
+    refused[tokens] = problem
+    return replace(config, max_num_batched_tokens=smaller[-1])
+
+
+def _tell(refused: Refused, config: EngineConfig) -> None:
+    for tokens, problem in refused.items():
+        end = f"the sweep ends at {config.max_num_batched_tokens}"
+        render.note(f"max_num_batched_tokens {tokens} does not fit ({problem}); {end}")
 
 
 def _config(model: str, kind: str, task: Task, options: EngineOptions) -> EngineConfig:
@@ -168,7 +200,7 @@ def _config(model: str, kind: str, task: Task, options: EngineOptions) -> Engine
     return options.config(model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, load.num_requests)})
 
 
-def _space(config: EngineConfig, task: Task, subject: Subject) -> tuple[Space, list[str]]:
+def _space(config: EngineConfig, task: Task, subject: Subject, refused: Refused) -> tuple[Space, list[str]]:
     """Where to search, from the last profile of this model and device where there is one, and which that is."""
     assert config.max_num_batched_tokens is not None
     start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
@@ -179,7 +211,7 @@ def _space(config: EngineConfig, task: Task, subject: Subject) -> tuple[Space, l
         if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
             budgets = sorted({*budgets, start.max_num_batched_tokens})
         notes.append(f"the search began from profile {name}")
-    return Space(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom), notes
+    return Space(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused), notes
 
 
 def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
@@ -207,7 +239,10 @@ def _about(subject: Subject, task: Task, space: Space, given: Mapping[str, Any])
         "model": dict(subject.model),
         "device": dict(subject.device),
         "kind": "measured" if subject.measured else "simulated",
-        "workload": task.load.parameters()["fingerprint"],
+        "steps": [subject.where, subject.calibration_error, subject.published_error],
+        "load": f"{task.load.describe_requests()}, {task.load.describe()}, seed {task.load.seed}",
+        "fingerprint of the load": task.load.parameters()["fingerprint"],
+        "timeout": task.timeout,
         "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
         "goal": task.goal,
         "knobs": list(task.knobs),

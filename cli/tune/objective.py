@@ -18,12 +18,13 @@ Goal = Literal["goodput", "throughput"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a setting gave, all its runs together. Times are in seconds, None without a sample.
+    """What a setting gave, its longest runs together: shorter ones are of another load. Times are in seconds, None
+    without a sample.
 
-    Rates leave out the ramp and are means over the runs, weighted with their requests; `spread` is how far the longest
-    runs lie from their mean, as a share. `held` has the figure that is held against each SLO, `attainment` the share of
-    requests that met it, and "all". `rounds` counts the runs, `longest` is the number of requests of the longest.
-    `reason` says why the setting is not feasible or, where `skipped`, why it was not measured.
+    Rates leave out the ramp and are means over the runs; `spread` is how far these lie from it, as a share. `held` has
+    the figure that is held against each SLO, `attainment` the share of requests that met it, and "all". `rounds` counts
+    all runs, `longest` is the number of requests of the longest. `reason` says why the setting is not feasible or,
+    where `skipped`, why it was not measured.
     """
 
     setting: Setting
@@ -55,7 +56,12 @@ class Trial:
 
 def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
     """One trial from the runs of a setting. Errors, empty outputs and a missed SLO make it infeasible."""
+    rounds, broken = (
+        sum(run.requests > 0 for run in runs),
+        next((run.problem for run in runs if run.problem is not None), None),
+    )
     longest = max((run.requests for run in runs), default=0)
+    runs = [run for run in runs if run.requests == longest]
     met = {name: sum(run.met.get(name, 0) for run in runs) for run in runs for name in run.met}
     total = sum(run.completed + run.failed for run in runs)
     figures = {name: pooled([run.samples[name] for run in runs if name in run.samples]) for name in FIGURES}
@@ -65,26 +71,29 @@ def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
         itl=figures["itl"],
         tpot=figures["tpot"],
         e2e=figures["e2e"],
-        output_tokens_per_s=_mean([(run.tokens_per_s, run.requests) for run in runs]),
-        goodput_rps=_mean([(run.goodput_rps, run.requests) for run in runs]),
+        output_tokens_per_s=_mean([run.tokens_per_s for run in runs]),
+        goodput_rps=_mean([run.goodput_rps for run in runs]),
         held=_held(runs, slo),
         attainment={name: count / total for name, count in met.items()} if total else {},
-        spread=_spread([run.tokens_per_s for run in runs if run.requests == longest]),
+        spread=_spread([run.tokens_per_s for run in runs]),
         completed=sum(run.completed for run in runs),
         failed=sum(run.failed for run in runs),
-        rounds=len(runs),
+        rounds=rounds,
         longest=longest,
         reason=None,
     )
-    broken = next((run.problem for run in runs if run.problem is not None), None)
     return replace(trial, reason=broken or _missed(trial, slo))
 
 
 class Evidence:
-    """All runs so far, by setting, in the order in which settings are to be preferred where they are equal."""
+    """All runs so far, by setting, in the order in which settings are to be preferred where they are equal.
 
-    def __init__(self, slo: Slo, goal: Goal) -> None:
+    `exact`: the same run always gives the same, as on a virtual clock.
+    """
+
+    def __init__(self, slo: Slo, goal: Goal, *, exact: bool = False) -> None:
         self.slo = slo
+        self.exact = exact
         self.goal: Goal = goal if slo.given() else "throughput"
         self.runs: dict[Setting, list[Run]] = {}
         self.skipped: dict[Setting, str] = {}
@@ -104,9 +113,11 @@ class Evidence:
 
     def trial(self, setting: Setting) -> Trial:
         trial = judge(setting, self.runs.get(setting, ()), self.slo)
-        if setting in self.skipped and not trial.rounds:
+        if setting in self.skipped and not self.runs.get(setting):
             return replace(trial, reason=self.skipped[setting], skipped=True)
-        return trial if trial.rounds else replace(trial, reason="not measured: the time was over", skipped=True)
+        return (
+            trial if self.runs.get(setting) else replace(trial, reason="not measured: the time was over", skipped=True)
+        )
 
     def trials(self) -> list[Trial]:
         """All settings considered, in order of preference."""
@@ -117,11 +128,18 @@ class Evidence:
         return None if run.problem else run.goodput_rps if self.goal == "goodput" else run.tokens_per_s
 
     def standing(self) -> Standing:
-        return standing([run for runs in self.runs.values() for run in runs], self.score)
+        return standing(self._all(), self.score, exact=self.exact)
+
+    def throughput(self) -> Standing:
+        """The standing by output tokens per second, whatever is to be maximised."""
+        return standing(self._all(), lambda run: run.throughput, exact=self.exact)
+
+    def _all(self) -> list[Run]:
+        return [run for runs in self.runs.values() for run in runs]
 
     def demand(self) -> Demand | None:
         """The most that any run asked of the engine; None if no run could tell."""
-        known = [run.demand for runs in self.runs.values() for run in runs if run.demand is not None]
+        known = [run.demand for run in self._all() if run.demand is not None]
         if not known:
             return None
         return Demand(
@@ -156,10 +174,17 @@ class Evidence:
             return {}
         return {setting: table.share(setting, reference.setting) for setting in table.effects}
 
+    def missed(self) -> list[Trial]:
+        """Trials that worked but missed an SLO, the nearest first."""
+        worked = [setting for setting, runs in self.runs.items() if runs and not any(run.problem for run in runs)]
+        missed = [trial for trial in map(self.trial, worked) if not trial.feasible]
+        return sorted(missed, key=lambda trial: trial.miss(self.slo))
+
     def nearest_miss(self) -> Trial | None:
-        """Of trials that worked but missed an SLO the one that missed it by the least; None if there is none."""
-        missed = [t for t in self.trials() if not t.feasible and not t.skipped and not t.failed and t.completed]
-        return min(missed, key=lambda trial: trial.miss(self.slo), default=None)
+        """The one that missed an SLO by the least, of those measured longest; None if there is none."""
+        missed = self.missed()
+        longest = max((trial.longest for trial in missed), default=0)
+        return next((trial for trial in missed if trial.longest == longest), None)
 
 
 def explain(evidence: Evidence) -> str:
@@ -178,7 +203,7 @@ def explain(evidence: Evidence) -> str:
     chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, evidence.goal)}"
     return (
         f"{chosen} {_rank(best, good, evidence, settings)} of the {len(good)} of {len(trials)} settings that {met}"
-        + (_faster(best, trials, evidence, settings))
+        + (_faster(best, evidence, settings))
     )
 
 
@@ -192,20 +217,24 @@ def _rank(best: Trial, good: Sequence[Trial], evidence: Evidence, settings: list
     table = evidence.standing()
     rivals = [trial.setting for trial in good if trial.longest == best.longest]
     ahead = max(rivals, key=lambda setting: table.share(setting, best.setting))
-    if ahead == best.setting:
-        return "is the most"
-    return f"is within the noise ({table.noise(ahead, best.setting):.0%}) of the most ({describe(ahead, settings)})"
+    if ahead != best.setting:
+        noise = f"{table.noise(ahead, best.setting):.0%}"
+        within = f"within {noise}" if evidence.exact else f"within the noise ({noise})"
+        return f"is {within} of the most ({describe(ahead, settings)})"
+    if any(table.share(trial.setting, best.setting) > 1 for trial in good):
+        return f"is the most of the {len(rivals)} that were run in full, and so"
+    return "is the most"
 
 
-def _faster(best: Trial, trials: Sequence[Trial], evidence: Evidence, settings: list[Setting]) -> str:
-    """What was faster, but not feasible."""
-    rate = best.output_tokens_per_s or 0.0
-    faster = [t for t in trials if not t.feasible and not t.failed and (t.output_tokens_per_s or 0.0) > rate]
-    if not faster:
+def _faster(best: Trial, evidence: Evidence, settings: list[Setting]) -> str:
+    """What was faster in runs of the same rounds, but too late."""
+    table, late = evidence.throughput(), evidence.missed()
+    shares = {trial.setting: table.share(trial.setting, best.setting) for trial in late}
+    fastest = max(late, key=lambda trial: shares[trial.setting], default=None)
+    if fastest is None or shares[fastest.setting] <= 1 + table.noise(fastest.setting, best.setting):
         return ""
-    fastest = max(faster, key=lambda trial: trial.output_tokens_per_s or 0.0)
-    name = describe(fastest.setting, settings)
-    return f"; {name} gave {fastest.output_tokens_per_s:.1f} tokens/s, but its {fastest.reason}"
+    more = f"{shares[fastest.setting] - 1:.0%} more tokens/s"
+    return f"; {describe(fastest.setting, settings)} gave {more}, but its {fastest.reason}"
 
 
 def held_statistic(name: str, slo: Slo) -> str:
@@ -236,9 +265,9 @@ def _missed(trial: Trial, slo: Slo) -> str | None:
     return ", ".join(missed) or None
 
 
-def _mean(weighted: Sequence[tuple[float | None, int]]) -> float | None:
-    known = [(value, weight) for value, weight in weighted if value is not None]
-    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
+def _mean(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _spread(rates: Sequence[float | None]) -> float:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from llmsched.cli.tune.evidence import Run
 from llmsched.cli.tune.objective import Evidence, Trial, figure_name, judge
 from llmsched.cli.tune.space import Setting
-from llmsched.cli.tune.standing import standing
 
 #: How far behind the best, or beyond a limit, a prediction must be to count, as a share, for a model without errors.
 MARGIN = 0.15
@@ -34,14 +33,14 @@ def hopeless(settings: Sequence[Setting], predicted: Mapping[Setting, Run], evid
     What is compared is throughput, which bounds goodput: near a limit a small error in latency turns all goodput into
     none, and latencies are held against the limits on their own.
     """
-    table = standing([run for runs in evidence.runs.values() for run in runs], throughput)
-    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and throughput(predicted[s])]
-    bias = _bias([table.effects[s] - _log(throughput(predicted[s])) for s in known])
+    table = evidence.throughput()
+    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
+    bias = _bias([table.effects[s] - _log(predicted[s].throughput) for s in known])
     if bias is None or bias.error > MOST_ERROR:
         return {}
     trials = {setting: judge(setting, [run], evidence.slo) for setting, run in predicted.items()}
     late = _late(settings, trials, known, evidence)
-    rates = {setting: _log(throughput(run)) + bias.shift for setting, run in predicted.items()}
+    rates = {setting: _log(run.throughput) + bias.shift for setting, run in predicted.items()}
     rates |= {setting: table.effects[setting] for setting in known}
     # What is fast and misses an SLO is no reason to leave out what is slower.
     rivals = [trial for s in predicted if (trial := _as_known(s, trials, evidence)).feasible and s not in late]
@@ -75,11 +74,6 @@ def _late(
 def _as_known(setting: Setting, predicted: Mapping[Setting, Trial], evidence: Evidence) -> Trial:
     """A setting as it was measured, else as it is predicted."""
     return evidence.trial(setting) if evidence.runs.get(setting) else predicted[setting]
-
-
-def throughput(run: Run) -> float | None:
-    """Output tokens per second of a run that worked."""
-    return None if run.problem else run.tokens_per_s
 
 
 def _log(value: float | None) -> float:

@@ -48,13 +48,18 @@ class Rules:
     """`lengths` are the requests of the rounds, ascending; the best are run with the last up to `repeats` times.
 
     `time_limit` is in seconds: no round after the first is begun that would not end in it. `drifts`: the machine may
-    change under a round, as real ones do.
+    change under a round, as real ones do; without it a run that was made need not be made again.
     """
 
     lengths: tuple[int, ...]
     repeats: int
     time_limit: float = math.inf
     drifts: bool = True
+
+    @property
+    def has_final(self) -> bool:
+        """Whether the best are run once more, in full, after all have been told apart."""
+        return len(self.lengths) > 1 or self.repeats > 1
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
@@ -90,10 +95,11 @@ class Race:
         With `prune` those that a cost model says are hopeless are not run.
         """
         lengths = self._rules.lengths[:-1] or self._rules.lengths
+        share = FOR_SHORT_RUNS if self._rules.has_final else 1.0
         self.evidence.consider(settings)
         alive, done = list(settings), 0
         for index, requests in enumerate(lengths):
-            if (index and len(alive) < 2) or not self._in_time(alive, requests, FOR_SHORT_RUNS):
+            if (index and len(alive) < 2) or not self._in_time(alive, requests, share):
                 break
             to_come = sum(n * max(2, len(alive) >> k) for k, n in enumerate(lengths[index + 1 :], start=1))
             total = done + requests * len(alive) + to_come
@@ -161,6 +167,11 @@ class Race:
         return [setting for setting in settings if setting in ran]
 
     async def _run(self, setting: Setting, requests: int, round_index: int) -> Run:
+        if not self._rules.drifts:
+            # Runs of one length are all of one load: one round, whenever they were made.
+            round_index = self._rules.lengths.index(requests)
+            if known := [run for run in self.evidence.runs.get(setting, ()) if run.requests == requests]:
+                return known[0]
         start = self._now()
         try:
             run = await self._runner.run(setting, requests, round_index)
@@ -179,7 +190,7 @@ class Race:
         return [setting for setting in left if setting not in out]
 
     def _measured(self) -> list[Setting]:
-        return [setting for setting, runs in self.evidence.runs.items() if runs]
+        return [setting for setting, runs in self.evidence.runs.items() if any(run.problem is None for run in runs)]
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
         """Those worth a longer run, in order of preference: the better half, or the nearest misses if none is good."""
@@ -199,7 +210,7 @@ class Race:
         """The few that may be the best, in order of preference; the nearest miss if none can."""
         good = self._good(self._measured())
         if not good:
-            nearest, full = self.evidence.nearest_miss(), self._rules.lengths[-1]
+            nearest, full = next(iter(self.evidence.missed()), None), self._rules.lengths[-1]
             in_full = [s for s in self._measured() if self.evidence.trial(s).longest == full]
             enough = nearest is None or nearest.longest == full or len(in_full) >= MOST_CONTENDERS
             return [] if nearest is None or enough else [nearest.setting]

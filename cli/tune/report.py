@@ -39,7 +39,7 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
         "knobs": list(task.knobs),
         "trials": _trials(evidence),
         "notes": list(outcome.notes),
-        "runs": sum(len(runs) for runs in evidence.runs.values()),
+        "runs": sum(run.requests > 0 for runs in evidence.runs.values() for run in runs),
         "duration_s": outcome.seconds,
         "profile": None if profile is None else str(profile),
         "slo": _slo_table(task.slo),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from llmsched.cli.tune.evidence import refused_run
 from llmsched.cli.tune.objective import Evidence
 from llmsched.cli.tune.race import Race
 from llmsched.cli.tune.space import Setting, headroom_settings, seqs_settings, target_settings
@@ -13,13 +14,17 @@ from llmsched.cli.tune.space import Setting, headroom_settings, seqs_settings, t
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Where to search: the knobs, the token budgets, the setting to start from, and how large others may become."""
+    """Where to search: the knobs, the token budgets, the setting to start from, and how large others may become.
+
+    `refused` are larger budgets, with what was wrong when an engine was to be built for them.
+    """
 
     knobs: tuple[str, ...]
     budgets: tuple[int, ...]
     start: Setting
     max_num_seqs: int
     max_headroom: float
+    refused: Mapping[int, Exception] = field(default_factory=dict)
 
 
 async def search(space: Space, race: Race) -> list[str]:
@@ -29,6 +34,8 @@ async def search(space: Space, race: Race) -> list[str]:
     if "max_num_batched_tokens" in space.knobs:
         first = [replace(space.start, max_num_batched_tokens=tokens) for tokens in space.budgets]
     await race("max_num_batched_tokens", first)
+    for tokens, problem in sorted(space.refused.items()):
+        evidence.add(refused_run(replace(space.start, max_num_batched_tokens=tokens), problem))
     for knob in space.knobs:
         if knob == "max_num_batched_tokens":
             continue

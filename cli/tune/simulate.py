@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from llmsched.cli.bench.figures.measure import measure
@@ -60,15 +60,18 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, roun
 
 
 class SimulatedRunner:
-    """A Runner without a machine. It needs no predictions: its runs are no more than that."""
+    """A Runner without a machine. It needs no predictions: its runs are no more than that.
+
+    There is nothing in which rounds differ, so all send the load itself: a run in full is what `bench` simulates.
+    """
 
     def __init__(self, blueprint: Blueprint, asked: Asked) -> None:
         self._blueprint = blueprint
         self._asked = asked
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
-        await asyncio.sleep(0)  # the only moment at which Ctrl-C can be heard
-        return simulated_run(self._blueprint.engine(), setting, requests, round_index, self._asked)
+        run = simulated_run(self._blueprint.engine(), setting, requests, 0, self._asked)
+        return replace(run, round_index=round_index)
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
         return {}

@@ -38,6 +38,7 @@ class Standing:
     _columns: dict[Setting, int]
     _covariance: np.ndarray
     _dof: int
+    _exact: bool = False
 
     def best(self, settings: Sequence[Setting]) -> Setting:
         """The first of those whose score nobody exceeds by more than noise."""
@@ -51,6 +52,8 @@ class Standing:
 
     def noise(self, one: Setting, other: Setting) -> float:
         """The share by which two scores must differ to be told apart: their standard error, within bounds."""
+        if self._exact:
+            return NOISE_FLOOR
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
@@ -85,8 +88,8 @@ class Standing:
         return math.sqrt(max(0.0, c[a, a] + c[b, b] - 2 * c[a, b]))
 
 
-def standing(runs: Sequence[Run], score: Callable[[Run], float | None]) -> Standing:
-    """The standing of all settings that have a run with a score."""
+def standing(runs: Sequence[Run], score: Callable[[Run], float | None], *, exact: bool = False) -> Standing:
+    """The standing of all settings that have a run with a score; `exact`: the runs are without noise."""
     scored = [(run, value) for run in runs if (value := score(run)) is not None]
     zero = {run.setting for run, value in scored if value <= 0}
     scored = [(run, value) for run, value in scored if run.setting not in zero]
@@ -102,7 +105,7 @@ def standing(runs: Sequence[Run], score: Callable[[Run], float | None]) -> Stand
     weights = np.array([float(run.requests) for run, _ in scored])
     fit, covariance, dof = _weighted(design, logs, weights)
     effects = {setting: float(fit[index]) for setting, index in columns.items()}
-    return Standing({**effects, **dict.fromkeys(zero, -math.inf)}, columns, covariance, dof)
+    return Standing({**effects, **dict.fromkeys(zero, -math.inf)}, columns, covariance, dof, exact)
 
 
 def _weighted(design: np.ndarray, logs: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

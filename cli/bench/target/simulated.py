@@ -67,7 +67,7 @@ def simulate_run(
     engine: SimulatedEngine, plan: MemoryPlan, workload: Load, timeout: float | None, progress: Progress = silent
 ) -> Run:
     """Serve a load on a new engine with this memory plan. Texts go through the model's tokenizer if it is at hand."""
-    planned, ended = workload.plan(COMMON_IDS, _TextEncode(engine.config.model)), 0
+    planned, ended = workload.plan(COMMON_IDS, TextEncode(engine.config.model)), 0
     total = 0 if workload.stop_after else len(planned)
     watch = _Watch(engine)
 
@@ -89,7 +89,7 @@ def simulate_run(
     return Run(records, engine.num_preemptions, None, False, watch.samples, plan.parts)
 
 
-class _TextEncode:
+class TextEncode:
     """Text as the model's tokenizer sees it, which is looked for when the first text comes; words if there is none."""
 
     def __init__(self, model: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,12 +31,25 @@ def simulate_load(
     on_end: Callable[[RequestRecord], None] = lambda record: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[RequestRecord]:
-    """What `run_load` does, on the engine's clock: a record of each request that is sent, in the order of `planned`."""
-    run = _Run(planned, engine, closed, max_concurrency, timeout, stop_after, on_end)
+    """What `run_load` does, on the engine's clock: a record of each request that is sent, in the order of `planned`.
+
+    Raises CancelledError when the task that runs it was cancelled (Ctrl-C): it has no other moment to hear of that.
+    """
+    run, task = _Run(planned, engine, closed, max_concurrency, timeout, stop_after, on_end), _this_task()
     while run.go_on():
         run.take(engine.step())
         after_step()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
     return run.records
+
+
+def _this_task() -> asyncio.Task[object] | None:
+    """The task that this runs in, None outside of an event loop."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
 
 
 class _Run:

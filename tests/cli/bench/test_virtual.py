@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,28 @@ def test_what_comes_during_a_step_is_computed_in_the_next_and_counts_from_its_ow
     assert times(first) == pytest.approx([2.0])
     assert second.scheduled == second.sent == 1.5
     assert times(second) == pytest.approx([4.0])
+
+
+def test_a_load_ends_when_its_task_is_cancelled() -> None:
+    """Ctrl-C during a long simulation, which awaits nothing."""
+    engine, steps = SimulatedEngine(CONFIG, 64, COST), 0
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def after_step() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                task.cancel()
+
+        planned = [request(0, output_len=50)]
+        simulate_load(planned, engine, closed=False, max_concurrency=None, timeout=None, after_step=after_step)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert steps == 3
 
 
 def test_nothing_happens_between_loads() -> None:

@@ -114,10 +114,18 @@ def test_the_sweep_ends_at_what_fits(
     model = (str(tiny_model("llama")), "--num-gpu-blocks-override", "64")
     outcome = command("tune", *model, *QUICK, "--json")
     assert outcome.code == 0
-    assert {trial["max_num_batched_tokens"] for trial in outcome.json["trials"]} == {32, 64}
     assert "max_num_batched_tokens 128 does not fit (gpu_memory_utilization: no room)" in outcome.err
 
-    refused = command("tune", *model, *QUICK, "--max-num-batched-tokens", "128")
+    outcome = command("tune", *model, *QUICK, "--json", "--max-num-batched-tokens", "200")
+    assert outcome.code == 0
+    reasons = {trial["max_num_batched_tokens"]: trial["reason"] for trial in outcome.json["trials"]}
+    no_room = "does not fit: gpu_memory_utilization: no room"
+    assert reasons == {32: None, 64: None, 128: no_room, 200: no_room}
+    assert outcome.json["best"]["max_num_batched_tokens"] in (32, 64)
+    written = {trial["max_num_batched_tokens"]: trial.get("reason") for trial in load_profile("tiny-llama0").trials}
+    assert written == reasons
+
+    refused = command("tune", *model, *QUICK, "--min-num-batched-tokens", "128")
     assert refused.code == 2
     assert "no room" in refused.err
 

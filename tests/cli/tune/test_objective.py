@@ -11,7 +11,7 @@ from surface import made_run
 from llmsched.cli.bench.figures.measure import Measurement, measure
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.tune.evidence import Run, run_of
+from llmsched.cli.tune.evidence import Run, failed_run, run_of
 from llmsched.cli.tune.objective import Evidence, Goal, Trial, explain, judge
 from llmsched.cli.tune.race import Race, Rules
 from llmsched.cli.tune.space import Setting
@@ -177,10 +177,12 @@ def test_the_sentence_tells_of_a_tie() -> None:
 
 def test_the_sentence_tells_of_what_was_faster_but_too_late() -> None:
     evidence = raced(Scripted({A: lambda n: figures(1.2), D: lambda n: figures(5, ttft=3.0)}))
-    fast = evidence.trials()[1]
+    best, fast = (trial.output_tokens_per_s for trial in evidence.trials())
+    assert best is not None
+    assert fast is not None
     assert explain(evidence).endswith(
-        f"; max_num_batched_tokens 256 gave {fast.output_tokens_per_s:.1f} tokens/s, but its P99 TTFT 3,000 ms is "
-        "above 1000 ms"
+        f"; max_num_batched_tokens 256 gave {fast / best - 1:.0%} more tokens/s, but its P99 TTFT 3,000 ms is above "
+        "1000 ms"
     )
 
 
@@ -238,6 +240,52 @@ def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
     best = evidence.best()
     assert best is not None
     assert best.setting == B
+
+
+def test_a_setting_is_judged_by_its_longest_runs() -> None:
+    """Short ones are of another load: P99 is not theirs, and the nearest miss is none that was only run short."""
+    evidence = Evidence(Slo(itl=0.1), "throughput")
+    for run in (made_run(A, 8, 0, 20.0, itl=0.05), made_run(A, 32, 1, 10.0, itl=0.5), made_run(B, 8, 0, 20.0, itl=0.2)):
+        evidence.add(run)
+    trial = evidence.trial(A)
+    assert (trial.itl.p99, trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
+    assert (trial.rounds, trial.longest) == (2, 32)
+    assert [missed.setting for missed in evidence.missed()] == [B, A]
+    assert evidence.nearest_miss() == trial
+
+
+def test_what_broke_in_a_later_round_is_no_near_miss() -> None:
+    evidence = Evidence(SLO, "throughput")
+    evidence.add(made_run(A, 8, 0, 20.0))
+    evidence.add(failed_run(A, 1, 8, MemoryError("no room")))
+    assert evidence.trial(A).reason == "MemoryError: no room"
+    assert evidence.nearest_miss() is None
+
+
+def test_the_sentence_is_of_runs_that_can_be_compared() -> None:
+    """A and C ran in full. B, in short runs only, was ahead of both; D was slower than A in the same round."""
+    evidence = Evidence(Slo(itl=0.1), "throughput")
+    for run in (made_run(A, 8, 0, 50.0), made_run(B, 8, 0, 60.0), made_run(C, 8, 0, 40.0)):
+        evidence.add(run)
+    for run in (made_run(D, 8, 0, 45.0, itl=0.5), made_run(A, 32, 1, 20.0), made_run(C, 32, 1, 16.0)):
+        evidence.add(run)
+    assert explain(evidence) == (
+        "max_num_batched_tokens 32: 20.0 tokens/s is the most of the 2 that were run in full, and so of the 3 of 4 "
+        "settings that meet the SLOs"
+    )
+
+
+def test_without_noise_there_is_none_in_the_sentence() -> None:
+    evidence = Evidence(Slo(itl=0.1), "throughput", exact=True)
+    evidence.add(made_run(A, 8, 0, 99.0))
+    evidence.add(made_run(B, 8, 0, 100.0))
+    assert explain(evidence).endswith(
+        "99.0 tokens/s is within 2% of the most (max_num_batched_tokens 64) of the 2 of 2 settings that meet the SLOs"
+    )
+    evidence.add(made_run(C, 8, 0, 103.0))
+    best = evidence.best()
+    assert best is not None
+    assert best.setting == C
 
 
 def test_relative_scores_are_of_the_same_rounds() -> None:

@@ -12,6 +12,8 @@ from command_line import CommandLine, Outcome
 
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.target.simulated import simulate_workload
+from llmsched.cli.tune import simulate
+from llmsched.cli.tune.evidence import Run
 from llmsched.cli.tune.simulate import Asked, SimulatedRunner, simulated_run
 from llmsched.cli.tune.space import Setting
 from llmsched.engine.blueprint import gpu_blueprint
@@ -21,6 +23,8 @@ from llmsched.engine.latency import Slo
 from llmsched.profiles.tuned import list_profiles, load_profile
 
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"
+LOAD_FLAGS = ("--num-prompts", "40", "--input-len", "400", "--output-len", "30", "--request-rate", "20")
+SLO_FLAGS = ("--slo-ttft", "200ms", "--slo-itl", "30ms")
 LOAD = Workload(num_prompts=40, input_len=400, output_len=30, request_rate=20.0)
 SLO = Slo(ttft=1.0, itl=0.03)
 
@@ -33,9 +37,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 @pytest.fixture
 def tune(command: CommandLine) -> Callable[..., Outcome]:
-    load = ("--num-prompts", "40", "--input-len", "400", "--output-len", "30", "--request-rate", "20")
-    slo = ("--slo-ttft", "200ms", "--slo-itl", "30ms")
-    return lambda *arguments: command("tune", str(CONFIG), "--simulate", "h100", *load, *slo, *arguments)
+    return lambda *arguments: command("tune", str(CONFIG), "--simulate", "h100", *LOAD_FLAGS, *SLO_FLAGS, *arguments)
 
 
 def test_a_whole_run_is_what_bench_simulates() -> None:
@@ -58,7 +60,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     runner = SimulatedRunner(blueprint, Asked(LOAD, SLO, 60.0))
     again = asyncio.run(runner.run(setting, 40, 0))
     assert again.samples == run.samples
-    assert asyncio.run(runner.run(setting, 40, 1)).samples != run.samples
+    assert asyncio.run(runner.run(setting, 40, 1)).samples == run.samples
     assert runner.predict([setting], 40) == {}
 
 
@@ -90,6 +92,47 @@ def test_the_winner_of_a_simulation(tune: Callable[..., Outcome], tmp_path: Path
     assert opened.count("svg") == 3
     assert report["explanation"] in page
     assert "SIMULATED" in page
+
+
+def test_every_setting_has_the_figures_that_bench_gives_it(tune: Callable[..., Outcome], command: CommandLine) -> None:
+    """The same load, in full and with the same seed: what tune promises can be seen again."""
+    report = tune("--json", "--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "128").json
+    assert report["runs"] == len(report["trials"]) == 3
+    for trial in report["trials"]:
+        budget = ("--max-num-batched-tokens", str(trial["max_num_batched_tokens"]))
+        run = command("bench", str(CONFIG), "--simulate", "h100", *LOAD_FLAGS, *SLO_FLAGS, *budget, "--json").json
+        assert trial["p99_ttft_ms"] == pytest.approx(run["ttft_ms"]["p99"], abs=1e-3)
+        assert trial["p99_itl_ms"] == pytest.approx(run["itl_ms"]["p99"], abs=1e-3)
+        assert trial["output_tokens_per_s"] == run["output_tokens_per_s_steady"]
+        assert trial["attainment"] == run["attainment"]
+
+
+def test_steps_for_which_there_is_no_room_are_points_of_the_curve(command: CommandLine) -> None:
+    room = ("--max-model-len", "2048", "--num-gpu-blocks-override", "2000", "--max-num-batched-tokens", "65536")
+    knobs = ("--knobs", "max_num_batched_tokens", "--min-num-batched-tokens", "4096")
+    outcome = command("tune", str(CONFIG), "--simulate", "l4", *LOAD_FLAGS, *room, *knobs, "--json")
+    assert outcome.code == 0
+    reasons = {trial["max_num_batched_tokens"]: trial["reason"] for trial in outcome.json["trials"]}
+    assert list(reasons) == [4096, 8192, 16384, 32768, 65536]
+    fits = [tokens for tokens, reason in reasons.items() if reason is None]
+    assert 4096 in fits
+    assert 65536 not in fits
+    assert all(reasons[tokens].startswith("does not fit: ") for tokens in reasons.keys() - set(fits))
+
+
+def test_a_search_does_not_go_on_with_the_steps_of_another_engine(
+    tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> Run:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulate, "simulated_run", interrupted)
+        assert tune("--output", "one").code == 130
+    outcome = tune("--output", "one", "--resume", "--simulate", "h100:vllm")
+    assert outcome.code == 2
+    assert "another steps" in outcome.err
+    assert tune("--output", "one", "--resume").code == 0
 
 
 def test_the_same_search_gives_the_same(tune: Callable[..., Outcome]) -> None:
