@@ -1,7 +1,8 @@
-"""Random lives of a scheduler: whatever comes, nothing leaks, nothing stops, every token is right."""
+"""Random lives of a scheduler: whatever comes, nothing leaks, nothing stops, nobody starves, every token is right."""
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from random import Random
 
@@ -9,6 +10,7 @@ from fakes import BLOCK, Harness, make_request, reference
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from witness import Witness
 
 from llmsched.engine.errors import RequestError
 from llmsched.engine.kv.layout import KVLayout
@@ -22,7 +24,7 @@ PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]
 
 
 class SchedulerLife(RuleBasedStateMachine):
-    """Arrivals, steps, aborts and pins in any order, over a pool that is too small for what is asked of it."""
+    """Arrivals, steps, aborts, failures and pins in any order, over a pool too small for what is asked of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +41,9 @@ class SchedulerLife(RuleBasedStateMachine):
         pinned=st.sampled_from([0, 0, 2]),
         headroom=st.sampled_from([0.0, 0.1]),
         layout=st.sampled_from(LAYOUTS),
+        max_passes=st.sampled_from([0, 1, 4]),
+        lane=st.sampled_from([0.0, 0.3]),
+        target_itl=st.sampled_from([None, None, 0.5, 2.0]),
     )
     def start(
         self,
@@ -52,6 +57,9 @@ class SchedulerLife(RuleBasedStateMachine):
         pinned: int,
         headroom: float,
         layout: KVLayout,
+        max_passes: int,
+        lane: float,
+        target_itl: float | None,
     ) -> None:
         pinned = pinned * layout.num_groups if caching else 0
         blocks *= layout.num_groups
@@ -69,8 +77,16 @@ class SchedulerLife(RuleBasedStateMachine):
             layout=layout,
             max_pinned_blocks=pinned,
             headroom=headroom,
+            max_passes=max_passes,
+            fast_lane_share=lane,
+            fast_lane_prompt=24,
+            fast_lane_output=40,
+            target_itl=target_itl,
+            priority_step=7.0,
         )
         self.harness.executor.per_swapped_block = swap[2]
+        #: Under sptf ranks are lengths: it bounds nothing.
+        self.witness = None if policy == "sptf" else Witness(self.harness)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -79,9 +95,14 @@ class SchedulerLife(RuleBasedStateMachine):
         max_tokens=st.integers(0, 70),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
+        n=st.sampled_from([1, 1, 1, 3]),
     )
-    def one(self, prefix: list[int], shared: int, own: list[int], max_tokens: int, priority: int, salt: str) -> None:
-        self.arrive(prefix, shared, own, max_tokens, priority, salt)
+    def one(
+        self, prefix: list[int], shared: int, own: list[int], max_tokens: int, priority: int, salt: str, n: int
+    ) -> None:
+        """One request; its choices are as many sequences."""
+        for _ in range(n):
+            self.arrive(prefix, shared, own, max_tokens, priority, salt)
 
     def arrive(self, prefix: list[int], shared: int, own: list[int], max_tokens: int, priority: int, salt: str) -> None:
         prompt = (prefix[:shared] + own)[: self.capacity]
@@ -95,6 +116,8 @@ class SchedulerLife(RuleBasedStateMachine):
             cache_salt=salt,
         )
         self.requests.append(self.harness.add(request))
+        if self.witness:
+            self.witness.see()
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(3, 12))
     def crowd(self, seed: int, count: int) -> None:
@@ -115,13 +138,23 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def abort(self, which: int) -> None:
         if self.requests:
-            request = self.requests[which % len(self.requests)]
-            self.harness.scheduler.finish(request, FinishReason.ABORT)
+            self.end(self.requests[which % len(self.requests)])
 
     @rule()
     def abort_one_that_was_preempted(self) -> None:
         for request in [r for r in self.harness.scheduler.waiting if r.num_preemptions][:1]:
-            self.harness.scheduler.finish(request, FinishReason.ABORT)
+            self.end(request)
+
+    def end(self, request: Request) -> None:
+        self.harness.scheduler.finish(request, FinishReason.ABORT)
+        if self.witness:
+            self.witness.ended(request)
+
+    @rule(which=st.integers(0, 1000))
+    def fail(self, which: int) -> None:
+        """The next row of a request fails, if there is one."""
+        if self.requests:
+            self.harness.executor.failing.add(self.requests[which % len(self.requests)].request_id)
 
     @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(16, 40), ttl=st.sampled_from([None, 5.0]))
     def pin(self, prefix: list[int], length: int, ttl: float | None) -> None:
@@ -152,11 +185,17 @@ class SchedulerLife(RuleBasedStateMachine):
             prompt = request.token_ids[: request.num_prompt_tokens]
             output = request.token_ids[request.num_prompt_tokens :]
             assert output == reference(prompt, len(output))
-            if request.finish_reason is not FinishReason.ABORT:
+            if request.finish_reason is FinishReason.LENGTH:
                 assert len(output) == request.sampling.max_tokens
+            failed = request.request_id in self.harness.executor.failing
+            assert request.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT) or failed
+        assert self.witness is None or not self.witness.waits
         kv = self.harness.scheduler.kv
         assert kv.pool.num_used == kv.num_pinned
         assert kv.swap.num_free == kv.swap.num_slots
+        ended = [name for plan in self.harness.executor.plans for name in plan.finished]
+        ended += self.harness.scheduler.schedule().finished
+        assert Counter(ended) == Counter(request.request_id for request in self.requests), "each ends once"
 
 
 SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)

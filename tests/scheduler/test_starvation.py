@@ -2,76 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import pytest
 from fakes import Harness, assert_right, make_request, tokens
-
-from llmsched.engine.request import Request
-
-STEP = 7.0
-
-
-@dataclass
-class Wait:
-    """What happened while a request waited: those of a smaller rank that waited too, and the others that passed it."""
-
-    there_when_it_came: set[Request]
-    ahead: set[Request] = field(default_factory=set)
-    passed_by: list[Request] = field(default_factory=list)
-
-
-class Witness:
-    """Looks on while a scheduler admits; checks the bound at every admission."""
-
-    def __init__(self, harness: Harness) -> None:
-        self.scheduler = harness.scheduler
-        self.max_passes = harness.scheduler.config.max_passes
-        self.waits: dict[Request, Wait] = {}
-        self.most_passes = 0
-        self.tightest = 0.0
-        start = self.scheduler.door.start
-
-        def watched(request: Request, hit: Any) -> Any:
-            self.see()
-            self.admitted(request)
-            return start(request, hit)
-
-        self.scheduler.door.start = watched  # type: ignore[method-assign]
-
-    def see(self) -> None:
-        """Note who waits now, in front of whom."""
-        queue = list(self.scheduler.waiting)
-        for request in queue:
-            if request not in self.waits:
-                self.waits[request] = Wait(set(queue))
-        for place, request in enumerate(queue):
-            self.waits[request].ahead.update(queue[:place])
-
-    def admitted(self, request: Request) -> None:
-        queue = list(self.scheduler.waiting)
-        for other in queue[: queue.index(request)]:
-            self.waits[other].passed_by.append(request)
-            self.check(other, self.waits[other])
-        wait = self.waits.pop(request)
-        self.check_those_ahead(request, wait)
-        bound = self.max_passes * (1 + len(wait.ahead))
-        self.tightest = max(self.tightest, len(wait.passed_by) / bound if bound else 0.0)
-        self.most_passes = max(self.most_passes, request.num_passed)
-
-    def check(self, request: Request, wait: Wait) -> None:
-        assert len(wait.passed_by) <= self.max_passes * (1 + len(wait.ahead)), request.request_id
-        assert request.num_passed <= self.max_passes
-
-    def check_those_ahead(self, request: Request, wait: Wait) -> None:
-        """Why each of them had a smaller rank."""
-        if request.num_preemptions:
-            return
-        for other in wait.ahead - wait.there_when_it_came:
-            levels = request.priority - other.priority
-            assert other.num_preemptions or other.arrival_time < request.arrival_time + levels * STEP
+from witness import Witness
 
 
 def run_load(seed: int, max_passes: int) -> Witness:
@@ -83,7 +18,7 @@ def run_load(seed: int, max_passes: int) -> Witness:
         max_num_seqs=random.choice([1, 3, 8]),
         swap_slots=random.choice([0, 20]),
         max_passes=max_passes,
-        priority_step=STEP,
+        priority_step=7.0,
         cache_bonus=random.choice([0.0, 5.0]),
         headroom=random.choice([0.0, 0.1]),
         output_prediction=random.choice(["none", "max_tokens", "learned"]),

@@ -38,7 +38,8 @@ def reference(prompt: list[int], count: int) -> list[int]:
 class FakeExecutor:
     """Writes the ids it is given into its slots, reads the sequence back through its block table, and checks it.
 
-    A step takes `elapsed` seconds, and `per_swapped_block` more for each block that is copied from or to `host`.
+    A step takes `elapsed` seconds, and `per_swapped_block` more for each block that is copied from or to `host`. The
+    rows of requests that are named in `failing` fail.
     """
 
     elapsed = 1.0
@@ -52,6 +53,7 @@ class FakeExecutor:
         self.host = np.full((num_swap_slots, block_size), -2, dtype=np.int64)
         self.block_size = block_size
         self.plans: list[StepPlan] = []
+        self.failing: set[str] = set()
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -90,6 +92,8 @@ class FakeExecutor:
             start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
             held = self.kv[table].reshape(-1)[start:end].tolist()
             assert held == row.sequence.token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
+        if row.sequence.request_id in self.failing:
+            return RowResult(error="told to fail")
         return RowResult(token_id=next_token(row.sequence.token_ids[:end]) if row.sample else None)
 
 
