@@ -290,6 +290,12 @@ class Engine:
         self.scheduler.unpin(pin_id)
         self._accounts.update()
 
+    def expire_pins(self) -> float | None:
+        """Let go of the pins whose time is over, also while nothing runs; tells when that of the next one is."""
+        self.scheduler.expire_pins()
+        self._accounts.update()
+        return self.scheduler.kv.pins.next_expiry()
+
     def pinned_prefixes(self) -> list[PinState]:
         """All pins whose time is not over, oldest first; `expires_at` is a time of the engine's clock."""
         self.scheduler.expire_pins()

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 #: Outputs that wait for a slow reader; beyond that, new ones are merged into the last of their choice.
 MAX_PENDING_OUTPUTS = 256
 IDLE_CHECK_SECONDS = 1.0
+#: Pins may last for longer than a thread can be told to wait.
+MAX_IDLE_SECONDS = 3600.0
 
 
 class RequestStream:
@@ -340,7 +342,19 @@ class AsyncEngine:
             self._inbox.get(timeout=IDLE_CHECK_SECONDS)()
         except queue.Empty:
             self._engine.check_integrity()
-            self._inbox.get()()
+            self._wait_idle()
+
+    def _wait_idle(self) -> None:
+        """Wait for the event loop, and let pins end meanwhile."""
+        while True:
+            until = self._engine.expire_pins()
+            self._stats = self._engine.stats()
+            wait = None if until is None else min(MAX_IDLE_SECONDS, max(0.0, until - self._engine.now()))
+            try:
+                action = self._inbox.get(timeout=wait)
+            except queue.Empty:
+                continue
+            return action()
 
     def _wait_for_more(self) -> None:
         """While the scheduler coalesces arrivals, take the next one instead of stepping."""

@@ -124,6 +124,10 @@ class Pins:
             self.delete(pin.pin_id)
         return bool(over)
 
+    def next_expiry(self) -> float | None:
+        """When the first of the pins ends by itself; None: none does."""
+        return min((pin.expires_at for pin in self._pins.values() if pin.expires_at is not None), default=None)
+
     def states(self) -> list[PinState]:
         """All pins, oldest first."""
         return [_state(pin, self._prefixes.block_size) for pin in self._pins.values()]

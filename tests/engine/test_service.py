@@ -305,6 +305,26 @@ async def test_stop_does_not_wait_for_the_window_of_the_scheduler() -> None:
             await read(stream)
 
 
+@scenario
+async def test_pins_end_in_time_though_nothing_runs_and_nobody_asks() -> None:
+    now = 100.0
+    async with running(clock=lambda: now) as it:
+        it.executor.run_freely()
+        await it.service.pin_prefix(list(range(40)), ttl=0.02)
+        await until(lambda: it.service.stats().blocks_pinned == 2)
+        await asyncio.sleep(0.05)
+        assert it.service.stats().blocks_pinned == 2, "it is the engine's clock that counts"
+        now = 101.0
+        await until(lambda: it.service.stats().blocks_pinned == 0)
+        assert samples(it.engine.metrics)["llmsched:kv_blocks_pinned"] == 0
+        assert it.engine.scheduler.kv.pool.num_used == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
 # -- the door -------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes import Harness, assert_right, make_request, tokens
 
 from llmsched.engine.config import EngineConfig
@@ -73,6 +74,18 @@ def test_cache_bonus_moves_only_those_that_are_near() -> None:
     waiting = queue(*(make_request(f"r{i}", [1], arrival=float(i)) for i in range(6)))
     order = [r.request_id for r in waiting.in_order(9, lambda r: 2.5 if r.request_id in ("r2", "r5") else 0.0, 2.5)]
     assert order == ["r2", "r0", "r1", "r3", "r4", "r5"]
+
+
+@pytest.mark.parametrize(("cached", "goes_first"), [(496, False), (512, True)])
+def test_the_cache_bonus_is_for_hits_that_are_worth_it(cached: int, goes_first: bool) -> None:
+    harness = Harness(200, budget=64, max_num_seqs=1, cache_bonus=5.0, fast_lane_share=0.0)
+    harness.add(make_request("warm", tokens(cached), 0))
+    harness.run()
+    cold = harness.add(make_request("cold", tokens(700, seed=1), 1, arrival=harness.time))
+    hot = harness.add(make_request("hot", [*tokens(cached), *tokens(200, seed=2)], 1, arrival=harness.time + 1))
+    harness.step()
+    assert (hot.status is RequestStatus.RUNNING) is goes_first
+    assert (cold.status is RequestStatus.RUNNING) is not goes_first
 
 
 def test_preempted_requests_come_before_their_class() -> None:
@@ -161,6 +174,23 @@ def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_bef
     assert head.first_scheduled_time is not None
     assert slow.first_scheduled_time is not None
     assert head.first_scheduled_time <= slow.first_scheduled_time
+
+
+def test_the_place_is_kept_for_the_first_that_does_not_fit_not_for_the_last() -> None:
+    harness = Harness(40, budget=400, headroom=0.0, fast_lane_share=0.0, output_prediction="max_tokens")
+    for name, output in (("soon", 10), ("late", 100)):
+        harness.add(make_request(name, tokens(160, seed=output), output, arrival=0.0))
+    harness.step()
+    first = harness.add(make_request("first", tokens(300, seed=1), 4, arrival=1.0))
+    second = harness.add(make_request("second", tokens(560, seed=2), 4, arrival=2.0))
+    between = harness.add(make_request("between", tokens(20, seed=3), 50, arrival=3.0))
+    harness.step()
+    assert {first.status, second.status, between.status} == {RequestStatus.WAITING}
+    told = harness.scheduler.ledger.entries("between")[-1]
+    assert (told.what, told.details["reason"]) == ("held back", "the place is kept for one in front of it")
+    harness.run()
+    assert_right(first, second, between)
+    assert first.num_passed == 0
 
 
 def test_passing_is_bounded() -> None:
