@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 import httpx
@@ -43,14 +43,7 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
         raise RequestFailed("not a stream", shorten(response.text))
     try:
         async with asyncio.timeout(None) as patience:
-            async for event in _events(response):
-                if record.end is not None:
-                    continue
-                if event.data.strip() == "[DONE]":
-                    record.end = now()
-                    patience.reschedule(record.end + _LINGER_S)
-                else:
-                    _note_event(event, record, now())
+            await _read_stream(response, record, now, patience)
     except (TimeoutError, httpx.RequestError):
         if record.end is None:
             raise
@@ -70,13 +63,36 @@ def _refusal(response: httpx.Response) -> str:
     return said
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[Event]:
-    parser = EventParser()
-    async for received in response.aiter_bytes():
+async def _read_stream(
+    response: httpx.Response, record: RequestRecord, now: Callable[[], float], patience: asyncio.Timeout
+) -> None:
+    """Note all events, and the end at [DONE], after which there is little `patience`.
+
+    Their time is when their last byte was received, if the transport tells that.
+    """
+    arrived, parser = response.extensions.get("arrived", now), EventParser()
+    async for received in _content(response):
         for event in parser.feed(received):
-            yield event
-    if (last := parser.close()) is not None:
-        yield last
+            if record.end is None and _note(event, record, arrived()):
+                patience.reschedule(now() + _LINGER_S)
+    if record.end is None and (last := parser.close()) is not None:
+        _note(last, record, now())
+
+
+def _content(response: httpx.Response) -> AsyncIterable[bytes]:
+    """The body as it comes; httpx, which takes its time, is asked only where something is to be decoded."""
+    if "content-encoding" not in response.headers and isinstance(response.stream, httpx.AsyncByteStream):
+        return response.stream
+    return response.aiter_bytes()
+
+
+def _note(event: Event, record: RequestRecord, time: float) -> bool:
+    """Put an event on the record; True if it is the last."""
+    if event.data.strip() == "[DONE]":
+        record.end = time
+        return True
+    _note_event(event, record, time)
+    return False
 
 
 def _note_event(event: Event, record: RequestRecord, time: float) -> None:

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-_READ_SIZE = 1 << 16
+from llmsched.cli.bench.target.wire import Wire
 
 #: Bytes of a line with the size of a chunk, or of trailers, beyond which an answer is none.
 _LONGEST_LINE = 1 << 14
+
+_NO_ANSWER = "the connection was closed without an answer"
 
 
 class ChunkDecoder:
@@ -73,18 +75,19 @@ class _NoAnswerError(httpx.RemoteProtocolError):
 class Http1Transport(httpx.AsyncBaseTransport):
     """One connection, for one request at a time; opened when needed, kept open while the server does.
 
-    Tells the request's `trace` extension when a connection is begun and stands, and when the request is sent.
+    Tells the request's `trace` extension when a connection is begun and stands, and when the request is sent. The
+    response's extension `arrived` tells when (the event loop's time) the bytes that were read last had been received.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
         self._ssl = verify
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._wire: Wire | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and read the head of its answer. Raises httpx's errors."""
-        if self._streams is not None and self._streams[0].at_eof():
+        if self._wire is not None and not self._wire.fresh:
             self.drop()
-        used_before = self._streams is not None
+        used_before = self._wire is not None
         try:
             return await self._exchange(request)
         except _NoAnswerError:
@@ -98,52 +101,56 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
     def drop(self) -> None:
         """Close the connection, whatever still comes on it."""
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         try:
-            reader, writer = await self._connected(request)
+            wire = await self._connected(request)
             await request.extensions["trace"]("http11.send_request_headers.started", {})
-            writer.write(_head_of(request) + request.content)
-            await writer.drain()
-            status, headers = await _read_head(reader)
-            return httpx.Response(status, headers=headers, stream=_Body(self, reader, status, httpx.Headers(headers)))
-        except (OSError, asyncio.IncompleteReadError) as problem:
+            wire.write(_head_of(request) + request.content)
+            status, headers = await _read_head(wire)
+            body = _Body(self, wire, status, httpx.Headers(headers))
+            return httpx.Response(status, headers=headers, stream=body, extensions={"arrived": lambda: body.arrived})
+        except (OSError, EOFError) as problem:
             self.drop()
-            begun = isinstance(problem, asyncio.IncompleteReadError) and problem.partial
-            raise (httpx.RemoteProtocolError if begun else _NoAnswerError)(_reason(problem)) from problem
-        except (asyncio.LimitOverrunError, ValueError) as problem:
+            begun = isinstance(problem, EOFError) and problem.args[0]
+            reason = "the connection was closed within the head of the answer" if begun else _NO_ANSWER
+            reason = _reason(problem) if isinstance(problem, OSError) else reason
+            raise (httpx.RemoteProtocolError if begun else _NoAnswerError)(reason) from problem
+        except ValueError as problem:
             self.drop()
             raise httpx.RemoteProtocolError(_reason(problem)) from problem
         except BaseException:
             self.drop()
             raise
 
-    async def _connected(self, request: httpx.Request) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self._streams is None:
+    async def _connected(self, request: httpx.Request) -> Wire:
+        if self._wire is None:
             trace, url = request.extensions["trace"], request.url
             secure = url.scheme == "https"
             await trace("connection.connect_tcp.started", {})
             try:
-                self._streams = await asyncio.open_connection(
-                    url.host, url.port or (443 if secure else 80), ssl=self._ssl if secure else None
+                _, self._wire = await asyncio.get_running_loop().create_connection(
+                    Wire, url.host, url.port or (443 if secure else 80), ssl=self._ssl if secure else None
                 )
             except OSError as problem:
                 raise httpx.ConnectError(_reason(problem)) from problem
             await trace("connection.connect_tcp.complete", {})
-        return self._streams
+        return self._wire
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of an answer; when it is not read to its end, or the server says so, its connection is closed."""
+    """The body of an answer; when it is not read to its end, or the server says so, its connection is closed.
 
-    def __init__(
-        self, transport: Http1Transport, reader: asyncio.StreamReader, status: int, headers: httpx.Headers
-    ) -> None:
+    `arrived` is when what was given last had been received.
+    """
+
+    def __init__(self, transport: Http1Transport, wire: Wire, status: int, headers: httpx.Headers) -> None:
+        self.arrived = 0.0
         self._transport = transport
-        self._reader = reader
+        self._wire = wire
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         length = headers.get("content-length")
         self._left = int(length) if length is not None and not self._chunked else None
@@ -154,7 +161,7 @@ class _Body(httpx.AsyncByteStream):
         decoder = ChunkDecoder() if self._chunked else None
         try:
             while not self._complete:
-                received = await self._reader.read(_READ_SIZE)
+                received, self.arrived = await self._wire.read()
                 if not received:
                     self._end_of_connection()
                     return
@@ -186,10 +193,10 @@ def _head_of(request: httpx.Request) -> bytes:
     return b"\r\n".join([*lines, b"", b""])
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, list[tuple[bytes, bytes]]]:
+async def _read_head(wire: Wire) -> tuple[int, list[tuple[bytes, bytes]]]:
     """Status and headers of the answer, after any interim ones (100 and the like)."""
     while True:
-        first, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        first, *lines = (await wire.read_until(b"\r\n\r\n")).split(b"\r\n")
         version, _, rest = first.partition(b" ")
         if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
             raise ValueError(f"{first[:60]!r} is no answer in HTTP/1.1")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from llmsched.cli.bench.figures.lag import Lag, loop_lags
+from llmsched.cli.bench.figures.lag import Lag, loop_lags, settled_heap
 from llmsched.cli.bench.figures.measure import Measurement, measure
 from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, USAGE, arrivals
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
@@ -138,6 +139,19 @@ def test_what_other_work_takes_is_told_from_the_clients_own() -> None:
     own, other = asyncio.run(main(compute)), asyncio.run(main(lambda: time.sleep(0.1)))
     assert any(lag.late - lag.machine > 0.09 for lag in own)
     assert any(lag.machine > 0.09 for lag in other)
+
+
+def test_the_records_of_a_run_are_not_walked_through_while_it_runs() -> None:
+    """Of a million tokens that would take 200 ms, which would be a stall of every stream."""
+    thresholds = gc.get_threshold()
+    with settled_heap():
+        before = [generation["collections"] for generation in gc.get_stats()]
+        kept = [Chunk(float(number), "x", 1) for number in range(200_000)]
+        young, _, old = (now["collections"] - then for now, then in zip(gc.get_stats(), before, strict=True))
+    assert kept
+    assert young > 0
+    assert old == 0
+    assert gc.get_threshold() == thresholds
 
 
 def test_a_run_in_which_nothing_was_sent() -> None:
