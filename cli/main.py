@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmsched.cli import options, render
+from llmsched.cli.interrupt import INTERRUPTED
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 
@@ -147,7 +148,7 @@ def main() -> None:
         render.error(_usage(problem))
         sys.exit(problem.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)

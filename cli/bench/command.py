@@ -19,6 +19,7 @@ from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.mode import bench_self
 from llmsched.cli.bench.target.simulated import open_simulated
 from llmsched.cli.bench.target.targets import Plan, http_options, open_model, open_server, refuse_server_flags
+from llmsched.cli.interrupt import INTERRUPTED
 from llmsched.cli.options import EngineOptions, resolve_model, typed_options, with_engine_options
 from llmsched.cli.profile import found_for_others, with_profile
 from llmsched.engine.errors import LlmschedError
@@ -83,8 +84,8 @@ def bench(
     """Load a server or a model and measure latency and goodput.
 
     A trace is sent at its own times; else, with neither --request-rate nor --max-concurrency, all requests are sent
-    at once. Exit code 1 if a request failed, or (--find-knee) if no rate meets the SLOs, or (--self-check) if a figure
-    is off.
+    at once. Ctrl-C ends one, and what has ended by then is reported. Exit code 1 if a request failed, or (--find-knee)
+    if no rate meets the SLOs, or (--self-check) if a figure is off.
 
     \b
     Examples:
@@ -103,7 +104,7 @@ def bench(
     outputs.check(modes, load_options.trace)
     if not modes.find_knee:
         load_options.load.check_shape()
-    plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None)
+    plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run)
     with render.progress_bar() as progress:
         if modes.self_check:
             if extra := set(typed_options(context)) - {"--self-check", "--save", "--json"}:
@@ -125,6 +126,8 @@ def bench(
                     render.warn(warning)
             result = _bench_model(model, simulate, plan, modes, options, progress)
     outputs.give_out(result)
+    if result.run is not None and result.run.figures.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not result.well:
         raise typer.Exit(1)
 

@@ -24,8 +24,8 @@ _WARMUP_SEED_OFFSET = 1_000_003
 
 class Run(NamedTuple):
     """What came of a load: a record of each request, how many were preempted (None: the target does not tell), how late
-    the client's event loop was (None: nobody looked), whether that has a process of its own, and the
-    target's state over time.
+    the client's event loop was (None: nobody looked), whether that has a process of its own, the target's state over
+    time, and whether the user ended it.
     """
 
     records: list[RequestRecord]
@@ -34,6 +34,7 @@ class Run(NamedTuple):
     own_process: bool
     samples: Sequence[Sample] = ()
     memory: MemoryParts | None = None
+    interrupted: bool = False
 
     def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
         """The figures; see `measure`."""
@@ -47,6 +48,7 @@ class Run(NamedTuple):
             own_process=self.own_process,
             samples=self.samples,
             memory=self.memory,
+            interrupted=self.interrupted,
         )
 
 
@@ -59,28 +61,37 @@ async def run_workload(
     timeout: float | None,
     progress: Progress,
     count_tokens: CountTokens | None = None,
+    partial: bool = False,
 ) -> Measurement:
-    """Send a load to a target and measure it. Random prompts are of token `ids`, or of words where it is None."""
-    run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress)
+    """Send a load to a target and measure it; see `send_workload`."""
+    run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial)
     return run.measure(workload, slo, count_tokens)
 
 
 async def send_workload(
-    target: Target, workload: Load, *, ids: Sequence[int] | None, timeout: float | None, progress: Progress
+    target: Target,
+    workload: Load,
+    *,
+    ids: Sequence[int] | None,
+    timeout: float | None,
+    progress: Progress,
+    partial: bool = False,
 ) -> Run:
-    """Send a load to a target. Random prompts are of token `ids`, or of words where it is None."""
+    """Send a load to a target. Random prompts are of token `ids`, or of words where it is None.
+
+    `partial`: being cancelled, as by Ctrl-C, ends the load, and the run is what has ended by then, if that is anything.
+    """
     planned = workload.plan(ids, target.encode)
     total = 0 if workload.stop_after else len(planned)
-    ended = 0
+    ended: list[RequestRecord] = []
     untold: list[RequestRecord] = []
     live = LiveFigures(asyncio.get_running_loop().time)
 
     def count(record: RequestRecord) -> None:
-        nonlocal ended
-        ended += 1
+        ended.append(record)
         untold.append(record)
         live.ended(record)
-        progress("requests", ended, total)
+        progress("requests", len(ended), total)
 
     async def state() -> Sample | None:
         if target.in_process:
@@ -90,19 +101,27 @@ async def send_workload(
     before = await target.preemptions()
     with settled_heap():
         async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
-            records = await run_load(
-                planned,
-                live.watching(target.send),
-                closed=workload.closed,
-                max_concurrency=workload.max_concurrency,
-                timeout=timeout,
-                stop_after=workload.stop_after,
-                on_end=count,
-            )
+            try:
+                records = await run_load(
+                    planned,
+                    live.watching(target.send),
+                    closed=workload.closed,
+                    max_concurrency=workload.max_concurrency,
+                    timeout=timeout,
+                    stop_after=workload.stop_after,
+                    on_end=count,
+                )
+                interrupted = False
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not (partial and ended) or task is None:
+                    raise
+                task.uncancel()
+                records, interrupted = sorted(ended, key=lambda record: record.index), True
     await _ask_timelines(target, untold)
     after = await target.preemptions()
     preemptions = after - before if before is not None and after is not None else None
-    return Run(records, preemptions, lags, not target.in_process, samples, target.memory())
+    return Run(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted)
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:

@@ -117,6 +117,7 @@ class Measurement:
     served: tuple[Served, ...] = ()
     samples: tuple[Sample, ...] = ()
     memory: MemoryParts | None = None
+    interrupted: bool = False
 
     @property
     def memory_use(self) -> MemoryUse | None:
@@ -135,11 +136,13 @@ def measure(
     own_process: bool = True,
     samples: Sequence[Sample] = (),
     memory: MemoryParts | None = None,
+    interrupted: bool = False,
 ) -> Measurement:
     """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
 
     `loop_lags` tell how late the client's event loop was. They make a run invalid if the client has a process of its
     own; in the target's they are part of what the target takes. `samples` have times of the records' clock.
+    `interrupted`: the user has ended the load, and requests that were under way have no record.
     """
     done = tuple(one for record in records if (one := served(record, count_tokens)))
     failed = len(records) - len(done)
@@ -168,7 +171,11 @@ def measure(
         valid=not client.late and bool(done),
         goodput=goodput(slo, latencies["latencies"], failed=failed, duration=duration),
         token_counts=counted_by,
-        warnings=(*client.warnings, *_warnings(done, counted_by, latencies["itl"].count)),
+        warnings=(
+            *_interruption(records, interrupted),
+            *client.warnings,
+            *_warnings(done, counted_by, latencies["itl"].count),
+        ),
         reading=_reading(done, failed, slo.reader_speed),
         loop_lag=lags.loop,
         machine_lag=lags.machine,
@@ -177,6 +184,7 @@ def measure(
         served=done,
         samples=tuple(sample._replace(time=sample.time - start) for sample in samples),
         memory=memory,
+        interrupted=interrupted,
     )
 
 
@@ -287,6 +295,11 @@ def _hit_rate(done: Sequence[Served]) -> float | None:
 def _total(counts: Sequence[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if known and len(known) == len(counts) else None
+
+
+def _interruption(records: Sequence[RequestRecord], interrupted: bool) -> list[str]:
+    said = "those under way or to come are in no figure, and among those under way are the slowest"
+    return [f"interrupted after {len(records)} requests: {said}"] if interrupted else []
 
 
 def _is_short(one: Served) -> bool:

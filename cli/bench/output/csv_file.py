@@ -18,7 +18,7 @@ _LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "connect_ms", "client_la
 COLUMNS = (
     *("measured", "calibration_error", "published_error", "target", "where"),
     *("workload.load", "workload.seed", "workload.fingerprint", "asked_rate", "scheduled_rate", "achieved_rate"),
-    *("completed", "failed", "valid", "duration_s", "input_tokens", "output_tokens"),
+    *("completed", "failed", "valid", "interrupted", "duration_s", "input_tokens", "output_tokens"),
     *("output_tokens_per_s", "output_tokens_per_s_steady", "requests_per_s", "requests_per_s_steady"),
     *(f"{latency}.{figure}" for latency in _LATENCIES for figure in _SUMMARY),
     *("worst_stall_ms", "prefix_hit_rate", "preemptions", "goodput_rps"),

@@ -58,6 +58,7 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "failures": figures.failures,
         "failure_examples": figures.failure_examples,
         "valid": figures.valid,
+        "interrupted": figures.interrupted,
         "duration_s": figures.duration,
         "input_tokens": figures.input_tokens,
         "output_tokens": figures.output_tokens,

@@ -23,6 +23,7 @@ from llmsched.cli.bench.run import Run
 from llmsched.cli.bench.target.sampling import MOST_SAMPLES, Sample, sample_of
 from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.cli.bench.target.virtual import simulate_load
+from llmsched.cli.interrupt import interrupted_at_once
 from llmsched.cli.options import EngineOptions
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
@@ -76,16 +77,17 @@ def simulate_run(
         ended += 1
         progress("requests", ended, total)
 
-    records = simulate_load(
-        planned,
-        engine,
-        closed=workload.closed,
-        max_concurrency=workload.max_concurrency,
-        timeout=timeout,
-        stop_after=workload.stop_after,
-        on_end=count,
-        after_step=watch.after_step,
-    )
+    with interrupted_at_once():
+        records = simulate_load(
+            planned,
+            engine,
+            closed=workload.closed,
+            max_concurrency=workload.max_concurrency,
+            timeout=timeout,
+            stop_after=workload.stop_after,
+            on_end=count,
+            after_step=watch.after_step,
+        )
     return Run(records, engine.num_preemptions, None, False, watch.samples, plan.parts)
 
 

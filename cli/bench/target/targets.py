@@ -31,7 +31,8 @@ _IDLE_POLL_S = 0.01
 class Plan:
     """What to do to a target, whichever it is. `timeout` is in seconds; warm-up requests: None for the usual number.
 
-    `timelines`: an llmsched server is asked, after the load, what its scheduler decided.
+    `timelines`: an llmsched server is asked, after the load, what its scheduler decided. `partial`: of a load that the
+    user ends, what has ended by then is measured.
     """
 
     workload: Load
@@ -39,6 +40,7 @@ class Plan:
     timeout: float
     warmup: int | None
     timelines: bool = False
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,9 @@ async def open_model(model: str, options: EngineOptions, plan: Plan, progress: P
             while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
                 await asyncio.sleep(_IDLE_POLL_S)  # what a timeout has aborted has yet to leave
             await engine.reset_prefix_cache()
-            return await run_workload(target, workload, slo, ids=ids, timeout=plan.timeout, progress=progress)
+            return await run_workload(
+                target, workload, slo, ids=ids, timeout=plan.timeout, progress=progress, partial=plan.partial
+            )
 
         settings = {name: value for name, value in asdict(engine.config).items() if value is not None}
         yield Opened(target.name, "in process", warmup, measure, settings)
@@ -112,6 +116,7 @@ async def open_server(options: HttpOptions, flags: ServerFlags, plan: Plan) -> A
                 timeout=plan.timeout,
                 progress=progress,
                 count_tokens=None if encode is None else encode.count,
+                partial=plan.partial,
             )
 
         yield Opened(target.name, options.url, warmup, measure)

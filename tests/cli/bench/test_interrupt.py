@@ -1,0 +1,100 @@
+"""Ctrl-C in the middle of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+from fake_server import FakeServer, steady
+from virtual_time import run_virtual
+
+from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.output.live import LiveFigures
+from llmsched.cli.bench.run import run_workload
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+
+def interrupted(after: float, *, partial: bool) -> Measurement:
+    """Requests at 10/s that take 0.5 s each; the run is cancelled at that time."""
+    work = Workload(num_prompts=1000, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
+
+    async def main() -> Measurement:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_later(after, task.cancel)
+        target = HttpTarget(HttpOptions("http://fake"), FakeServer(lambda n: steady(5, 0.1, 0.1)))
+        try:
+            figures = await run_workload(
+                target, work, Slo(), ids=COMMON_IDS, timeout=9.0, progress=silent, partial=partial
+            )
+            assert not task.cancelling()
+            return figures
+        finally:
+            await target.close()
+
+    return run_virtual(main())
+
+
+def test_what_had_ended_is_the_run() -> None:
+    figures = interrupted(2.05, partial=True)
+    assert figures.interrupted
+    assert [record.index for record in figures.records] == list(range(16))
+    assert (figures.completed, figures.failed) == (16, 0)
+    assert figures.duration == pytest.approx(2.0)
+    assert figures.requests_per_s_steady == pytest.approx(10.0)
+    assert figures.warnings[0].startswith("interrupted after 16 requests: those under way or to come are in no figure")
+
+
+def test_where_nothing_has_ended_or_a_part_is_of_no_use_the_run_is_cancelled() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        interrupted(0.25, partial=True)
+    with pytest.raises(asyncio.CancelledError):
+        interrupted(2.05, partial=False)
+
+
+def test_as_it_is_typed(
+    command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = LiveFigures.ended
+    seen: list[object] = []
+
+    def third(self: LiveFigures, record: object) -> None:
+        ended(self, record)  # type: ignore[arg-type]
+        seen.append(record)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(LiveFigures, "ended", third)
+    arguments = ("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu", "--json")
+    load = ("--num-prompts", "500", "--max-concurrency", "1", "--input-len", "8", "--output-len", "3")
+    page = tmp_path / "run.html"
+    outcome = command(*arguments, *load, "--report", str(page))
+    assert outcome.code == 130
+    assert outcome.json["interrupted"] is True
+    assert 3 <= outcome.json["completed"] < 500
+    assert "interrupted after" in page.read_text()
+    seen.clear()
+    outcome = command(*arguments, *load, "--compare", "fair,fcfs")
+    assert (outcome.code, outcome.out) == (130, "")
+
+
+def test_a_simulated_run_ends_at_once(
+    command: CommandLine, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never lets the event loop run, which would otherwise be told of Ctrl-C when all is done."""
+
+    def endless(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr("llmsched.cli.bench.target.simulated.simulate_load", endless)
+    outcome = command("bench", str(tiny_model("llama")), "--simulate", "l4", "--num-prompts", "3")
+    assert (outcome.code, outcome.out) == (130, "")
