@@ -286,10 +286,14 @@ def _reading(done: Sequence[Served], failed: int, tokens_per_s: float) -> Readin
 
 
 def _hit_rate(done: Sequence[Served]) -> float | None:
-    """Prompt tokens served from cache / prompt tokens, over the requests whose target told both."""
-    usages = [one.record.usage for one in done]
-    told = [(u.cached_tokens, u.prompt_tokens) for u in usages if u.cached_tokens is not None and u.prompt_tokens]
-    return sum(cached for cached, _ in told) / sum(prompt for _, prompt in told) if told else None
+    """Prompt tokens served from cache / prompt tokens; None where the target tells neither of any request.
+
+    Of a request that missed, vLLM says nothing where others have their cached tokens: that is none.
+    """
+    told = [one.record.usage for one in done if one.record.usage.prompt_tokens]
+    if all(usage.cached_tokens is None for usage in told):
+        return None
+    return sum(usage.cached_tokens or 0 for usage in told) / sum(usage.prompt_tokens or 0 for usage in told)
 
 
 def _total(counts: Sequence[int | None]) -> int | None:

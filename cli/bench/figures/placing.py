@@ -41,11 +41,16 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
     """When the tokens of a request came, and where their number is known from."""
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
-    if told and all(chunk.tokens is not None for chunk in chunks if chunk.text):
-        return [Arrival(chunk.time, chunk.tokens or 0) for chunk in chunks], EXACT
     times = [chunk.time for chunk in chunks if chunk.text]
-    if record.usage.output_tokens:
-        return _spread(record.usage.output_tokens, times), USAGE
+    stated = record.usage.output_tokens
+    if (
+        told
+        and all(chunk.tokens is not None for chunk in chunks if chunk.text)
+        and (stated in (told, None) or not times)
+    ):
+        return [Arrival(chunk.time, chunk.tokens or 0) for chunk in chunks], EXACT
+    if stated:
+        return _spread(stated, times), USAGE
     if count_tokens is not None:
         return _spread(max(1, count_tokens("".join(chunk.text for chunk in chunks))), times), RETOKENISED
     return _spread(len(times), times), CHUNKS

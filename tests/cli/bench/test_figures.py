@@ -150,6 +150,12 @@ def test_a_server_that_counts_each_chunk_is_taken_at_its_word() -> None:
     assert figures.itl.mean == pytest.approx(0.7 / 5)
 
 
+def test_counts_of_chunks_that_do_not_add_up_to_the_usage_are_not_taken() -> None:
+    parts = [(0.1, token("a", **usage(1))), (0.5, token("b", **usage(2))), (0.9, end(8))]
+    figures = bench(FakeServer(always(Script(parts)), models=VLLM))
+    assert (figures.output_tokens, figures.token_counts) == (8, USAGE)
+
+
 def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
     """An id without text is a token; the role chunk of a chat is none."""
 
@@ -408,6 +414,12 @@ def test_hit_rate_and_preemptions() -> None:
     assert figures.prefix_hit_rate == pytest.approx(114 / 300)
     assert figures.preemptions == 7
     assert figures.input_tokens == 300
+
+
+def test_a_server_that_tells_hits_alone_has_its_misses_counted() -> None:
+    """As vLLM does: no cached_tokens where there are none."""
+    scripts = [steady(5, 0.5, 0.1, prompt=100, cached=cached) for cached in (None, 64, None)]
+    assert bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=3)).prefix_hit_rate == 64 / 300
 
 
 @pytest.mark.parametrize("metrics", ["", "free memory: lots\n", "other_total 3\n"])
