@@ -44,6 +44,9 @@ MOST_TOKENS = 1 << 24
 AUTO = "auto"
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+#: What lies outside is a slip of the keyboard, and would leave what a float or a chart can tell.
+_SHORTEST_S, _LONGEST_S = 1e-9, 9e8
+_MOST_BYTES = 1 << 60
 _BYTES = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
@@ -55,7 +58,9 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def duration(text: str | float) -> float:
-    """Seconds of "800ms", "1.5s", "2min" or "1h". A plain number is refused: its unit would be a guess."""
+    """Seconds of "800ms", "1.5s", "2min" or "1h", 0 or 1ns to 30 years. A plain number is refused: its unit would be a
+    guess.
+    """
     if not isinstance(text, str):
         return text
     number, unit = _split(text, "a duration such as 800ms or 1.5s")
@@ -63,7 +68,10 @@ def duration(text: str | float) -> float:
         raise typer.BadParameter(f"{text!r} needs a unit: us, ms, s, min or h (800ms, 1.5s)")
     if number < 0:
         raise typer.BadParameter(f"{text!r} is negative; a duration is 0 or more")
-    return number * _SECONDS[unit]
+    seconds = number * _SECONDS[unit]
+    if seconds and not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise typer.BadParameter(f"{text!r} is no duration that can be meant; allowed is 0, or 0.001us to 250000h")
+    return seconds
 
 
 def size(text: str | int) -> int:
@@ -77,11 +85,17 @@ def size(text: str | int) -> int:
     known = {name.lower(): factor for name, factor in _BYTES.items()}
     if number <= 0:
         raise typer.BadParameter(f"{text!r} is not above zero; write a size such as 24GiB")
-    if not unit and number.is_integer() and number >= 1 << 20:
-        return int(number)
-    if unit.lower() not in known:
+    if unit.lower() not in known and not (not unit and number.is_integer() and number >= 1 << 20):
         raise typer.BadParameter(f"{text!r} needs a unit: GiB (1024^3 bytes) or GB (1000^3 bytes), likewise K, M, T")
-    return int(number * known[unit.lower()])
+    count = number * known.get(unit.lower(), 1)
+    if not 1 <= count <= _MOST_BYTES:
+        raise typer.BadParameter(f"{text!r} is no size that can be meant; allowed is 1B to {_MOST_BYTES >> 40}TiB")
+    return int(count)
+
+
+def size_or_none(text: str | int) -> int:
+    """A size, or 0 for none of it."""
+    return 0 if text == "0" else size(text)
 
 
 def tokens(text: str | int) -> int:
@@ -90,8 +104,10 @@ def tokens(text: str | int) -> int:
         return text
     number, unit = _split(text, "a number of tokens such as 8192 or 8k")
     count = number * {"": 1, "k": 1024, "m": 1024**2}.get(unit.lower(), math.nan)
-    if not count >= 1 or not count.is_integer():
-        raise typer.BadParameter(f"{text!r} is not a whole number of tokens above zero, such as 8192 or 8k (8 x 1024)")
+    if not 1 <= count <= MOST_TOKENS or not count.is_integer():
+        raise typer.BadParameter(
+            f"{text!r} is not a whole number of tokens from 1 to {MOST_TOKENS}, such as 8192 or 8k (8 x 1024)"
+        )
     return int(count)
 
 
@@ -180,6 +196,8 @@ def with_engine_options(
             flags = {f.name: values.pop(f.name, None) for f in knobs}
             automatic = frozenset(name for name in flags if name in _CHOSEN and flags[name] == AUTO)
             given = {name: value for name, value in flags.items() if value is not None and name not in automatic}
+            for name, value in given.items():
+                check_knob(name, value, EngineConfig.knob_rule(name))
             check_together(given)
             return command(**values, engine_options=EngineOptions(given, automatic))
 
@@ -251,7 +269,7 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[Any], Any] | N
     if knob.name in _CHOSEN:
         return context_length, "TOKENS|auto"
     if rule["unit"] == "bytes":
-        return size, "SIZE"
+        return size_or_none if rule["low"] == 0 else size, "SIZE"
     if rule["unit"] == "seconds":
         return duration, "DURATION"
     if annotation is float and _is_share(rule["low"], rule["high"]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,16 +162,28 @@ def kv_budget(
     open_context = users is not None and config.max_model_len is None
     refusal = _refusal(draft)
     found = []
-    for device in devices:
-        longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
-        settings = replace(config, max_model_len=longest)
-        found.append(Findings(spec, draft, settings, device, demand, asked, mean_len, mix, refusal))
+    with _named("--context" if context and "max_model_len" not in engine_options.given else "max_model_len"):
+        for device in devices:
+            longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
+            settings = replace(config, max_model_len=longest)
+            found.append(Findings(spec, draft, settings, device, demand, asked, mean_len, mix, refusal))
     if gpu == _ALL:
         _tell_all(found, json_output)
     else:
         _tell(found[0], emit, simulate, json_output)
     if not any(each.fits for each in found):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _named(flag: str) -> Iterator[None]:
+    """Errors of max_model_len are told of the flag that has set it."""
+    try:
+        yield
+    except ConfigError as problem:
+        if problem.field != "max_model_len":
+            raise
+        raise ConfigError(flag, str(problem).removeprefix(f"{problem.field}: ")) from problem
 
 
 def _tell(found: Findings, emit: Target | None, simulate: str | None, json_output: bool) -> None:

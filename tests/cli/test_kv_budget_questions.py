@@ -250,8 +250,8 @@ def test_mla_is_told_both_ways(command: CommandLine) -> None:
     [
         (("--users", "0"), "--users"),
         (("--users", "-3"), "--users"),
-        (("--context", "0"), "above zero"),
-        (("--context", "-8k"), "above zero"),
+        (("--context", "0"), "tokens from 1 to"),
+        (("--context", "-8k"), "tokens from 1 to"),
         (("--context", "8q"), "8 x 1024"),
         (("--max-model-len", "long"), "8192 or 8k"),
         (("--context", "200k"), "--max-model-len: 204800 is beyond the 131072 positions"),

@@ -25,7 +25,7 @@ def test_durations(text: str, seconds: float) -> None:
     assert options.duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["800", "-1s", "1.5 parsecs", "", "ms", "nan", "1e999s", "1s2"])
+@pytest.mark.parametrize("text", ["800", "-1s", "1.5 parsecs", "", "ms", "nan", "1e999s", "1s2", "1e-320s", "1e30h"])
 def test_a_duration_without_a_clear_unit_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match=r"duration|unit"):
         options.duration(text)
@@ -53,6 +53,17 @@ def test_a_size_that_must_be_guessed_is_refused(text: str) -> None:
         options.size(text)
 
 
+@pytest.mark.parametrize("text", ["1e30", "1e30GiB", "0.1B", "1e-320GiB"])
+def test_a_size_that_cannot_be_meant_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="allowed is 1B to 1048576TiB"):
+        options.size(text)
+
+
+def test_no_swap_space_can_be_asked_for(run) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run("sample", "--swap-space", "0")
+    assert (code, json.loads(out)["config"]["swap_space"]) == (0, 0)
+
+
 def test_shares() -> None:
     assert options.fraction("0.9") == 0.9
     assert options.fraction("90%") == pytest.approx(0.9)
@@ -68,7 +79,7 @@ def test_tokens(text: str, count: int) -> None:
     assert options.context_length(text) == count
 
 
-@pytest.mark.parametrize("text", ["0", "-8k", "1.5", "8q", "k", "nan", "auto"])
+@pytest.mark.parametrize("text", ["0", "-8k", "1.5", "8q", "k", "nan", "auto", "1e30", "17M"])
 def test_what_is_no_number_of_tokens(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="tokens"):
         options.tokens(text)

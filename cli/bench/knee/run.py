@@ -9,6 +9,7 @@ from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.knee.search import Goal, Knee, find_knee
 from llmsched.cli.bench.load.arrivals import LEAST_RATE
 from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.load.options import as_flags
 from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -74,7 +75,10 @@ def check(load: Load, wish: Wish) -> None:
         )
     low = load.request_rate if load.request_rate is not None else wish.highest if wish.highest is not None else 1.0
     Goal(low, low if wish.highest is None else wish.highest, wish.attainment, wish.tolerance)
-    load.at_rate(low)
+    try:
+        load.at_rate(low)
+    except LlmschedError as problem:
+        raise LlmschedError(as_flags(str(problem))) from problem
 
 
 async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) -> Found:

@@ -78,7 +78,7 @@ def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Workload | Trace
             return _trace_load(path, name, given, defaults.get("max_concurrency"))
         return _synthetic({**shape, **given}, defaults)
     except LlmschedError as problem:
-        raise LlmschedError(_as_flags(str(problem))) from problem
+        raise LlmschedError(as_flags(str(problem))) from problem
 
 
 def _shipped(wanted: str) -> tuple[Path | None, str | None, Mapping[str, Any]]:
@@ -124,7 +124,7 @@ def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
         given.setdefault("max_concurrency", concurrency)
 
 
-def _as_flags(text: str) -> str:
+def as_flags(text: str) -> str:
     """The text with settings written as the flags that set them, but not within paths.
 
     A setting of one word cannot be told from a word of the sentence, unless the text begins with it.
