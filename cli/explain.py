@@ -146,9 +146,24 @@ def times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
+#: What a request waited for, as the scheduler calls it -> as it is told.
+_WAITED_FOR = {
+    "slot": "a slot",
+    "memory": "memory",
+    "step": "room in a step",
+    "prefix": "a prefix that others were computing",
+}
+
+
 def _admitted(details: dict[str, Any]) -> str:
     """What the cache had of it, and why not more."""
     words = f"{details['cached_tokens']} of {details['tokens']} tokens were there, {details['running']} running"
+    if waits := [
+        f"{render.human_seconds(ms / 1e3)} for {name}"
+        for what, name in _WAITED_FOR.items()
+        if (ms := details.get(f"waited_for_{what}_ms"))
+    ]:
+        words = f"waited {', '.join(waits)}; {words}"
     if restored := details.get("restored_blocks"):
         words += f"; {restored} blocks come back from host memory"
     prefix, known = details.get("prefix"), details.get("known_tokens")

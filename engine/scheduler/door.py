@@ -17,6 +17,7 @@ from llmsched.engine.scheduler.passing import Passing
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.step import Step
 from llmsched.engine.scheduler.waiting import WaitingQueue, is_short
+from llmsched.engine.scheduler.waits import WaitFor, Waits
 
 #: Requests that are offered a place in one step beyond those that get one.
 OFFERS_BEYOND_SLOTS = 8
@@ -47,6 +48,7 @@ class Door:
         assert config.max_num_batched_tokens is not None
         self.control = HeadroomControl(config, min(config.max_num_seqs, config.max_num_batched_tokens))
         self.passing = Passing(waiting, ledger, config.max_passes)
+        self.waits = Waits(clock)
         self._admission = Admission(kv, config, predictor)
         self._kv = kv
         self._config = config
@@ -62,6 +64,7 @@ class Door:
         self._try_again = False
         self._shut_out: set[Request] = set()
         self._lane_places = 1.0
+        self._first_lacks = WaitFor.STEP
 
     def new_step(self) -> None:
         """Nobody has been preempted in this step yet."""
@@ -75,6 +78,7 @@ class Door:
     def shut_out(self, request: Request) -> None:
         """The request was preempted in this step, so it is not let in again in it."""
         self._shut_out.add(request)
+        self._first_lacks = WaitFor.MEMORY
         self.changed()
 
     @property
@@ -86,6 +90,12 @@ class Door:
         if not self._waiting:
             return False
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
+
+    def lacking(self, step: Step) -> WaitFor:
+        """What the first of those who wait after this step has been decided waits for."""
+        if self.is_full:
+            return WaitFor.SLOT
+        return WaitFor.STEP if step.left <= 0 else self._first_lacks
 
     def admit_short_ones(self, step: Step, lane: int) -> list[Request]:
         """Let short requests in while the fast lane's `lane` tokens last; returns those let in.
@@ -175,6 +185,7 @@ class Door:
         if coming < self._kv.block_size:
             return False
         self._ledger.note(request.request_id, "waits for a prefix", tokens=coming)
+        self._refused(request, WaitFor.PREFIX)
         self._try_again = True
         return True
 
@@ -186,7 +197,12 @@ class Door:
             free_blocks=self._kv.pool.num_available,
             running=len(self._running),
         )
+        self._refused(request, WaitFor.MEMORY)
         self.passing.blocked(request, shortage, self._running, self._admission)
+
+    def _refused(self, request: Request, lacking: WaitFor) -> None:
+        if request is self._waiting.first:
+            self._first_lacks = lacking
 
     def _bonus(self, request: Request) -> float:
         hit = self._kv.find_prefix(request)
@@ -204,6 +220,8 @@ class Door:
         if num_restored:
             cached["restored_blocks"] = num_restored
             self._counters.num_swapped_in += 1
+        for what, seconds in self.waits.end(request).items():
+            cached[f"waited_for_{what}_ms"] = round(1e3 * seconds, 3)
         self._ledger.note(request.request_id, "admitted", running=len(self._running), **cached)
         if request.num_preemptions:
             self._counters.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)

@@ -20,6 +20,7 @@ from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import SAFE_AFTER, Preemption
 from llmsched.engine.scheduler.step import Step
 from llmsched.engine.scheduler.waiting import WaitingQueue, initial_rank
+from llmsched.engine.scheduler.waits import WaitFor
 
 
 class Update(NamedTuple):
@@ -86,6 +87,7 @@ class Scheduler:
         request.rank = initial_rank(request, self.config)
         self.ledger.begin(request.request_id, request.arrival_time, ahead=len(self.waiting), running=len(self.running))
         self.waiting.add(request, short=self.door.is_short(request))
+        self.door.waits.begin(request)
         self.door.changed()
 
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
@@ -135,8 +137,13 @@ class Scheduler:
         step.decode(r for r in self.running if r.num_tokens - r.num_computed_tokens == 1)
         behind.sort(key=lambda r: (r.rank, r.request_id))
         self._prefill(step, behind, admit=self.door.worth_trying and (not preempted or not self.running))
+        self.door.waits.now_for(self._lacking(step))
         finished, self._finished = self._finished, []
         return StepPlan(step.rows(), finished, self.kv.take_copies(), *self.kv.take_swaps())
+
+    def _lacking(self, step: Step) -> WaitFor | None:
+        """What those who wait after this step has been decided wait for; None: nobody does."""
+        return self.door.lacking(step) if self.waiting else None
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens, preempting until they suffice."""
@@ -178,6 +185,7 @@ class Scheduler:
             self.counters.num_headroom_changes += self.door.control.preempted(len(self.running))
             self.waiting.move_to_head_of_class(request)
         self.waiting.add(request, short=self.door.is_short(request))
+        self.door.waits.begin(request)
 
     def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
         """Share all that decodes left of the budget: a part goes to short requests first, the rest by rank."""
@@ -247,6 +255,7 @@ class Scheduler:
             self.kv.release(request)
         else:
             self.waiting.remove(request)
+            self.door.waits.end(request)
             self.kv.swap.discard(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.engine.scheduler.step import Step
+from llmsched.engine.scheduler.waits import WaitFor
 
 
 class StaticScheduler(Scheduler):
@@ -19,6 +20,10 @@ class StaticScheduler(Scheduler):
         for request in self.running:
             self.kv.grow(request)
         return False
+
+    def _lacking(self, step: Step) -> WaitFor | None:
+        """A place in the next batch, whatever is free in this one."""
+        return WaitFor.SLOT if self.waiting else None
 
     def _prefill(self, step: Step, behind: list[Request], *, admit: bool) -> None:
         if not self.running:

@@ -19,6 +19,7 @@ class Step:
         self._kv = kv
         self._ledger = ledger
         self._counts: dict[Request, int] = {}
+        self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
         """Let the request compute as much of what it is behind as `limit` and the budget allow; returns how much.
@@ -33,9 +34,8 @@ class Step:
         if count <= 0:
             return 0
         self._counts[request] = given + count
+        self._behind.add(request)
         self.left -= count
-        done = start + count
-        self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
@@ -44,6 +44,10 @@ class Step:
         self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
+        """The step as it is to be computed; what is no decode is written down."""
+        for request in self._behind:
+            done = request.num_computed_tokens + self._counts[request]
+            self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
         return [_row(request, count) for request, count in self._counts.items()]
 
 

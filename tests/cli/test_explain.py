@@ -13,9 +13,10 @@ from command_line import CommandLine
 from fakes import Harness, make_request, tokens
 from scripted import ScriptedServer
 
-from llmsched.cli.explain import _WORDS, summary, told
+from llmsched.cli.explain import _WAITED_FOR, _WORDS, summary, told
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.core import Timeline
+from llmsched.engine.scheduler.waits import WaitFor
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +178,20 @@ def test_an_evicted_prefix_has_its_age() -> None:
     details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
     entry = {"what": "admitted", "count": 1, "details": {**details, "evicted_s_ago": 2.5}}
     assert told(entry) == "0 of 9 tokens were there, 0 running; what follows was evicted 2.50 s ago"
+
+
+def test_what_a_request_waited_for_is_told() -> None:
+    details = {
+        "running": 1,
+        "cached_tokens": 0,
+        "tokens": 9,
+        "waited_for_memory_ms": 1250.0,
+        "waited_for_slot_ms": 20.0,
+    }
+    assert told({"what": "admitted", "count": 1, "details": details}) == (
+        "waited 20.0 ms for a slot, 1.25 s for memory; 0 of 9 tokens were there, 1 running"
+    )
+    assert set(_WAITED_FOR) == set(WaitFor)
 
 
 def test_what_only_windows_have_lost_has_no_age() -> None:

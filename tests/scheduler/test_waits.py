@@ -1,0 +1,78 @@
+"""What a request is told that it waited for."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import Harness, make_request, tokens
+
+from llmsched.engine.request import FinishReason, Request
+
+
+def waited(harness: Harness, request: Request) -> list[dict[str, float]]:
+    """Seconds by what they were for, for each time that the request was admitted."""
+    admitted = [e for e in harness.scheduler.ledger.entries(request.request_id) if e.what == "admitted"]
+    return [
+        {
+            name.removeprefix("waited_for_").removesuffix("_ms"): float(ms) / 1e3
+            for name, ms in entry.details.items()
+            if name.startswith("waited_for_")
+        }
+        for entry in admitted
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fair", "serial", "static"])
+def test_for_a_slot(policy: str) -> None:
+    harness = Harness(64, max_num_seqs=1, max_model_len=64, scheduling_policy=policy)
+    first = harness.add(make_request("first", tokens(10), 8, arrival=0.0))
+    harness.step()
+    second = harness.add(make_request("second", tokens(10, seed=1), 2, arrival=1.0))
+    harness.run()
+    assert waited(harness, first) == [{}]
+    assert waited(harness, second) == [{"slot": 7.0}], "from 1 to 8"
+
+
+def test_for_the_end_of_a_static_batch_though_it_has_places() -> None:
+    harness = Harness(64, max_num_seqs=4, max_model_len=64, scheduling_policy="static")
+    harness.add(make_request("first", tokens(10), 8, arrival=0.0))
+    harness.step()
+    late = harness.add(make_request("late", tokens(10, seed=1), 2, arrival=1.0))
+    harness.run()
+    assert waited(harness, late) == [{"slot": 7.0}]
+
+
+def test_for_memory_at_first_and_after_preemption() -> None:
+    harness = Harness(10, output_prediction="none", headroom=0.0)
+    pair = [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=float(i))) for i in range(2)]
+    third = harness.add(make_request("third", tokens(100, seed=5), 2, arrival=2.0))
+    harness.run()
+    assert pair[1].num_preemptions == 1
+    first, again = waited(harness, pair[1])
+    assert "memory" not in first
+    assert set(again) == {"memory"}
+    assert again["memory"] > 10
+    (after,) = waited(harness, third)
+    assert after["memory"] > again["memory"]
+
+
+def test_for_room_in_a_step_and_for_a_prefix() -> None:
+    harness = Harness(64, budget=32, fast_lane_share=0.0, headroom=0.0)
+    harness.add(make_request("long", tokens(320), 2, arrival=0.0))
+    behind = harness.add(make_request("next", tokens(20, seed=1), 2, arrival=0.0))
+    harness.run()
+    assert waited(harness, behind) == [{"step": 10.0}]
+    harness = Harness(64, budget=256)
+    harness.add(make_request("writer", tokens(100), 2, arrival=0.0))
+    twin = harness.add(make_request("writes too", tokens(100), 2, arrival=0.0))
+    harness.run()
+    assert waited(harness, twin) == [{"prefix": 1.0}]
+
+
+def test_those_that_end_while_they_wait_leave_nothing_behind() -> None:
+    harness = Harness(64, max_num_seqs=1)
+    requests = [harness.add(make_request(f"r{i}", tokens(10, seed=i), 4, arrival=0.0)) for i in range(4)]
+    harness.step()
+    for request in requests[1:3]:
+        harness.scheduler.finish(request, FinishReason.ABORT)
+    harness.run()
+    assert not harness.scheduler.door.waits._before
