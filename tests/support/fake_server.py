@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class Script:
     hang: bool = False
     refused: bool = False
     content_type: str = "text/event-stream"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -87,7 +88,7 @@ class FakeServer(httpx.AsyncBaseTransport):
             await asyncio.sleep(script.connect)
             await trace("connection.connect_tcp.complete", {})
         await trace("http11.send_request_headers.started", {})
-        head = {"content-type": script.content_type}
+        head = {"content-type": script.content_type, **script.headers}
         return httpx.Response(script.status, headers=head, stream=_Body(script, self))
 
 

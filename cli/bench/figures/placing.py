@@ -52,8 +52,13 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
     if stated:
         return _spread(stated, times), USAGE
     if count_tokens is not None:
-        return _spread(max(1, count_tokens("".join(chunk.text for chunk in chunks))), times), RETOKENISED
+        return _spread(max(1, count_tokens(_whole("".join(chunk.text for chunk in chunks)))), times), RETOKENISED
     return _spread(len(times), times), CHUNKS
+
+
+def _whole(text: str) -> str:
+    """The text with letters that were split over chunks put together, and what is half of one replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def worst_source(requests: Sequence[Served]) -> str | None:

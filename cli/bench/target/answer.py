@@ -7,26 +7,30 @@ event of that type, as an object, or as a field `error:` beside `data:` (llama.c
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterable, Callable
-from typing import Any
 
 import httpx
 
-from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.target.sse import Event, EventParser
-
-_DETAIL_LENGTH = 300
+from llmsched.cli.bench.figures.record import RequestFailed, RequestRecord
+from llmsched.cli.bench.target.chunks import note, shorten
+from llmsched.cli.bench.target.sse import EventParser
 
 #: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
 _LINGER_S = 0.5
 
-#: Finish reasons of a request that the server did not serve to its end.
-_UNSERVED = frozenset({"abort", "error"})
-
 #: What a server that refuses a field of the request says, and the flag that leaves the field out.
 _WAYS_OUT = {"ignore_eos": "--stop-at-eos leaves it out", "prompt": "--text-prompts sends words, not token ids"}
 _REFUSALS = frozenset({400, 422})
+
+#: What helps against other statuses.
+_REMEDIES = {
+    401: "--api-key sends a key",
+    403: "--api-key sends a key",
+    404: "--endpoint chooses the API, --served-model-name the model",
+}
+
+#: As much of an answer is kept to be quoted if it is no stream.
+_QUOTED = 2000
 
 
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
@@ -38,12 +42,11 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
     if response.status_code != httpx.codes.OK:
         await response.aread()
         raise RequestFailed(f"http {response.status_code}", _refusal(response))
-    if response.headers.get("content-type", "").startswith("application/json"):
-        await response.aread()
-        raise RequestFailed("not a stream", shorten(response.text))
     try:
         async with asyncio.timeout(None) as patience:
             await _read_stream(response, record, now, patience)
+    except httpx.DecodingError as problem:
+        raise RequestFailed("not understood", shorten(str(problem))) from problem
     except (TimeoutError, httpx.RequestError):
         if record.end is None:
             raise
@@ -56,11 +59,16 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
 
 
 def _refusal(response: httpx.Response) -> str:
-    """What the server said, and the flag that would please it where the field it refuses is known."""
+    """What the server said, and what it says of where or when else, and the flag that may please it."""
     said = shorten(response.text)
-    if response.status_code in _REFUSALS and (hint := next((w for f, w in _WAYS_OUT.items() if f in said), None)):
-        return f"{said} ({hint})"
-    return said
+    more = [
+        f"{name}: {shorten(response.headers[name])}" for name in ("Location", "Retry-After") if name in response.headers
+    ]
+    if response.status_code in _REFUSALS:
+        more += [way for field, way in _WAYS_OUT.items() if field in said][:1]
+    elif response.status_code in _REMEDIES:
+        more.append(_REMEDIES[response.status_code])
+    return " ".join([*([said] if said else []), *(f"({one})" for one in more)])
 
 
 async def _read_stream(
@@ -68,15 +76,24 @@ async def _read_stream(
 ) -> None:
     """Note all events, and the end at [DONE], after which there is little `patience`.
 
-    Their time is when their last byte was received, if the transport tells that.
+    Their time is when their last byte was received, if the transport tells that. Raises RequestFailed for an answer
+    that has no event at all.
     """
     arrived, parser = response.extensions.get("arrived", now), EventParser()
+    beginning, any_event = b"", False
     async for received in _content(response):
-        for event in parser.feed(received):
-            if record.end is None and _note(event, record, arrived()):
+        events = parser.feed(received)
+        any_event = any_event or bool(events)
+        if not any_event:
+            beginning = (beginning + received)[:_QUOTED]
+        for event in events:
+            if record.end is None and note(event, record, arrived()):
                 patience.reschedule(now() + _LINGER_S)
-    if record.end is None and (last := parser.close()) is not None:
-        _note(last, record, now())
+    last = parser.close()
+    if last is not None and record.end is None:
+        note(last, record, now())
+    elif not any_event and beginning.strip():
+        raise RequestFailed("not a stream", shorten(beginning.decode("utf-8", errors="replace")))
 
 
 def _content(response: httpx.Response) -> AsyncIterable[bytes]:
@@ -84,78 +101,3 @@ def _content(response: httpx.Response) -> AsyncIterable[bytes]:
     if "content-encoding" not in response.headers and isinstance(response.stream, httpx.AsyncByteStream):
         return response.stream
     return response.aiter_bytes()
-
-
-def _note(event: Event, record: RequestRecord, time: float) -> bool:
-    """Put an event on the record; True if it is the last."""
-    if event.data.strip() == "[DONE]":
-        record.end = time
-        return True
-    _note_event(event, record, time)
-    return False
-
-
-def _note_event(event: Event, record: RequestRecord, time: float) -> None:
-    """Put one event on the record; only a chunk with choices can hold a token."""
-    if event.type == "error":
-        raise RequestFailed("error event", shorten(event.data))
-    if not event.data.strip():
-        return
-    try:
-        content = json.loads(event.data)
-    except ValueError as problem:
-        raise RequestFailed("not understood", shorten(event.data)) from problem
-    if not isinstance(content, dict):
-        raise RequestFailed("not understood", shorten(event.data))
-    if content.get("error") is not None or content.get("object") == "error":
-        raise RequestFailed("error event", shorten(event.data))
-    if record.request_id is None and isinstance(name := content.get("id"), str):
-        record.request_id = name
-    counted = None
-    if isinstance(usage := content.get("usage"), dict):
-        before, record.usage = record.usage, _usage(usage, record.usage)
-        if record.usage.output_tokens is not None:
-            counted = max(0, record.usage.output_tokens - (before.output_tokens or 0))
-    choices = content.get("choices")
-    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        if isinstance(ids := choices[0].get("token_ids"), list):
-            counted = len(ids)
-        record.chunks.append(Chunk(time, _text(choices[0]), counted))
-        if isinstance(reason := choices[0].get("finish_reason"), str):
-            record.finish_reason = reason
-            if reason in _UNSERVED:
-                raise RequestFailed(f"ended by {reason}", f"after {len(record.chunks)} chunks")
-
-
-def _text(choice: dict[str, Any]) -> str:
-    """All the output in a choice, whether answer, reasoning or the arguments of a tool call."""
-    if isinstance(text := choice.get("text"), str):
-        return text
-    if not isinstance(delta := choice.get("delta"), dict):
-        return ""
-    parts = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
-    calls = delta.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-            parts += [function.get("name"), function.get("arguments")]
-    return "".join(part for part in parts if isinstance(part, str))
-
-
-def _usage(usage: dict[str, Any], before: Usage) -> Usage:
-    """The counts of a usage object; what it leaves out stays as it was stated before."""
-    details = usage.get("prompt_tokens_details")
-    return Usage(
-        prompt_tokens=_count(usage.get("prompt_tokens"), before.prompt_tokens),
-        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None, before.cached_tokens),
-        output_tokens=_count(usage.get("completion_tokens"), before.output_tokens),
-    )
-
-
-def _count(value: Any, otherwise: int | None) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
-
-
-def shorten(text: str) -> str:
-    """One line of what a server said."""
-    line = " ".join(text.split())
-    return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."

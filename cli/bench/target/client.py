@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import quote
 
 import httpx
 
 from llmsched.cli.bench.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.bench.load.load import PlannedRequest
 from llmsched.cli.bench.load.prompts import Encode
-from llmsched.cli.bench.target.answer import read_answer, shorten
+from llmsched.cli.bench.target.answer import read_answer
+from llmsched.cli.bench.target.chunks import shorten
 from llmsched.cli.bench.target.connections import Connections
 from llmsched.cli.bench.target.metrics import ServerMetrics
 from llmsched.cli.bench.target.sampling import Sample
@@ -27,6 +29,12 @@ _MOST_TIMELINES = 2000
 
 #: Seconds between two looks at the state of an llmsched server, which takes 1.4 ms to tell.
 _OWN_SAMPLE_INTERVAL_S = 0.25
+
+#: Paths of the API that a URL may have been copied with.
+_ENDPOINTS = ("/chat/completions", "/completions", "/models")
+
+#: Compressed chunks would come late, and be work; and there are gateways that refuse who does not say what it is.
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "llmsched"}
 
 #: Of what is asked beside the load.
 _ONE_CONNECTION = httpx.Limits(max_connections=1)
@@ -83,7 +91,8 @@ class TargetUnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """How to talk to a server. `url` may end in /v1 or not; `model` None asks the server for its first.
+    """How to talk to a server. `url` may end in /v1, or in an endpoint there, or not; `model` None asks the server for
+    its first.
 
     `lookup_timeout` (seconds) is for what is asked beside the load: the models and the metrics. `timelines`: ask an
     llmsched server, after the load, what its scheduler decided.
@@ -97,6 +106,14 @@ class HttpOptions:
     lookup_timeout: float = 10.0
     timelines: bool = False
 
+    @property
+    def root(self) -> str:
+        """What stands before /v1."""
+        root = self.url.rstrip("/")
+        for endpoint in _ENDPOINTS:
+            root = root.removesuffix(endpoint)
+        return root.rstrip("/").removesuffix("/v1")
+
 
 class HttpTarget:
     """An OpenAI-compatible server. Call `connect` first, `close` last."""
@@ -108,13 +125,14 @@ class HttpTarget:
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url
         self._options = options
-        self._root = options.url.rstrip("/").removesuffix("/v1")
+        self._root = options.root
         self._model = options.model
         self._count_chunks: Mapping[str, Any] = {}
         self._answers_lookups = True
         self._is_ours = False
         self._memory: MemoryParts | None = None
-        self._headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._headers = {**_HEADERS, **key}
         self._lookups = httpx.AsyncClient(
             headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
         )
@@ -123,10 +141,10 @@ class HttpTarget:
     async def connect(self) -> None:
         """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""
         try:
-            response = await self._lookups.get(f"{self._root}/v1/models")
+            response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
             raise TargetUnreachableError(_detail(problem)) from problem
-        except httpx.RequestError:
+        except (httpx.RequestError, TimeoutError):
             self._answers_lookups = False
             return
         first = _first_model(response)
@@ -136,7 +154,7 @@ class HttpTarget:
         if self._is_ours:
             self.sample_interval = _OWN_SAMPLE_INTERVAL_S
         if self._model is None and isinstance(name := first.get("id"), str):
-            self.name = self._model = name
+            self._model, self.name = name, shorten(name)
 
     async def close(self) -> None:
         await self._lookups.aclose()
@@ -213,20 +231,25 @@ class HttpTarget:
         if record.request_id is None or record.sent is None:
             return None
         try:
-            response = await self._lookups.get(f"{self._root}/v1/requests/{record.request_id}/explain")
+            response = await self._look_up(f"/v1/requests/{quote(record.request_id, safe='')}/explain")
             return read_timeline(response.json(), record.sent)
-        except (httpx.RequestError, ValueError, LookupError, TypeError):
+        except (httpx.RequestError, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
             return None
 
     def memory(self) -> MemoryParts | None:
         return self._memory
 
+    async def _look_up(self, path: str) -> httpx.Response:
+        """What the server answers beside the load. Raises TimeoutError if that does not come to its end in time."""
+        async with asyncio.timeout(self._options.lookup_timeout):
+            return await self._lookups.get(f"{self._root}{path}")
+
     async def _metrics(self) -> ServerMetrics | None:
         if not self._answers_lookups:
             return None
         try:
-            response = await self._lookups.get(f"{self._root}/metrics")
-        except httpx.RequestError:
+            response = await self._look_up("/metrics")
+        except (httpx.RequestError, TimeoutError):
             return None
         metrics = ServerMetrics.of(response.text) if response.status_code == httpx.codes.OK else None
         if metrics is not None:
@@ -238,10 +261,11 @@ def _first_model(response: httpx.Response) -> dict[str, Any]:
     """The first entry of a list of models; empty if the answer is none."""
     try:
         first = response.json()["data"][0]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return {}
     return first if isinstance(first, dict) else {}
 
 
 def _detail(problem: Exception) -> str:
-    return shorten(str(problem)) or type(problem).__name__
+    said = shorten(str(problem)) or type(problem).__name__
+    return f"{said} (SSL_CERT_FILE names certificates to trust)" if "CERTIFICATE_VERIFY_FAILED" in said else said

@@ -21,17 +21,20 @@ _NO_ANSWER = "the connection was closed without an answer"
 
 
 class ChunkDecoder:
-    """Takes the bytes of a chunked body as they come, split anywhere, and gives its content (RFC 9112, section 7.1)."""
+    """Takes the bytes of a chunked body as they come, split anywhere, and gives its content (RFC 9112, section 7.1).
+
+    What follows the body, once it is `done`, is left in `rest`.
+    """
 
     def __init__(self) -> None:
         self.done = False
-        self._rest = b""
+        self.rest = b""
         self._left = 0
         self._trailers = False
 
     def feed(self, received: bytes) -> bytes:
         """The content that these bytes complete. Raises ValueError for what is no chunked body."""
-        data, content, at = self._rest + received, [], 0
+        data, content, at = self.rest + received, [], 0
         while not self.done and at < len(data):
             if self._left > 2:
                 part = data[at : at + self._left - 2]
@@ -49,8 +52,8 @@ class ChunkDecoder:
             else:
                 self._line(data[at:end])
                 at = end + 2
-        self._rest = data[at:]
-        if len(self._rest) > _LONGEST_LINE:
+        self.rest = data[at:]
+        if len(self.rest) > _LONGEST_LINE:
             raise ValueError("a line between chunks does not end")
         return b"".join(content)
 
@@ -153,9 +156,9 @@ class _Body(httpx.AsyncByteStream):
         self._wire = wire
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         length = headers.get("content-length")
-        self._left = int(length) if length is not None and not self._chunked else None
+        self._left = _length(length) if length is not None and not self._chunked else None
         self._complete = status in (204, 304) or self._left == 0
-        self._keep = headers.get("connection", "").lower() != "close"
+        self._keep = "close" not in headers.get("connection", "").lower()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         decoder = ChunkDecoder() if self._chunked else None
@@ -168,9 +171,12 @@ class _Body(httpx.AsyncByteStream):
                 if decoder is not None:
                     received = decoder.feed(received)
                     self._complete = decoder.done
+                    self._keep = self._keep and not (decoder.done and decoder.rest)
                 elif self._left is not None:
+                    self._keep = self._keep and len(received) <= self._left
+                    received = received[: self._left]
                     self._left -= len(received)
-                    self._complete = self._left <= 0
+                    self._complete = not self._left
                 if received:
                     yield received
         except (OSError, ValueError) as problem:
@@ -185,6 +191,12 @@ class _Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         if not (self._complete and self._keep):
             self._transport.drop()
+
+
+def _length(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{text[:40]!r} is no Content-Length")
+    return int(text)
 
 
 def _head_of(request: httpx.Request) -> bytes:

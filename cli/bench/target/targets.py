@@ -129,23 +129,34 @@ def http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: Engin
     if engine_options.given:
         names = ", ".join("--" + name.replace("_", "-") for name in engine_options.given)
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
-    try:
-        host, port = httpx.URL(url).host, httpx.URL(url).port
-    except httpx.InvalidURL as problem:
-        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
-    if not host:
-        raise LlmschedError(f"{url!r} names no host; write http://host:port")
-    if port is not None and not 1 <= port <= 65535:
-        raise LlmschedError(f"{url!r}: port {port} is none; allowed is 1 to 65535")
+    _check_url(url)
+    if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
+        raise LlmschedError("--api-key has a letter that a header cannot hold; allowed are printable ASCII letters")
     return HttpOptions(
         url,
-        endpoint=flags.endpoint or "completions",
+        endpoint=flags.endpoint or ("chat" if url.rstrip("/").endswith("/chat/completions") else "completions"),
         model=flags.served_model_name,
         api_key=flags.api_key,
         ignore_eos=not flags.stop_at_eos,
         lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
         timelines=plan.timelines,
     )
+
+
+def _check_url(url: str) -> None:
+    """Raise LlmschedError for a URL that is none, or that has what cannot be sent."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as problem:
+        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
+    if not parsed.host:
+        raise LlmschedError(f"{url!r} names no host; write http://host:port")
+    if parsed.port is not None and not 1 <= parsed.port <= 65535:
+        raise LlmschedError(f"{url!r}: port {parsed.port} is none; allowed is 1 to 65535")
+    if parsed.userinfo:
+        raise LlmschedError("a user or a password in the URL cannot be sent; --api-key sends a key")
+    if parsed.query or parsed.fragment:
+        raise LlmschedError(f"{url!r} has a query or a fragment; name the URL up to /v1")
 
 
 def refuse_server_flags(typed: Sequence[str]) -> None:

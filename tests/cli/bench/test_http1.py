@@ -142,6 +142,22 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     assert Outcome([OK + b"\r\nabc", OK + b"\r\ndef"]).results == [(200, b"abc"), (200, b"def")]
 
 
+@pytest.mark.parametrize("answer", [OK + b"Content-Length: 3\r\n\r\n", CHUNKED + b"3\r\n"], ids=["length", "chunked"])
+def test_what_follows_an_answer_is_not_taken_for_the_next_one(answer: bytes) -> None:
+    """A connection on which more came than was announced is not used again."""
+    end = b"\r\n0\r\n\r\n" if b"chunked" in answer else b""
+    outcome = Outcome([answer + b"abc" + end + OK + b"Content-Length: 4\r\n\r\nevil", answer + b"def" + end])
+    assert outcome.results == [(200, b"abc"), (200, b"def")]
+    assert outcome.connections == 2
+
+
+@pytest.mark.parametrize("header", [b"Connection: Close", b"connection:keep-alive, close"])
+def test_a_server_says_in_its_own_way_that_it_closes(header: bytes) -> None:
+    answer = OK + header + b"\r\nContent-Length: 1\r\n\r\na"
+    outcome = Outcome([answer, answer])
+    assert (outcome.results, outcome.connections) == ([(200, b"a")] * 2, 2)
+
+
 def test_interim_answers_are_skipped() -> None:
     outcome = Outcome([b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\nContent-Length: 2\r\n\r\nno"])
     assert outcome.results == [(503, b"no")]
@@ -153,6 +169,7 @@ def test_interim_answers_are_skipped() -> None:
         CHUNKED + b"5\r\nab",
         OK + b"Content-Length: 9\r\n\r\nabc",
         OK + b"Content-Length: nine\r\n\r\n",
+        OK + b"Content-Length: -1\r\n\r\na",
         CHUNKED + b"no size\r\n",
         b"220 smtp ready\r\n\r\n",
         b"HTTP/1.1 2",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
 from fake_server import FakeServer, Script, end, event, token, usage
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from virtual_time import run_virtual
 
 from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.figures.placing import EXACT, USAGE
+from llmsched.cli.bench.figures.placing import EXACT, USAGE, served
 from llmsched.cli.bench.load.prompts import COMMON_IDS
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import run_workload
@@ -127,11 +129,107 @@ def test_every_server_fails_in_its_own_way(parts: list[bytes], reason: str) -> N
     assert reason != "error event" or "boom" in figures.failure_examples[reason]
 
 
-def test_an_answer_in_one_piece_is_not_taken_for_a_stream() -> None:
+@pytest.mark.parametrize("content_type", ["application/json", "text/html", "text/event-stream"])
+def test_an_answer_in_one_piece_is_not_taken_for_a_stream(content_type: str) -> None:
     whole = b'{"choices": [{"index": 0, "text": "abc", "finish_reason": "length"}]}'
-    figures = bench(Script([(0.3, whole)], content_type="application/json"))
+    figures = bench(Script([(0.3, whole)], content_type=content_type))
     assert figures.failures == {"not a stream": 1}
     assert "abc" in figures.failure_examples["not a stream"]
+
+
+def test_a_stream_is_one_whatever_its_type_says() -> None:
+    figures = bench(Script([(0.1, token()), (0.2, token()), (0.3, token() + end(3))], content_type="application/json"))
+    assert (figures.completed, figures.output_tokens) == (1, 3)
+
+
+def test_of_several_choices_the_one_that_was_asked_for_counts() -> None:
+    def chunk(*choices: tuple[int, str]) -> bytes:
+        return event({"choices": [{"index": index, "text": text} for index, text in choices]})
+
+    parts = [chunk((1, "zz"), (0, "a")), chunk((1, "zz")), chunk((0, "b")), end(2)]
+    figures = bench(Script([(0.1 * n, part) for n, part in enumerate(parts, start=1)]))
+    assert [chunk.text for chunk in figures.records[0].chunks] == ["a", "b"]
+
+
+def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
+    both = delta({"reasoning_content": "a", "reasoning": "a", "content": None})
+    parts = [both, delta({"reasoning": "b"}), delta({"content": [{"type": "text", "text": "c"}]}, "length")]
+    figures = bench(Script([(0.1 * n, event(part)) for n, part in enumerate(parts, start=1)]), endpoint="chat")
+    assert [chunk.text for chunk in figures.records[0].chunks] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"[" * 100_000, b"null", b"{", event(usage(10**9)).removeprefix(b"data: ").strip()],
+    ids=["deep", "null", "half", "usage"],
+)
+def test_nonsense_fails_its_request_and_nothing_else(said: bytes) -> None:
+    figures = bench(Script([(0.1, b"data: " + said + b"\n\n"), (0.2, token() + end(1))]))
+    assert figures.failures == {"not understood": 1}
+
+
+def test_what_a_server_says_does_not_steer_a_terminal() -> None:
+    said = bench(Script([(0.1, b"\x1b[2J\x07boom" + b"x" * 1000)], status=500)).failure_examples["http 500"]
+    assert said.startswith("\ufffd[2J\ufffdboom")
+    assert len(said) < 400
+
+
+def test_letters_that_are_split_over_chunks_are_counted_whole() -> None:
+    counted: list[str] = []
+    parts = [b'{"choices":[{"text":"\\ud83d"}]}', b'{"choices":[{"text":"\\ude00 \\ud83d","finish_reason":"stop"}]}']
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return 3
+
+    figures = bench(Script([(0.1, b"data: " + part + b"\n\n") for part in parts]))
+    assert served(figures.records[0], count) is not None
+    assert counted == ["\U0001f600 \ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "detail"),
+    [
+        (429, {"retry-after": "7"}, "busy (Retry-After: 7)"),
+        (307, {"location": "https://other/v1"}, "busy (Location: https://other/v1)"),
+        (401, {}, "busy (--api-key sends a key)"),
+        (404, {}, "busy (--endpoint chooses the API, --served-model-name the model)"),
+        (503, {}, "busy"),
+    ],
+)
+def test_what_a_server_refuses_with(status: int, headers: dict[str, str], detail: str) -> None:
+    """A request that is refused, put off or sent elsewhere is a failure: nothing is sent a second time."""
+    figures = bench(Script([(0.1, b"busy\n")], status=status, headers=headers))
+    assert figures.failure_examples == {f"http {status}": detail}
+
+
+class Endless(httpx.AsyncBaseTransport):
+    """Answers whatever is asked, byte by byte, without an end."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        class Body(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                while True:
+                    await asyncio.sleep(1.0)
+                    yield b" "
+
+        return httpx.Response(200, stream=Body())
+
+
+def test_lookups_without_an_end_are_given_up() -> None:
+    async def main() -> float:
+        target = HttpTarget(HttpOptions("http://fake", lookup_timeout=10.0), transport=Endless())
+        await target.connect()
+        assert await target.preemptions() is None
+        await target.close()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions", "/v1/models"])
+def test_a_url_may_have_been_copied_with_more_or_less_of_its_path(end: str) -> None:
+    assert HttpOptions(f"http://host/deep{end}").root == "http://host/deep"
 
 
 @pytest.mark.parametrize(
