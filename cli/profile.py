@@ -12,10 +12,12 @@ from llmsched.cli.options import EngineOptions
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.draft import model_name
+from llmsched.engine.kv.draft import model_name, open_draft
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.reconcile import ratios
-from llmsched.profiles.tuned import ProfileError, Scalar, TunedProfile, load_profile, store_memory
+from llmsched.profiles.calibrated import LOCAL
+from llmsched.profiles.gpus import UnknownGpuError, find_gpu, same_gpu
+from llmsched.profiles.tuned import ProfileError, Scalar, TunedProfile, load_profile, same_model, store_memory
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
@@ -42,23 +44,49 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
     return dict(profile.engine)
 
 
-def found_for_others(name_or_path: str, config: EngineConfig) -> list[str]:
+def found_for_others(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
     """Warnings where the profile was found for another model or device than those of `config`, or by simulation.
 
-    What the profile does not say is taken to be the same. Raises ConfigError when it cannot be read.
+    `simulate` is the device that is simulated, as `--simulate` takes it, None if it is this machine's. What the profile
+    does not say is taken to be the same. Raises ConfigError when it cannot be read, ModelError without such a model.
     """
-    profile, device = _load(name_or_path), device_table(config.device)
-    pairs = [
-        ("model", profile.model.get("name"), model_name(config.model)),
-        ("device", profile.device.get("name"), device["name"]),
-        ("number of cores", profile.device.get("cores") if device["kind"] == "cpu" else None, device["cores"]),
-    ]
+    profile = _load(name_or_path)
     found = [
         f"profile {name_or_path} was found for another {what}: {was}, and this is {now}; `llmsched tune` finds one"
-        for what, was, now in pairs
-        if was is not None and was != now
+        for what, was, now in (*_other_model(profile, config.model), *_other_device(profile, config.device, simulate))
     ]
-    return [*found, *([] if profile.measured else [f"profile {name_or_path} was simulated, not measured"])]
+    if not profile.measured and simulate is None:
+        found.append(f"profile {name_or_path} was simulated, not measured")
+    return found
+
+
+def _other_model(profile: TunedProfile, model: str) -> list[tuple[str, Scalar, Scalar]]:
+    was, now = profile.model.get("name"), {"name": model_name(model)}
+    if was is None:
+        return []
+    if "digest" in profile.model:
+        now["digest"] = open_draft(model).digest
+    if same_model(profile.model, now):
+        return []
+    return [("model" if was != now["name"] else "model of this name", was, now["name"])]
+
+
+def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> list[tuple[str, Scalar, Scalar]]:
+    was, now = profile.device, device_table(device) if simulate in (None, LOCAL) else _gpu_table(str(simulate))
+    found = []
+    if "name" in was and now and not same_gpu(str(was["name"]), str(now["name"])):
+        found.append(("device", was["name"], now["name"]))
+    if "cores" in was and now.get("kind") == "cpu" and was["cores"] != now["cores"]:
+        found.append(("number of cores", was["cores"], now["cores"]))
+    return found
+
+
+def _gpu_table(simulate: str) -> dict[str, Scalar]:
+    """A simulated GPU as profiles name it; empty for one that is not known, which is refused elsewhere."""
+    try:
+        return {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
+    except UnknownGpuError:
+        return {}
 
 
 def device_table(device: str) -> dict[str, Scalar]:

@@ -14,12 +14,14 @@ from importlib.resources import files
 class GpuSpec:
     """One GPU. `memory` is in bytes, as CUDA offers it; bandwidth in bytes/s, the rest in FLOP/s (dense, fp32 sums).
 
-    `architecture` is the generation in lower case ("hopper"), `host_bandwidth` that of the link to host memory, in
+    `driver_name` is what its driver calls it, `architecture` the generation in lower case ("hopper"), `host_bandwidth`
+    that of the link to host memory, in
     bytes/s one way. fp8_flops is 0 where there are no fp8 units.
     """
 
     key: str
     name: str
+    driver_name: str
     memory: int
     bandwidth: float
     bf16_flops: float
@@ -58,6 +60,11 @@ def find_gpu(name: str) -> GpuSpec:
     raise UnknownGpuError(f"{name!r} is not a known GPU; {hint}?" if near else f"{name!r} is not a known GPU; {hint}")
 
 
+def same_gpu(one: str, other: str) -> bool:
+    """Whether two names of a device are the same, or the listed name of one GPU and its driver's."""
+    return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
+
+
 def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
 
@@ -67,6 +74,7 @@ def _spec(key: str, entry: dict[str, float | str]) -> GpuSpec:
     return GpuSpec(
         key=key,
         name=str(entry["name"]),
+        driver_name=str(entry.get("driver_name", entry["name"])),
         memory=round(float(entry["memory_gib"]) * 2**30),
         bandwidth=float(entry["bandwidth_gbps"]) * 1e9,
         bf16_flops=bf16,

@@ -27,6 +27,8 @@ from typing import Any
 import platformdirs
 import tomli_w
 
+from llmsched.profiles.gpus import same_gpu
+
 Scalar = str | int | float | bool
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -86,7 +88,21 @@ def list_profiles() -> list[str]:
     return sorted(path.stem for path in profile_dir().glob("*.toml"))
 
 
-def latest_profile(model: str, device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
+def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
+    """Whether two tables [model] are of one: by the digest of its config.json where both know it, else by its name."""
+    key = "digest" if "digest" in one and "digest" in other else "name"
+    return one.get(key) == other.get(key)
+
+
+def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
+    """Whether two tables [device] are of one; the number of cores matters on a CPU only."""
+    keys = ("kind", "cores") if one.get("kind") == "cpu" else ("kind",)
+    return all(one.get(key) == other.get(key) for key in keys) and same_gpu(
+        str(one.get("name")), str(other.get("name"))
+    )
+
+
+def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
     """Name and content of the newest profile in profile_dir() that was found for a model on a device.
 
     A file there that is no profile is passed over.
@@ -97,7 +113,7 @@ def latest_profile(model: str, device: Mapping[str, Scalar]) -> tuple[str, Tuned
             profile = load_profile(name)
         except ProfileError:
             continue
-        if profile.model.get("name") == model and dict(profile.device) == dict(device):
+        if same_model(profile.model, model) and same_device(profile.device, device):
             found.append((name, profile))
     return max(found, key=lambda each: each[1].created.timestamp(), default=None)
 

@@ -121,8 +121,8 @@ def bench(
         else:
             refuse_server_flags(typed_options(context))
             model, options = resolve_model(target), with_profile(engine_options, profile)
-            if profile is not None and simulate is None:
-                for warning in found_for_others(profile, options.config(model)):
+            if profile is not None:
+                for warning in found_for_others(profile, options.config(model), simulate):
                     render.warn(warning)
             result = _bench_model(model, simulate, plan, modes, options, progress)
     outputs.give_out(result)

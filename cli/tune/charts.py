@@ -30,7 +30,8 @@ def curve(evidence: Evidence) -> list[Chart]:
     drawn = [Series(evidence.goal, [(_budget(trial), share) for trial, share in shares])]
     drawn += [Series("not feasible", missed, "dots")] if missed else []
     title = f"{evidence.goal} by token budget"
-    charts.append(Chart(title, _BUDGET, "% of the best's", tuple(drawn), log_x=True))
+    unit = "% of the best's" if evidence.best() else "% of the highest"
+    charts.append(Chart(title, _BUDGET, unit, tuple(drawn), log_x=True))
     return charts
 
 

@@ -88,7 +88,15 @@ async def tune_engine(model: str, task: Task, options: EngineOptions, progress: 
     config, refused = _config(model, kind, task, options), Refused()
     runner, engine = await _largest_engine(config, task, refused, progress)
     try:
-        return await _run(subject_of(model, engine), engine.config, refused, runner, task, options, progress)
+        return await _run(
+            subject_of(model, open_draft(model, progress), engine),
+            engine.config,
+            refused,
+            runner,
+            task,
+            options,
+            progress,
+        )
     finally:
         await runner.close()
 
@@ -205,7 +213,7 @@ def _space(config: EngineConfig, task: Task, subject: Subject, refused: Refused)
     assert config.max_num_batched_tokens is not None
     start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
     budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
-    if task.warm_start and (found := latest_profile(subject.model["name"], subject.device)) is not None:
+    if task.warm_start and (found := latest_profile(subject.model, subject.device)) is not None:
         name, profile = found
         start = _warm(start, profile, config)
         if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
@@ -239,7 +247,7 @@ def _about(subject: Subject, task: Task, space: Space, given: Mapping[str, Any])
         "model": dict(subject.model),
         "device": dict(subject.device),
         "kind": "measured" if subject.measured else "simulated",
-        "steps": [subject.where, subject.calibration_error, subject.published_error],
+        "cost of steps": [subject.where, subject.calibration_error, subject.published_error],
         "load": f"{task.load.describe_requests()}, {task.load.describe()}, seed {task.load.seed}",
         "fingerprint of the load": task.load.parameters()["fingerprint"],
         "timeout": task.timeout,

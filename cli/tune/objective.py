@@ -165,14 +165,16 @@ class Evidence:
         return contenders[self.standing().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:
-        """The score of each setting as a share of the best's (or the leader's), what rounds have in common taken out.
+        """The score of each setting as a share of the best's, what rounds have in common taken out; where no setting is
+        feasible, of the highest.
 
         Rates of runs of different length and time cannot be compared with each other; these can.
         """
-        table, reference = self.standing(), self.best() or self.leader()
-        if reference is None or not math.isfinite(table.effects.get(reference.setting, -math.inf)):
+        table, best = self.standing(), self.best()
+        ranked = [best.setting] if best else table.ranked(list(table.effects))
+        if not ranked or not math.isfinite(table.effects.get(ranked[0], -math.inf)):
             return {}
-        return {setting: table.share(setting, reference.setting) for setting in table.effects}
+        return {setting: table.share(setting, ranked[0]) for setting in table.effects}
 
     def missed(self) -> list[Trial]:
         """Trials that worked but missed an SLO, the nearest first."""

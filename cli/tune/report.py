@@ -113,7 +113,8 @@ def _reasons(evidence: Evidence) -> list[str]:
 def _definitions(outcome: Outcome) -> dict[str, str]:
     names = ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady")
     goal = outcome.evidence.goal
-    share = f"{goal} as a share of the best's, in runs of the same round: other rates are of longer and shorter runs"
+    of = "the best's" if outcome.evidence.best() else "the highest"
+    share = f"{goal} as a share of {of}, in runs of the same round: other rates are of longer and shorter runs"
     return {**{name: DEFINITIONS[name] for name in names}, f"{goal} %": share}
 
 

@@ -36,11 +36,11 @@ class Subject:
     where: str = "in process"
 
 
-def subject_of(name: str, engine: AsyncEngine) -> Subject:
+def subject_of(name: str, draft: ModelDraft, engine: AsyncEngine) -> Subject:
     """The model and device of an engine."""
     return Subject(
         name,
-        model={"name": engine.model.name, "architecture": engine.model.architecture},
+        model={"name": engine.model.name, "architecture": engine.model.architecture, "digest": draft.digest},
         device=device_table(engine.config.device),
         memory={} if engine.plan is None else ratios(engine.plan),
     )
@@ -52,7 +52,11 @@ def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Sub
     here = device_table(device.kind) if blueprint.calibration_error is not None else {}
     return Subject(
         name,
-        model={"name": model_name(name), "architecture": str((draft.content.get("architectures") or [""])[0])},
+        model={
+            "name": model_name(name),
+            "architecture": str((draft.content.get("architectures") or [""])[0]),
+            "digest": draft.digest,
+        },
         device=here or {"kind": device.kind, "name": device.name},
         memory={},
         measured=False,

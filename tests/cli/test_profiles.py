@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from llmsched.cli import profile as profile_module
 from llmsched.cli.options import EngineOptions
 from llmsched.cli.profile import device_table, found_for_others, with_profile
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.draft import open_draft
 from llmsched.profiles.calibrated import Calibration, save_calibration
 from llmsched.profiles.tuned import TunedProfile, latest_profile, save_profile
 
@@ -166,15 +170,49 @@ def test_another_model_or_device_is_warned_of(command: CommandLine) -> None:
     assert found_for_others("bare", EngineConfig("demo", device="cpu")) == []
 
 
+def test_a_model_is_known_by_its_config(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    here, copied = tiny_model("llama"), tmp_path / "renamed"
+    copied.mkdir()
+    shutil.copy(here / "config.json", copied)
+    profile = replace(ONE, model={"name": here.name, "digest": open_draft(str(here)).digest}, device={})
+    save_profile(profile, "day")
+    assert found_for_others("day", EngineConfig(str(copied), device="cpu")) == []
+    other = tmp_path / "other" / here.name
+    other.mkdir(parents=True)
+    shutil.copy(tiny_model("qwen3") / "config.json", other)
+    (warning,) = found_for_others("day", EngineConfig(str(other), device="cpu"))
+    assert "another model of this name" in warning
+
+
+def test_a_gpu_is_known_by_either_of_its_names(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_profile(replace(ONE, device={"kind": "cuda", "name": "NVIDIA H100 SXM5 80GB"}), "far")
+    config = EngineConfig("demo")
+    driven = DeviceMemory("cuda", "NVIDIA H100 80GB HBM3", 1 << 36)
+    monkeypatch.setattr(profile_module, "device_memory", lambda device: driven)
+    assert found_for_others("far", config) == []
+    monkeypatch.setattr(profile_module, "device_memory", lambda device: replace(driven, name="NVIDIA H200"))
+    assert "another device: NVIDIA H100 SXM5 80GB, and this is NVIDIA H200" in found_for_others("far", config)[0]
+    assert found_for_others("far", config, "h100:vllm") == []
+    assert "and this is NVIDIA L4" in found_for_others("far", config, "l4")[0]
+
+
 def test_the_newest_of_a_model_and_a_device_is_found(command: CommandLine, tmp_path: Path) -> None:
     save_profile(ONE, "old")
     save_profile(replace(ONE, created=datetime(2026, 2, 1, tzinfo=UTC)), "new")
     save_profile(replace(ONE, created=datetime(2026, 3, 1, tzinfo=UTC), model={"name": "other"}), "newest")
     (tmp_path / "profiles" / "broken.toml").write_text("[engine")
-    found = latest_profile("demo", ONE.device)
+    found = latest_profile({"name": "demo", "digest": "d"}, ONE.device)
     assert found is not None
     assert found[0] == "new"
-    assert latest_profile("demo", {"kind": "cuda"}) is None
+    assert latest_profile({"name": "demo"}, {**ONE.device, "kind": "cuda"}) is None
+    assert latest_profile({"name": "demo"}, {**ONE.device, "cores": 4}) is None
+    gpu = {"kind": "cuda", "name": "NVIDIA H100 SXM5 80GB"}
+    save_profile(replace(ONE, model={"name": "demo", "digest": "d"}, device=gpu), "gpu")
+    driven = {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "cores": 64}
+    found = latest_profile({"name": "renamed", "digest": "d"}, driven)
+    assert found is not None
+    assert found[0] == "gpu"
+    assert latest_profile({"name": "demo", "digest": "e"}, driven) is None
 
 
 def test_bench_takes_a_profile(command: CommandLine, tiny_model: Callable[..., Path]) -> None:

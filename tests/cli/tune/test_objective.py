@@ -212,9 +212,9 @@ def test_percentiles_are_of_all_runs_together() -> None:
 
 
 def test_how_far_runs_lie_apart_is_told() -> None:
-    """109 tokens in 9.5 s (11.5 a second) and in 8.68 s (12.6 a second): 4.5 % to either side."""
+    """99 tokens in 9.4 s (10.5 a second) and in 8.49 s (11.7 a second): 5.1 % to either side."""
     rates = [run_of(A, index, 10, figures(1.0 + 0.1 * index)) for index in range(2)]
-    assert judge(A, rates, Slo()).spread == pytest.approx(0.045, abs=0.005)
+    assert judge(A, rates, Slo()).spread == pytest.approx(0.051, abs=0.001)
     assert judge(A, rates[:1], Slo()).spread == 0.0
 
 

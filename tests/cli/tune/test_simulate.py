@@ -131,7 +131,7 @@ def test_a_search_does_not_go_on_with_the_steps_of_another_engine(
         assert tune("--output", "one").code == 130
     outcome = tune("--output", "one", "--resume", "--simulate", "h100:vllm")
     assert outcome.code == 2
-    assert "another steps" in outcome.err
+    assert "another cost of steps" in outcome.err
     assert tune("--output", "one", "--resume").code == 0
 
 
