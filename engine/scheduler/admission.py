@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.finder import PrefixHit
+from llmsched.engine.kv.finder import PrefixHit, blocks_of
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.table import table_of
@@ -91,11 +91,15 @@ class Admission:
             return 0
         missing = self._kv.num_missing(request, hit) + int(headroom * pool.num_blocks) - pool.num_available
         if missing <= 0 and self._config.output_prediction != "none":
-            missing = self._predicted_peak(request, running) - pool.num_blocks
+            found = blocks_of(hit.nodes, ())
+            held_already = len(found) - pool.count_cached(found)
+            missing = self._predicted_peak(request, running) - held_already - pool.num_blocks
         return max(0, missing)
 
     def _predicted_peak(self, request: Request, running: Sequence[Request]) -> int:
-        """Blocks held at the peak. Shared blocks count once and pinned ones as well, both as they are now."""
+        """Blocks held at the peak, if the request shares none. Those that running requests share count once and pinned
+        ones as well, both as they are now.
+        """
         size, layout = self._kv.block_size, self._kv.layout
         tables = [table_of(other) for other in running]
         held = [len(table) * size for table in tables] + [layout.width(request.num_tokens) * size]

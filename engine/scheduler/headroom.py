@@ -16,6 +16,8 @@ THRASH_RATE = 0.05
 QUIET_RATE = 0.01
 GROWTH = 1.3
 DECAY = 0.95
+#: A headroom so little above the least one is that: it would decay, and tell of it, for ever.
+NEXT_TO_NOTHING = 1e-3
 #: The concurrency cap shrinks and recovers by these factors.
 CAP_SHRINK = 0.85
 CAP_GROWTH = 1.1
@@ -55,7 +57,8 @@ class HeadroomControl:
         if rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._slots):
             return False
         cap = min(self._slots, int(self.max_running * CAP_GROWTH) + 1)
-        return self._set(max(self._least, self.headroom * DECAY), cap, rate)
+        headroom = self.headroom * DECAY
+        return self._set(headroom if headroom > self._least + NEXT_TO_NOTHING else self._least, cap, rate)
 
     def _tighten(self, num_running: int) -> bool:
         self._since_change = 0

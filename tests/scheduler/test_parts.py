@@ -93,6 +93,28 @@ def test_one_that_runs_is_predicted_to_hold_no_more_of_a_window_than_it_ever_wil
     assert harness.scheduler.counters.num_preemptions == 0
 
 
+def test_pinned_blocks_are_nobodys_to_grow_into_and_shared_ones_count_once() -> None:
+    knobs = {"budget": 400, "headroom": 0.0, "output_prediction": "max_tokens", "fast_lane_share": 0.0}
+    pinned = Harness(40, max_pinned_blocks=20, **knobs)
+    pinned.scheduler.kv.pins.pin(tokens(160), "", None, 0.0)
+    pinned.add(make_request("writes", tokens(160), 0))
+    pinned.run()
+    assert pinned.scheduler.kv.num_pinned == 10
+    three = [pinned.add(make_request(f"r{i}", tokens(100, seed=i + 1), 100, arrival=1.0)) for i in range(3)]
+    pinned.step()
+    assert sum(request.status is RequestStatus.RUNNING for request in three) == 2, "13 blocks each beside 10"
+    pinned.run()
+    assert pinned.scheduler.counters.num_preemptions == 0
+    shared = Harness(20, **knobs)
+    pair = [shared.add(make_request(f"s{i}", [*tokens(160), i], 30, arrival=float(i))) for i in range(2)]
+    shared.step()
+    shared.step()
+    assert {request.status for request in pair} == {RequestStatus.RUNNING}, "10 blocks together, 2 each"
+    shared.run()
+    assert shared.scheduler.counters.num_preemptions == 0
+    assert_right(*three, *pair)
+
+
 def test_what_a_chunk_gives_back_lets_others_in_though_nobody_has_come_or_gone() -> None:
     """The first chunk takes 13 blocks of a window, the second needs 10, and three are kept behind it."""
     knobs = {"headroom": 0.0, "output_prediction": "none", "fast_lane_share": 0.0}
@@ -149,6 +171,13 @@ def test_expected_peak_is_the_certain_one_where_nothing_is_uncertain() -> None:
     assert expected_peak(held, alive * 0.5, steps, KVLayout(16)) < future_peak(growths)
 
 
+def test_expected_peak_leaves_room_for_chance() -> None:
+    """A hundred that each hold ten blocks of tokens with probability a half: the mean, and a deviation of it."""
+    held, steps = np.full(100, 159), np.array([1])
+    alive = np.full((100, 1), 0.5)
+    assert expected_peak(held, alive, steps, KVLayout(16)) == pytest.approx(160 * (50 + 5))
+
+
 def test_prediction_needs_samples() -> None:
     predictor = OutputPredictor("learned")
     for _ in range(MIN_SAMPLES - 1):
@@ -172,6 +201,33 @@ def test_headroom_grows_under_thrash_and_decays_in_quiet() -> None:
     assert control.headroom == pytest.approx(0.1)
     assert control.headroom < tight
     assert control.max_running == 32
+
+
+def test_every_change_of_the_headroom_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness(24, budget=256, max_num_seqs=8, headroom=0.0, output_prediction="none", fast_lane_share=0.0)
+    control, changes = harness.scheduler.door.control, 0
+    with caplog.at_level("INFO", logger="llmsched"):
+        for i in range(200):  # first such that outgrow the pool, then such that do not
+            harness.add(make_request(f"r{i:03}", tokens(20, seed=i), 90 if i < 30 else 2, arrival=float(i)))
+        while harness.scheduler.has_work():
+            before = (control.headroom, control.max_running)
+            harness.step()
+            changes += before != (control.headroom, control.max_running)
+    logged = [record.message for record in caplog.records if "headroom" in record.message]
+    assert len(logged) == harness.scheduler.counters.num_headroom_changes >= changes > 4
+    assert any("concurrency cap 8 -> " in line for line in logged)
+
+
+def test_headroom_that_has_decayed_to_nothing_stays_there() -> None:
+    control = HeadroomControl(EngineConfig(headroom=0.0), slots=32)
+    for _ in range(10):
+        control.admitted()
+        control.preempted(num_running=20)
+    assert control.headroom > 0
+    for _ in range(4000):
+        control.admitted()
+    assert (control.headroom, control.max_running) == (0.0, 32)
+    assert not any(control.admitted() for _ in range(4000))
 
 
 def test_headroom_stays_between_the_two_rates() -> None:
