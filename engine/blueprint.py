@@ -16,6 +16,7 @@ from llmsched.engine.kv.draft import ModelDraft, model_name
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.kv.work import model_work
+from llmsched.engine.model.refusal import refusal
 from llmsched.engine.simulation import SimulatedEngine
 from llmsched.profiles.calibrated import calibration_name, load_calibration
 from llmsched.profiles.engines import UnknownEngineError, find_engine
@@ -29,7 +30,8 @@ class Blueprint:
 
     `cost` is the time of a step, `swap_seconds` that of copying so many bytes of KV to or from host memory.
     `calibration_error` is the cost's relative error on the device that it was fitted to, `published_error` its median
-    one of TPOT against published measurements; None where that is not known. `where` is the device, with the class of
+    one of TPOT against published measurements; None where that is not known. `refusal` is why this engine would not
+    serve the model at all, None if it would. `where` is the device, with the class of
     engines whose steps it computes if that is not this one. `notes` are for the user's eyes.
     """
 
@@ -40,6 +42,7 @@ class Blueprint:
     where: str
     calibration_error: float | None = None
     published_error: float | None = None
+    refusal: str | None = None
     notes: tuple[str, ...] = ()
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
@@ -81,7 +84,11 @@ def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Bluepri
     )
     cost = Roofline(work, gpu, engine, dtype=config.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
-    return Blueprint(config, plan, cost, cost.swap_seconds, where, published_error=cost.error)
+    refused = refusal(draft)
+    notes = () if refused is None else (f"simulated all the same, but serve does not take this model: {refused}",)
+    return Blueprint(
+        config, plan, cost, cost.swap_seconds, where, published_error=cost.error, refusal=refused, notes=notes
+    )
 
 
 def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,11 +25,11 @@ from llmsched.cli.options import (
 )
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
-from llmsched.engine.errors import ConfigError, ModelError
-from llmsched.engine.kv.draft import ModelDraft, open_draft
-from llmsched.engine.kv.fields import transformers_config
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.kv.weights import Weights
 from llmsched.engine.kv.whatif import Demand, asked_for, longest_context
+from llmsched.engine.model.refusal import refusal
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
@@ -53,7 +53,6 @@ KNOBS = (
 )
 _ALL = "all"
 _MAX_CV = 10.0
-_ANY = "any"  # the name in messages that are told without it
 _QUESTION = "Question"
 
 
@@ -160,13 +159,13 @@ def kv_budget(
         draft = open_draft(spec, progress, given)
     demand, asked = Demand(users or 1, context or 0), users is not None or context is not None
     open_context = users is not None and config.max_model_len is None
-    refusal = _refusal(draft)
+    refused = refusal(draft)
     found = []
     with _named("--context" if context and "max_model_len" not in engine_options.given else "max_model_len"):
         for device in devices:
             longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
             settings = replace(config, max_model_len=longest)
-            found.append(Findings(spec, draft, settings, device, demand, asked, mean_len, mix, refusal))
+            found.append(Findings(spec, draft, settings, device, demand, asked, mean_len, mix, refused))
     if gpu == _ALL:
         _tell_all(found, json_output)
     else:
@@ -267,32 +266,3 @@ def _known_gpu(flag: str, name: str, besides: str = "") -> GpuSpec:
 def _all_gpus() -> list[GpuSpec]:
     """Every listed GPU, the smallest first."""
     return sorted(gpus().values(), key=lambda spec: spec.memory)
-
-
-def _refusal(draft: ModelDraft) -> str | None:
-    """Why serve would not take the model, None if it would as far as its config tells."""
-    from llmsched.engine.model.support import check_stated
-
-    try:
-        if check_stated(draft.content, _ANY):
-            return None
-    except ModelError as refusal:
-        return str(refusal).removeprefix(f"model {_ANY}: ")
-    if draft.recall is None:
-        return _class_refusal(draft.content)
-    reason: str | None = draft.recall.get("refusal", lambda: _class_refusal(draft.content))
-    return reason
-
-
-def _class_refusal(content: Mapping[str, Any]) -> str | None:
-    """As _refusal, from the class that transformers has for the model."""
-    from llmsched.engine.model.support import check_supported
-
-    made = transformers_config(content)
-    if made is None:
-        return f"transformers does not know model_type {content.get('model_type')}"
-    try:
-        check_supported(made, _ANY)
-    except ModelError as refusal:
-        return str(refusal).removeprefix(f"model {_ANY}: ")
-    return None

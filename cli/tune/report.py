@@ -30,6 +30,7 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
         "measured": outcome.subject.measured,
         "calibration_error": outcome.subject.calibration_error,
         "published_error": outcome.subject.published_error,
+        "refused_by_serve": outcome.subject.refusal,
         "model": outcome.subject.name,
         "device": dict(outcome.subject.device),
         "best": None if best is None else asdict(best.setting),

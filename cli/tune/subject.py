@@ -33,6 +33,7 @@ class Subject:
     measured: bool = True
     calibration_error: float | None = None
     published_error: float | None = None
+    refusal: str | None = None
     where: str = "in process"
 
 
@@ -62,6 +63,7 @@ def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Sub
         measured=False,
         calibration_error=blueprint.calibration_error,
         published_error=blueprint.published_error,
+        refusal=blueprint.refusal,
         where=blueprint.where,
     )
 

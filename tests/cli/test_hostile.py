@@ -78,7 +78,7 @@ def test_all_commands_with_numbers_are_called() -> None:
     assert {call[0] for call in CALLS.values()} == COMMANDS.keys() - {"profiles", "explain"}
 
 
-@pytest.mark.parametrize(("name", "flag"), options())
+@pytest.mark.parametrize(("name", "flag"), list(options()))
 def test_what_nobody_can_have_meant(command: CommandLine, name: str, flag: str) -> None:
     for value in VALUES:
         call = CALLS[name]

@@ -41,4 +41,5 @@ def _subject(blueprint: Blueprint, task: Task) -> Subject:
         measured=False,
         calibration_error=blueprint.calibration_error,
         published_error=blueprint.published_error,
+        refusal=blueprint.refusal,
     )

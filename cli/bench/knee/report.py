@@ -39,7 +39,7 @@ def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
 
     whole = report.as_json(subject, found.points[0].figures)
     document = {
-        **{name: whole[name] for name in ("measured", "calibration_error", "target", "where")},
+        **{name: whole[name] for name in ("measured", "calibration_error", "refused_by_serve", "target", "where")},
         "verdict": found.knee.verdict,
         "knee_rps": found.knee.rate,
         "missed_rps": found.knee.missed,

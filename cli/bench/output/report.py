@@ -23,7 +23,8 @@ class Subject:
     """What was measured: its name, where it ran ("in process", a URL, or a simulated device), and the settings used.
 
     Of what was simulated `calibration_error` is the relative error of the fitted cost of a step, `published_error` the
-    median one of a roofline's TPOT against published measurements; None where it is not known.
+    median one of a roofline's TPOT against published measurements; None where it is not known. `refusal` is why `serve`
+    would not take the model, None if it would.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Subject:
     measured: bool = True
     calibration_error: float | None = None
     published_error: float | None = None
+    refusal: str | None = None
 
     @property
     def kind(self) -> str:
@@ -51,6 +53,7 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "measured": subject.measured,
         "calibration_error": subject.calibration_error,
         "published_error": subject.published_error,
+        "refused_by_serve": subject.refusal,
         "target": subject.name,
         "where": subject.where,
         "completed": figures.completed,

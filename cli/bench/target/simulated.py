@@ -171,4 +171,5 @@ async def open_simulated(
         measured=False,
         calibration_error=blueprint.calibration_error,
         published_error=blueprint.published_error,
+        refusal=blueprint.refusal,
     )

@@ -47,7 +47,7 @@ class Plan:
 class Opened:
     """A target that has been warmed up. `measure` sends it a load; a model in this process has nothing cached then.
 
-    See `Subject` for the last three, which are about targets that are simulated.
+    See `Subject` for the last four, which are about targets that are simulated.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Opened:
     measured: bool = True
     calibration_error: float | None = None
     published_error: float | None = None
+    refusal: str | None = None
 
     def subject(self, workload: Load, slo: Slo) -> Subject:
         """The target under this load, for a report."""
@@ -71,6 +72,7 @@ class Opened:
             self.measured,
             self.calibration_error,
             self.published_error,
+            self.refusal,
         )
 
 

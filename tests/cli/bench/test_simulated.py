@@ -53,6 +53,24 @@ def test_a_config_is_all_it_needs(command: CommandLine, llama: str) -> None:
     assert report["client_lag_ms"]["max"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "mode", [(), ("--find-knee", "--request-rate", "1", "--max-request-rate", "1", "--slo-e2e", "1h")]
+)
+def test_a_model_that_serve_would_refuse_is_said_to_be_one(command: CommandLine, mode: tuple[str, ...]) -> None:
+    config = str(CONFIGS / "openai--gpt-oss-20b_config.json")
+    small = ("--num-prompts", "2", "--input-len", "8", "--output-len", "2", "--json")
+    outcome = command("bench", config, "--simulate", "h100", *small, *mode)
+    assert outcome.code == 0
+    assert outcome.json["refused_by_serve"].startswith("its weights are quantised (mxfp4)")
+    told = [line for line in outcome.err.splitlines() if "but serve does not take this model: its weights" in line]
+    assert len(told) == 1
+
+
+def test_a_model_that_serve_takes(command: CommandLine, llama: str) -> None:
+    report = command("bench", llama, "--simulate", "h100", "--num-prompts", "2", "--output-len", "2", "--json").json
+    assert report["refused_by_serve"] is None
+
+
 def test_the_steps_of_another_engine(command: CommandLine, llama: str) -> None:
     usual, other = (command("bench", llama, "--simulate", name, *LOAD, "--json").json for name in ("h100", "h100:nim"))
     assert (usual["where"], other["where"]) == ("NVIDIA H100 SXM5 80GB", "NVIDIA H100 SXM5 80GB, steps as of nim")

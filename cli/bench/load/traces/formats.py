@@ -18,10 +18,14 @@ TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "l
 _TIMES = ("timestamp", "arrival_time", "created_at", "created", "time")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
-#: Who speaks in a ShareGPT conversation, as the chat API calls them.
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"} | {
-    "system": "system"
+#: Who speaks in a ShareGPT conversation, as the chat API calls them; the first dumps have other assistants as well.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
+    "system": "system",
 }
+#: The field of a ShareGPT entry that holds what was said.
+_TALKS = ("conversations", "items")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +75,23 @@ def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
 
 def _sharegpt(row: Row, reading: Reading) -> list[TraceRequest]:
     """The first messages of the user that are answered, each with what was said before it; none if there are none."""
-    said = row.values.get("conversations")
+    field = next((name for name in _TALKS if name in row.values), _TALKS[0])
+    said = row.values.get(field)
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
-        raise row.wrong(f'conversations is {shown(said)}; allowed is a list of {{"from": ..., "value": TEXT}}')
-    messages = [{"role": _ROLES.get(turn.get("from"), "user"), "content": turn["value"]} for turn in said]
+        raise row.wrong(f'{field} is {shown(said)}; allowed is a list of {{"from": ..., "value": TEXT}}')
+    messages = [{"role": _role(row, turn), "content": turn["value"]} for turn in said]
     asked = [at for at, pair in enumerate(pairwise(messages)) if [m["role"] for m in pair] == ["user", "assistant"]]
     return [
         TraceRequest(row.line, 0.0, content=Content.of_messages(messages[: at + 1]), answer=messages[at + 1]["content"])
         for at in asked[: reading.turns]
     ]
+
+
+def _role(row: Row, turn: Mapping[str, Any]) -> str:
+    name = turn.get("from")
+    if not isinstance(name, str) or name not in _ROLES:
+        raise row.wrong(f"from is {shown(name)}; allowed are {', '.join(_ROLES)}")
+    return _ROLES[name]
 
 
 def _log(row: Row, reading: Reading) -> list[TraceRequest]:

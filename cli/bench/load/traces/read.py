@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def detect(path: Path) -> TraceFormat:
             raise TraceError(f"{path} is an empty list")
         names = set(head.values)
     else:
-        names = {name.strip().lower() for name in line.split(",")}
+        names = {name.strip().lower() for name in next(csv.reader([line]))}
     for format_name, marks in _MARKS:
         if marks <= names:
             return format_name
@@ -114,6 +115,7 @@ _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("lengths", {"num_prefill_tokens", "num_decode_tokens"}),
     ("mooncake", {"input_length", "output_length"}),
     ("sharegpt", {"conversations"}),
+    ("sharegpt", {"items"}),
     ("log", {"messages"}),
     ("log", {"prompt"}),
     ("log", {"body"}),

@@ -163,6 +163,24 @@ def test_burstgpt_is_in_seconds_and_keeps_answers_of_no_tokens(write: Any) -> No
     assert (trace.format, lengths(trace), offsets(trace)) == ("burstgpt", [(472, 18), (1087, 0)], [0, 40.5])
 
 
+def test_burstgpt_with_sessions_as_a_spreadsheet_saves_it(write: Any) -> None:
+    """The columns of the second release, a byte order mark, CRLF, quotes, a line break within them, a failed row."""
+    header = (
+        '"Timestamp","Session ID","Elapsed time","Model","Request tokens","Response tokens","Total tokens","Log Type"'
+    )
+    rows = [
+        header,
+        '5,"0a1f","12.7","ChatGPT","472","18","490","Conversation log"',
+        '45,"0a1f","","ChatGPT","1087","0","1087","Conversation\r\nlog"',
+        '118.5,"","3.25","GPT-4","417","276","693","API log"',
+    ]
+    trace = read_trace(write(b"\xef\xbb\xbf" + "\r\n".join([*rows, ""]).encode()))
+    assert trace.format == "burstgpt"
+    assert lengths(trace) == [(472, 18), (1087, 0), (417, 276)]
+    assert offsets(trace) == [0, 40, 113.5]
+    assert [request.line for request in trace.requests] == [2, 4, 5]
+
+
 def test_lengths_have_no_times(write: Any) -> None:
     trace = read_trace(write("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3772,54,3826,69.85\n"))
     assert (trace.format, lengths(trace), trace.timed, trace.rate) == ("lengths", [(3772, 54)], False, 0)
@@ -212,6 +230,34 @@ def test_sharegpt(write: Any, layout: Any) -> None:
     )
     assert (request.content.text, request.answer) == ("be kind\n\none two", "three")
     assert (request.words_in, request.words_out) == (4, 1)
+
+
+def test_sharegpt_as_its_dumps_are(write: Any) -> None:
+    """Parts of long talks begin with an answer, some talks are empty, assistants go by their product's name."""
+    entries: list[dict[str, Any]] = [
+        {"id": "QWJhYvA_0", "conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c\r\nd"}]},
+        {"id": "QWJhYvA_1", "conversations": TALK[2:]},
+        {"id": "empty_0", "conversations": []},
+        {"id": "old", "items": [{"from": "user", "value": "e", "text": "e"}, {"from": "bing", "value": "f g h"}]},
+        {"id": "bard", "items": [{"from": "human", "value": "i"}, {"from": "bard", "value": "j", "markdown": None}]},
+        {"id": "chat", "items": [{"from": "user", "value": "k"}, {"from": "chatgpt", "value": "l"}]},
+    ]
+    trace = read_trace(write(b"\xef\xbb\xbf" + json.dumps(entries, indent=2).replace("\n", "\r\n").encode()))
+    assert trace.format == "sharegpt"
+    assert [request.answer for request in trace.requests] == ["c\r\nd", "five six", "f g h", "j", "l"]
+    assert [request.line for request in trace.requests] == [1, 2, 4, 5, 6]
+    second = trace.requests[1].content
+    assert second is not None
+    assert second.messages is not None
+    assert [message["role"] for message in second.messages] == ["assistant", "user"]
+    assert read_trace(write("\r\n".join(map(json.dumps, entries[3:])))).format == "sharegpt"
+
+
+def test_who_speaks_is_not_guessed(write: Any) -> None:
+    with pytest.raises(TraceError, match="entry 1: from is tool; allowed are human, user, gpt"):
+        read_trace(write(json.dumps([{"conversations": [{"from": "tool", "value": "x"}]}])))
+    with pytest.raises(TraceError, match="entry 1: from is missing"):
+        read_trace(write(json.dumps([{"items": [{"value": "x"}]}])))
 
 
 def test_more_turns_of_a_conversation_are_more_requests(write: Any) -> None:
