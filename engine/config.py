@@ -87,7 +87,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = knob(
         None, "exact number of KV blocks, for tests and experiments with a small pool", unit="blocks", low=1
     )
-    enable_prefix_caching: bool = knob(True, "reuse the KV of prompts that begin alike")
+    enable_prefix_caching: bool = knob(
+        True, "reuse the KV of prompts that begin alike; the choices of n > 1 share that of their prompt by it"
+    )
     max_pinned_share: float = knob(
         0.25,
         "share of blocks that pinned prefixes may take; the longest request still fits",

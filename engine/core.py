@@ -273,8 +273,10 @@ class Engine:
         """Compute and keep the KV of a prompt's beginning (whole blocks) for `ttl` seconds (None: until deleted).
 
         What is not in the cache is computed as a request of its own, which counts as one; the queue is never too full
-        for it. Raises RequestError when there is no whole block or no room for it.
+        for it. Raises RequestError when there is no whole block, no room for it, or no prefix cache.
         """
+        if not self.config.enable_prefix_caching:
+            raise RequestError("prefix", "prefix caching is off on this server: nothing can be pinned")
         sampling = SamplingParams(max_tokens=0)
         self.check(token_ids, sampling)
         self.scheduler.expire_pins()

@@ -97,6 +97,8 @@ def serve(
     config = with_profile(engine_options, profile).config(resolve_model(model))
     for warning in found_for_others(profile, config) if profile else ():
         render.warn(warning)
+    if pin_prefix and not config.enable_prefix_caching:
+        raise ConfigError("pin_prefix", "nothing can be pinned with enable_prefix_caching off; leave one of them out")
     prefixes = read_prefixes(pin_prefix or [])
     listener = listen(host, port)
 

@@ -110,6 +110,13 @@ def test_pinning_twice_computes_once_and_a_full_queue_does_not_matter() -> None:
     assert not engine.has_work()
 
 
+def test_without_a_prefix_cache_nothing_is_pinned() -> None:
+    engine = make_engine(**POOL, enable_prefix_caching=False)
+    with pytest.raises(RequestError, match="prefix caching is off on this server"):
+        engine.pin_prefix(PINNED)
+    assert not engine.has_work()
+
+
 def test_what_is_no_prompt_is_no_prefix() -> None:
     engine = make_engine(**POOL)
     for token_ids, message in (([], "no tokens"), ([10**6], "allowed is from 0"), (prompt(321), "320 tokens")):

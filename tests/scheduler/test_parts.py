@@ -236,6 +236,14 @@ def test_headroom_stays_between_the_two_rates() -> None:
         assert not control.admitted()
         assert i % 32 or not control.preempted(num_running=20)
     assert (control.headroom, control.max_running) == (0.1, 32)
+    for _ in range(10):
+        control.admitted()
+        control.preempted(num_running=20)
+    raised = (control.headroom, control.max_running)
+    for i in range(640):
+        assert not control.admitted() or i < 64
+        assert i % 32 or not control.preempted(num_running=20) or i < 64
+    assert (control.headroom, control.max_running) == raised, "neither tighter nor bolder"
 
 
 def test_step_time_model_finds_the_coefficients() -> None:

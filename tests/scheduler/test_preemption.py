@@ -183,6 +183,18 @@ def test_rates_are_what_was_measured() -> None:
     assert rates.per_prefill_token == pytest.approx(40e-6, rel=0.01), "what is long ago does not count"
 
 
+def test_copies_that_were_slow_once_are_tried_again_some_time() -> None:
+    harness, pair = crowded()
+    harness.step()
+    preemption = harness.scheduler.preemption
+    preemption.rates.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, 1.0))
+    for _ in range(20):
+        preemption.rates.learn(plan_of(100), StepResult([], 3.0))
+    ways = [preemption.decide(pair[0], None).swap for _ in range(600)]
+    assert not ways[0]
+    assert ways[-1]
+
+
 def test_simulated_copies_take_their_time() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(LinearCost(0.010, 0, 0, 0), clock, per_swapped_block=0.002)

@@ -103,6 +103,7 @@ def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
         (("--port", "70000"), "65535"),
         (("--preemption-mode", "swap"), "swap needs host memory; set --swap-space"),
         (("--pin-prefix", "/no/such/file"), "pin_prefix: /no/such/file: no such file"),
+        (("--pin-prefix", "x", "--no-enable-prefix-caching"), "nothing can be pinned with --enable-prefix-caching off"),
         (("--max-num-seqs", "0"), "max-num-seqs"),
         (("/no/such/model", "--port", "0"), "/no/such/model"),
     ],
