@@ -39,6 +39,9 @@ __all__ = [
     "warn",
 ]
 
+#: What a terminal would obey rather than show; names and texts may come from anybody's files.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
 #: Width of tables written to a file or pipe, where nothing may be cut off.
 _PLAIN_WIDTH = 200
 _PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -60,22 +63,27 @@ def stderr() -> Console:
 
 def say(text: str = "") -> None:
     """Print a line of the result; text is taken literally."""
-    stdout().print(text, markup=False, soft_wrap=True)
+    stdout().print(_literal(text), markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Tell, on stderr, what was decided for the user."""
-    stderr().print(f"note: {text}", markup=False, style="dim", soft_wrap=True)
+    stderr().print(f"note: {_literal(text)}", markup=False, style="dim", soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """Tell, on stderr, what may go wrong."""
-    stderr().print(f"warning: {text}", markup=False, style="yellow", soft_wrap=True)
+    stderr().print(f"warning: {_literal(text)}", markup=False, style="yellow", soft_wrap=True)
 
 
 def error(text: str) -> None:
     """Tell, on stderr and in one line, what went wrong."""
-    stderr().print(f"error: {' '.join(text.split())}", markup=False, style="bold red", soft_wrap=True)
+    stderr().print(f"error: {_literal(' '.join(text.split()))}", markup=False, style="bold red", soft_wrap=True)
+
+
+def _literal(text: str) -> str:
+    """The text with its control characters written out."""
+    return text.translate(_CONTROL)
 
 
 def show_log() -> None:
@@ -108,7 +116,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
         shown = column.replace(" ", "\n") if narrow else column
         drawn.add_column(Text(shown), justify="left" if index < text_columns else "right", overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(_literal(cell)) for cell in row))
     # Not the table's own title, which would be wrapped at the table's width.
     console.print(Text(title, style="italic"), soft_wrap=True)
     console.print(drawn)

@@ -21,7 +21,7 @@ from typing import Any
 
 import tomli_w
 
-from llmsched.profiles.tuned import ProfileError, Scalar, profile_dir, write_file
+from llmsched.profiles.tuned import ProfileError, Scalar, profile_dir, read_file, write_file
 
 #: What --simulate takes for the device of this machine.
 LOCAL = "local"
@@ -83,7 +83,7 @@ def load_calibration(name: str) -> Calibration | None:
     """The calibration of that name, None if there is none. Raises ProfileError for a file that is not one."""
     path = calibration_dir() / f"{name}.toml"
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_file(path))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:

@@ -14,6 +14,7 @@ max_num_batched_tokens = 256
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -34,7 +35,7 @@ Scalar = str | int | float | bool
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory")
 #: The table [memory] up to the next one.
-_MEMORY = re.compile(r"^\[memory\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
+_MEMORY = re.compile(r"^\[memory\][ \t]*(?:#.*)?\n(?:(?!\[).*\n?)*", re.MULTILINE)
 _KEYS = {"created", "measured", "reason", "trials", *_TABLES}
 
 
@@ -67,7 +68,7 @@ class TunedProfile:
 def profile_dir() -> Path:
     """Where profiles live that are called by name: LLMSCHED_PROFILES, else the user's configuration directory."""
     if given := os.environ.get("LLMSCHED_PROFILES"):
-        return Path(given).expanduser()
+        return Path(os.path.expanduser(given))
     return Path(platformdirs.user_config_dir("llmsched")) / "profiles"
 
 
@@ -77,7 +78,7 @@ def profile_path(name_or_path: str) -> Path:
     Raises ProfileError for a name that could not be a file's.
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
-        return Path(name_or_path).expanduser()
+        return Path(os.path.expanduser(name_or_path))
     if not _NAME.fullmatch(name_or_path):
         raise ProfileError(f"profile {name_or_path!r}: a name has letters, digits, '.', '_' and '-'; or give a path")
     return profile_dir() / f"{name_or_path}.toml"
@@ -122,7 +123,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
     """Read a profile. Raises ProfileError when it is not there or not a profile, naming the key."""
     path = profile_path(name_or_path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_file(path))
     except FileNotFoundError as missing:
         known = ", ".join(list_profiles()) or "none yet; `llmsched tune` writes one"
         raise ProfileError(f"profile {name_or_path!r}: no file {path} (profiles by name: {known})") from missing
@@ -150,7 +151,12 @@ def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
     if present == memory:
         return
     text = _MEMORY.sub("", path.read_text(encoding="utf-8")).rstrip("\n")
-    write_file(path, f"{text}\n\n{tomli_w.dumps({'memory': dict(memory)})}")
+    text = f"{text}\n\n{tomli_w.dumps({'memory': dict(memory)})}"
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise ProfileError(f"profile {path}: its memory is not written as a table [memory] of its own") from problem
+    write_file(path, text)
 
 
 def check_directory(path: Path) -> None:
@@ -162,8 +168,16 @@ def check_directory(path: Path) -> None:
         raise ProfileError(f"no profile can be written in {path}: {problem.strerror}") from problem
 
 
+def read_file(path: Path) -> str:
+    """The text of a file. Raises OSError, also for what is no file and may have no end (a pipe, a device)."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
 def write_file(path: Path, text: str) -> None:
     """Replace a file at once or not at all."""
+    part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
@@ -171,6 +185,8 @@ def write_file(path: Path, text: str) -> None:
         os.chmod(part.name, 0o644)
         os.replace(part.name, path)
     except OSError as problem:
+        if part is not None:
+            Path(part.name).unlink(missing_ok=True)
         raise ProfileError(f"profile {path} cannot be written: {_one_line(problem)}") from problem
 
 

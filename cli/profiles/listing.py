@@ -45,7 +45,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "device": row.device or None,
                 "measured": row.measured,
                 "summary": row.what or None,
-                "created": None if row.created is None else row.created.isoformat(),
+                "created": None if row.created is None or not row.created.timestamp() else row.created.isoformat(),
                 "problem": row.problem,
             }
             for row in rows

@@ -27,7 +27,7 @@ def load(name: str) -> dict[str, Any]:
 
 def show(name: str, content: Mapping[str, Any]) -> None:
     origin = "MEASURED" if content.get("measured", True) else "SIMULATED"
-    render.say(f"{name}: {content['kind']}, {origin}, {content['created']}")
+    render.say(", ".join((f"{name}: {content['kind']}", origin, *filter(None, (content["created"],)))))
     if content.get("reason"):
         render.say(content["reason"])
     rows = [[table, key, _text(value)] for table in _TABLES for key, value in content.get(table, {}).items()]
@@ -53,8 +53,9 @@ def _calibration(name: str) -> Any:
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """The content for JSON: times as text, tuples as lists."""
-    content["created"] = content["created"].isoformat()
+    """The content for JSON: the time as text, None where the file does not say."""
+    created = content["created"]
+    content["created"] = created.isoformat() if created.timestamp() else None
     return content
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,7 @@ class ModelDraft:
 
 def model_name(spec: str) -> str:
     """What a model is called that is not loaded: the directory's or file's name, or the hub id."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return path.resolve().name
     if path.suffix == ".json":
@@ -95,7 +96,7 @@ def open_draft(spec: str, progress: Progress = silent, weights: Weights | None =
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
     """What config.json says, and the directory in which weights may lie."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.suffix == ".json" or path.is_dir():
         return read_config_file(path), path if path.is_dir() else None
     if path.suffix == ".gguf":

@@ -62,7 +62,7 @@ def cache_directory() -> Path:
     import platformdirs
 
     chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("llmsched"))
+    return Path(os.path.expanduser(chosen)) if chosen else Path(platformdirs.user_cache_dir("llmsched"))
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:

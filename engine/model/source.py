@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
         return ModelSource(spec, "demo", demo_directory(progress), "directory")
     if not spec.strip():
         raise ModelError("model: the name is empty; expected a directory, a .gguf file, a hub id or demo")
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return ModelSource(spec, path.resolve().name, path, "directory")
     if path.suffix == ".gguf":

@@ -46,6 +46,19 @@ def test_a_table_is_plain_and_never_cut(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[3].split() == [long, "20"]
 
 
+def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name from a file must not move the cursor or set the title of the window."""
+    evil = "a\x1b[2J\x1b]0;title\x07\x9bm\rb"
+    render.table("", ("name",), [(evil,)])
+    for write in (render.say, render.note, render.warn, render.error):
+        write(evil)
+    out, err = capsys.readouterr()
+    assert not {char for char in out + err if char < " "} - {"\n"}
+    assert "\x9b" not in out + err
+    assert out.count(r"a\x1b[2J\x1b]0;title\x07") == 2
+    assert err.count(r"a\x1b[2J") == 3
+
+
 def test_a_bar_is_made_of_letters(capsys: pytest.CaptureFixture[str]) -> None:
     render.stacked_bar([("weights", 50 << 20), ("KV", 25 << 20), ("tiny", 1)], 100 << 20, width=20)
     bar, legend = capsys.readouterr().out.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -74,6 +75,36 @@ def test_memory_is_stored_without_touching_what_a_person_wrote(tmp_path: Path) -
         store_memory({}, str(tmp_path / "away.toml"))
 
 
+@pytest.mark.parametrize("memory", ["[memory] # measured", "[memory]"])
+def test_memory_that_a_person_commented_is_replaced(tmp_path: Path, memory: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[engine]\n{memory}\nkv_ratio = 2.0 # much\n")
+    store_memory({"kv_ratio": 1.0}, str(path))
+    assert load_profile(str(path)).memory == {"kv_ratio": 1.0}
+
+
+def test_a_file_is_never_left_broken(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("memory.kv_ratio = 2.0\n[engine]\n")
+    with pytest.raises(ProfileError, match=r"not written as a table \[memory\]"):
+        store_memory({"kv_ratio": 1.0}, str(path))
+    assert load_profile(str(path)).memory == {"kv_ratio": 2.0}
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path, home: Path) -> None:
+    """A pipe that nobody writes to would never end."""
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ProfileError, match="is not a regular file"):
+            load_profile(f"{path}/" if path == tmp_path else str(path))
+
+
+def test_nobodys_home_is_no_place(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="no file"):
+        load_profile("~nobody-of-this-name/day.toml")
+
+
 def test_a_missing_profile_names_those_that_exist() -> None:
     save_profile(PROFILE, "there")
     with pytest.raises(ProfileError, match=r"no file .*away.toml \(profiles by name: there\)"):
@@ -120,3 +151,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ProfileError, match="cannot be written"):
         save_profile(PROFILE, str(tmp_path / "file" / "a.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(ProfileError, match="cannot be written"):
+        save_profile(PROFILE, str(tmp_path / "folder.toml"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.toml"]

@@ -6,6 +6,7 @@ once, serves any number of loads and settings within what it reserves memory for
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -110,7 +111,7 @@ def _encoder(model: str) -> Encode:
     from llmsched.engine.model.load import load_tokenizer
     from llmsched.engine.model.source import locate
 
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     try:
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
             return TokenizerEncode(load_tokenizer(locate(model)))
