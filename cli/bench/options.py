@@ -155,6 +155,14 @@ class ServerFlags:
             "--stop-at-eos", help="Do not send ignore_eos, for servers that refuse it.", rich_help_panel=_SERVER
         ),
     ] = False
+    no_usage: Annotated[
+        bool,
+        typer.Option(
+            "--no-usage",
+            help="Do not ask for token counts (stream_options), for servers that refuse it; --tokenizer counts then.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False
 
 
 def with_server_options(command: Callable[..., R]) -> Callable[..., R]:

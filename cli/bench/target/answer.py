@@ -19,7 +19,11 @@ from llmsched.cli.bench.target.sse import EventParser
 _LINGER_S = 0.5
 
 #: What a server that refuses a field of the request says, and the flag that leaves the field out.
-_WAYS_OUT = {"ignore_eos": "--stop-at-eos leaves it out", "prompt": "--text-prompts sends words, not token ids"}
+_WAYS_OUT = {
+    "ignore_eos": "--stop-at-eos leaves it out",
+    "stream_options": "--no-usage leaves it out",
+    "prompt": "--text-prompts sends words, not token ids",
+}
 _REFUSALS = frozenset({400, 422})
 
 #: What helps against other statuses.

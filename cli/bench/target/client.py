@@ -103,6 +103,7 @@ class HttpOptions:
     model: str | None = None
     api_key: str | None = None
     ignore_eos: bool = True
+    ask_usage: bool = True
     lookup_timeout: float = 10.0
     timelines: bool = False
 
@@ -199,9 +200,9 @@ class HttpTarget:
             "max_tokens": request.output_len,
             "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True},
-            **self._count_chunks,
         }
+        if self._options.ask_usage:
+            body |= {"stream_options": {"include_usage": True}, **self._count_chunks}
         if self._model is not None:
             body["model"] = self._model
         if self._options.ignore_eos:

@@ -140,6 +140,7 @@ def http_options(url: str, plan: Plan, flags: ServerFlags, engine_options: Engin
         model=flags.served_model_name,
         api_key=flags.api_key,
         ignore_eos=not flags.stop_at_eos,
+        ask_usage=not flags.no_usage,
         lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
         timelines=plan.timelines,
     )
