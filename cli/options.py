@@ -320,7 +320,9 @@ def _help(knob: Field[Any]) -> str:
     rule = knob.metadata
     low, high = rule["low"], rule["high"]
     facts = []
-    if high is not None:
+    if high is not None and rule["unit"] == "bytes":
+        facts.append(f"{low} to {render.human_bytes(high)}")
+    elif high is not None:
         facts.append(f"{low} to {high} {rule['unit']}".strip())
     elif low is not None:
         facts.append(f"{low} or more {rule['unit']}".strip())

@@ -71,20 +71,18 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
+    \b
     Examples:
+      llmsched serve demo
+      llmsched serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key secret
+      llmsched serve ./model --max-model-len 8192 --max-num-batched-tokens 512
+      llmsched serve demo --profile demo
+      llmsched serve demo --pin-prefix system_prompt.json
 
-    llmsched serve demo
-
-    llmsched serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key secret
-
-    llmsched serve ./model --max-model-len 8192 --max-num-batched-tokens 512
-
-    llmsched serve demo --profile demo
-
-    llmsched serve demo --pin-prefix system_prompt.json
-
-    Then: curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
-    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    \b
+    Then:
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from llmsched.cli.profile import found_for_others, store_ratios, with_profile
     from llmsched.cli.serve.lifecycle import listen

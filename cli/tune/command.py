@@ -115,7 +115,12 @@ def tune(
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option("--output", metavar="NAME|PATH", show_default="the model's name", help="Profile to write."),
+        typer.Option(
+            "--output",
+            metavar="NAME|PATH",
+            show_default="the model's name, and what is simulated",
+            help="Profile to write.",
+        ),
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
