@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from virtual_time import run_virtual
 
 from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.figures.placing import EXACT, USAGE, served
+from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, USAGE, served
 from llmsched.cli.bench.load.prompts import COMMON_IDS
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import run_workload
@@ -30,8 +30,10 @@ from llmsched.engine.progress import silent
 
 def bench(script: Script, owner: str = "someone", **options: Any) -> Measurement:
     """One request of three tokens to a server that says it is the `owner`'s."""
-    server = FakeServer(lambda number: script, models={"data": [{"id": "m", "owned_by": owner}]})
+    return bench_of(FakeServer(lambda number: script, models={"data": [{"id": "m", "owned_by": owner}]}), **options)
 
+
+def bench_of(server: FakeServer, **options: Any) -> Measurement:
     async def main() -> Measurement:
         target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
         await target.connect()
@@ -203,6 +205,15 @@ def test_what_a_server_refuses_with(status: int, headers: dict[str, str], detail
     assert figures.failure_examples == {f"http {status}": detail}
 
 
+@pytest.mark.parametrize("owner", ["vllm", "someone"])
+def test_a_server_that_refuses_to_be_asked_for_usage_is_not_asked(owner: str) -> None:
+    server = FakeServer(lambda number: Script([(0.1, token()), (0.2, token()), (0.2, end())]))
+    server.models = {"data": [{"id": "m", "owned_by": owner}]}
+    figures = bench_of(server, ask_usage=False)
+    assert (figures.completed, figures.token_counts) == (1, CHUNKS)
+    assert server.bodies[0].keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "ignore_eos"}
+
+
 class Endless(httpx.AsyncBaseTransport):
     """Answers whatever is asked, byte by byte, without an end."""
 
@@ -236,6 +247,7 @@ def test_a_url_may_have_been_copied_with_more_or_less_of_its_path(end: str) -> N
     ("said", "hint"),
     [
         (b"Unrecognized request argument supplied: ignore_eos", "--stop-at-eos"),
+        (b"stream_options: Extra inputs are not permitted", "--no-usage"),
         (b"prompt: data did not match any variant of untagged enum Prompt", "--text-prompts"),
         (b"the model is too busy", None),
     ],
