@@ -70,6 +70,7 @@ class Door:
         """Nobody has been preempted in this step yet."""
         self._try_again = False
         self._shut_out.clear()
+        self.passing.new_step()
 
     def changed(self) -> None:
         """Somebody has come, gone or lost memory: those who wait may have better luck now."""

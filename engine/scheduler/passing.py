@@ -24,6 +24,11 @@ class Passing:
         self._max_passes = max_passes
         self._reservation: Reservation | None = None
 
+    def new_step(self) -> None:
+        """The reserved place comes nearer, by one token of those that run."""
+        if self._reservation is not None:
+            self._reservation.steps -= 1
+
     def may_go(self, request: Request, admission: Admission) -> bool:
         """Whether nobody is passed by this request who was passed too often, or whose place it would take."""
         first, reserved = self._waiting.first, self._reservation

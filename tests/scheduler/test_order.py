@@ -176,6 +176,23 @@ def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_bef
     assert head.first_scheduled_time <= slow.first_scheduled_time
 
 
+def test_a_place_comes_nearer_while_nobody_comes_or_goes() -> None:
+    """A short one that would have been gone in time sixty steps ago would not be now."""
+    harness = Harness(20, budget=256, headroom=0.0, fast_lane_prompt=50, output_prediction="max_tokens")
+    running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
+    harness.step()
+    head = harness.add(make_request("head", tokens(200, seed=1), 10, arrival=1.0))
+    for _ in range(45):
+        harness.step()
+    late = harness.add(make_request("late", tokens(20, seed=2), 30, arrival=harness.time))
+    soon = harness.add(make_request("soon", tokens(20, seed=3), 8, arrival=harness.time))
+    harness.step()
+    assert (soon.status, late.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    harness.run()
+    assert_right(running, head, late, soon)
+    assert head.num_passed == 1
+
+
 def test_the_place_is_kept_for_the_first_that_does_not_fit_not_for_the_last() -> None:
     harness = Harness(40, budget=400, headroom=0.0, fast_lane_share=0.0, output_prediction="max_tokens")
     for name, output in (("soon", 10), ("late", 100)):

@@ -218,6 +218,13 @@ def test_every_change_of_the_headroom_is_logged_and_counted(caplog: pytest.LogCa
     assert any("concurrency cap 8 -> " in line for line in logged)
 
 
+def test_one_burst_of_preemptions_is_answered_once() -> None:
+    control = HeadroomControl(EngineConfig(headroom=0.1), slots=32)
+    for _ in range(10):
+        control.admitted()
+    assert sum(control.preempted(num_running=30 - i) for i in range(20)) == 1
+
+
 def test_headroom_that_has_decayed_to_nothing_stays_there() -> None:
     control = HeadroomControl(EngineConfig(headroom=0.0), slots=32)
     for _ in range(10):
