@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from llmsched.cli.bench.knee.report import as_json, charts, notes, show, table
 from llmsched.cli.bench.knee.run import Wish, check, explore
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.bench.output.report import as_json as run_as_json
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.bench.target.client import TargetUnreachableError
 from llmsched.cli.bench.target.targets import Opened, Plan
@@ -30,10 +29,11 @@ async def bench_knee(
     try:
         async with opening as opened:
             found = await explore(opened, plan, wish, progress)
-            report = as_json(opened, plan, found)
+            report = as_json(plan, found)
             subject = opened.subject(plan.workload, found.slo)
-            rows = [run_as_json(subject, point.figures) for point in found.points]
-            run = None if found.at_knee is None else Measured(subject, found.at_knee)
+            rows = [point.report for point in found.points]
+            figures = None if found.at_knee is None else found.at_knee.figures
+            run = None if figures is None else Measured(subject, figures)
     except TargetUnreachableError as problem:
         raise LlmschedError(f"nobody answers, so there is no knee to find: {problem}") from problem
     well = found.knee.verdict != "never met"

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.knee.run import Found, Point
 from llmsched.cli.bench.output import report
 from llmsched.cli.bench.output.tables import Table
-from llmsched.cli.bench.target.targets import Opened, Plan
+from llmsched.cli.bench.target.targets import Plan
 from llmsched.cli.chart import Chart, Series
 
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
@@ -28,32 +27,27 @@ _KEPT = (
 )
 
 
-def as_json(opened: Opened, plan: Plan, found: Found) -> dict[str, Any]:
+def as_json(plan: Plan, found: Found) -> dict[str, Any]:
     """The knee for scripts: its rate (null: none), the rates tried in their order, and `at_knee` with all that
     `bench --json` has of the run there (null: none).
     """
-    subject = opened.subject(plan.workload, found.slo)
-
-    def figures_of(figures: Measurement | None) -> dict[str, Any] | None:
-        return None if figures is None else report.as_json(subject, figures)
-
-    whole = report.as_json(subject, found.points[0].figures)
+    whole, at_knee = found.points[0].report, None if found.at_knee is None else found.at_knee.report
     document = {
         **{name: whole[name] for name in ("measured", "calibration_error", "refused_by_serve", "target", "where")},
         "verdict": found.knee.verdict,
         "knee_rps": found.knee.rate,
         "missed_rps": found.knee.missed,
-        "knee_sustained": None if found.at_knee is None else sustained(found.at_knee),
+        "knee_sustained": None if at_knee is None else sustained(at_knee),
         "attainment_goal": found.goal.attainment,
         "tolerance": found.goal.tolerance,
         "lowest_rps": found.goal.low,
         "highest_rps": found.goal.high,
         "slo": whole["slo"],
         "slo_from_idle_target": not plan.slo.given(),
-        "points": [_point(point, found, report.as_json(subject, point.figures)) for point in found.points],
-        "idle": _some(figures_of(found.idle)),
-        "all_at_once": _some(figures_of(found.burst)),
-        "at_knee": figures_of(found.at_knee),
+        "points": [_point(point, found) for point in found.points],
+        "idle": _some(found.idle),
+        "all_at_once": _some(found.burst),
+        "at_knee": at_knee,
         **{name: whole[name] for name in ("workload", "warmup", "engine", "definitions")},
     }
     return {**document, "warnings": cautions(document)}
@@ -129,9 +123,9 @@ def table(document: dict[str, Any]) -> Table:
     return Table("latency in ms", [*columns, "met by", "goodput", ""], rows)
 
 
-def sustained(figures: Measurement) -> bool | None:
+def sustained(figures: dict[str, Any]) -> bool | None:
     """Whether a target served as fast as was sent, ramp and drain left out; None if the run was too short to tell."""
-    served, sent = figures.requests_per_s_steady, figures.achieved_rate
+    served, sent = figures["requests_per_s_steady"], figures["achieved_rate"]
     return None if served is None or not sent else served >= _KEEPS_UP * sent
 
 
@@ -175,11 +169,11 @@ def verdict(document: dict[str, Any]) -> str:
     )
 
 
-def _point(point: Point, found: Found, figures: dict[str, Any]) -> dict[str, Any]:
+def _point(point: Point, found: Found) -> dict[str, Any]:
     return {
         "rate": point.rate,
         "met": point.attainment >= found.goal.attainment,
-        **{name: figures[name] for name in _KEPT},
+        **{name: point.report[name] for name in _KEPT},
     }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.knee.search import Goal, Knee, find_knee
 from llmsched.cli.bench.load.arrivals import LEAST_RATE
 from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.options import as_flags
+from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -27,6 +30,12 @@ _START, _HIGHEST = 0.5, 4.0
 #: The lowest rate that is tried: at which the target is busy for this share of the time.
 _LOWEST_LOAD = 0.05
 
+#: The highest rates that are met whose figures are kept in full: the highest one may prove to be missed.
+_KEPT_RATES = 2
+
+#: What `bench --json` has of a run.
+Report = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -39,30 +48,32 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A rate that was tried, and the figures at that rate."""
+    """A rate that was tried, and what `bench --json` has of the run there; `figures` where they are kept."""
 
     rate: float
     attainment: float
-    figures: Measurement
+    report: Report
+    figures: Measurement | None
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to. `idle` and `burst` are the figures of the target when idle and when all requests come at
-    once; None where they were not needed.
+    """What a search came to. `idle` and `burst` are reports on the target when idle and when all requests come at once;
+    None where they were not needed.
     """
 
     goal: Goal
     slo: Slo
     knee: Knee
     points: tuple[Point, ...]
-    idle: Measurement | None
-    burst: Measurement | None
+    idle: Report | None
+    burst: Report | None
 
     @property
-    def at_knee(self) -> Measurement | None:
-        """The figures at the knee, of the first attempt."""
-        return next((point.figures for point in self.points if point.rate == self.knee.rate), None)
+    def at_knee(self) -> Point | None:
+        """The first attempt at the knee, of those whose figures are kept if there are any."""
+        tried = [point for point in self.points if point.rate == self.knee.rate]
+        return next((point for point in tried if point.figures is not None), tried[0] if tried else None)
 
 
 def check(load: Load, wish: Wish) -> None:
@@ -99,6 +110,7 @@ async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) ->
         burst = await opened.measure(load.head(load.num_requests, seed=next(seeds)), plan.slo, silent)
     slo = plan.slo if plan.slo.given() else _default_slo(idle)
     goal = _goal(load, wish, idle, burst)
+    subject = opened.subject(load, slo)
     points: list[Point] = []
 
     async def attempt(rate: float) -> float:
@@ -107,11 +119,22 @@ async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) ->
             progress(f"attempt {len(points) + 1}, {rate:.3g} requests/s", done, total)
 
         figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, told)
-        points.append(Point(rate, figures.goodput.attainment["all"] if figures.goodput else 0.0, figures))
-        return points[-1].attainment
+        attainment = figures.goodput.attainment["all"] if figures.goodput else 0.0
+        points.append(Point(rate, attainment, as_json(subject, figures), figures))
+        points[:] = _lightened(points, goal)
+        return attainment
 
+    seen = [None if figures is None else as_json(subject, figures) for figures in (idle, burst)]
+    del idle, burst
     knee = await find_knee(attempt, goal)
-    return Found(goal, slo, knee, tuple(points), idle, burst)
+    return Found(goal, slo, knee, tuple(points), *seen)
+
+
+def _lightened(points: Sequence[Point], goal: Goal) -> list[Point]:
+    """The same without figures that the knee will hardly have: those hold every token of a run, and there are many."""
+    missed = min((point.rate for point in points if point.attainment < goal.attainment), default=math.inf)
+    kept = sorted({point.rate for point in points if point.rate < missed})[-_KEPT_RATES:]
+    return [point if point.rate in kept else replace(point, figures=None) for point in points]
 
 
 def _default_slo(idle: Measurement | None) -> Slo:

@@ -73,8 +73,11 @@ def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
     assert 10 / 1.1 <= found.knee.rate <= 10.5
     assert (found.idle, found.goal.low) == (None, 1.0)
     assert found.burst is not None
-    assert found.burst.requests_per_s == pytest.approx(10)
+    assert found.burst["requests_per_s"] == pytest.approx(10)
     assert found.goal.high == pytest.approx(40)
+    kept = [point for point in found.points if point.figures is not None]
+    assert {point.rate for point in kept} == set(sorted({p.rate for p in found.points if p.attainment >= 0.9})[-2:])
+    assert found.at_knee in kept
     seeds = [load.seed for load in queue.loads]
     assert len(set(seeds)) == len(seeds), "no attempt may find the prompts of another in a cache"
     assert work.workload.seed not in seeds
@@ -95,7 +98,7 @@ def test_without_rate_and_slo_the_idle_target_says_where_to_begin_and_what_is_sl
 def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     target, work = opened(Queue()), plan(arrivals="constant", request_rate=1.0)
     found = find(target, work)
-    document = as_json(target, work, found)
+    document = as_json(work, found)
     assert document["knee_rps"] == found.knee.rate
     assert document["at_knee"]["attainment"]["all"] >= 0.9
     assert document["at_knee"]["completed"] == 400
@@ -112,14 +115,14 @@ def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.Captu
     """With 15 s of patience a load of 40 s meets its SLO up to 14 requests/s, of which the queue serves 10."""
     target, work = opened(Queue()), plan(Slo(ttft=15.0), arrivals="constant", request_rate=12.0)
     found = find(target, work)
-    document = as_json(target, work, found)
+    document = as_json(work, found)
     assert found.knee.rate is not None
     assert found.knee.rate > 12
     assert document["knee_sustained"] is False
     show(document, target.subject(work.workload, found.slo))
     assert "10 served: more and more were running" in capsys.readouterr().err
     steady = find(target, plan(arrivals="constant", request_rate=1.0))
-    assert as_json(target, work, steady)["knee_sustained"] is True
+    assert as_json(work, steady)["knee_sustained"] is True
 
 
 @pytest.mark.parametrize("remembers", [True, False])
@@ -128,7 +131,7 @@ def test_a_target_that_knows_the_prompts_of_earlier_rates_is_told(
 ) -> None:
     target, work = opened(Queue(remembers=remembers)), plan(request_rate=1.0)
     found = find(target, work)
-    show(as_json(target, work, found), target.subject(work.workload, found.slo))
+    show(as_json(work, found), target.subject(work.workload, found.slo))
     assert ("the prefix hit rate rose from 0% to 100%" in capsys.readouterr().err) == remembers
 
 
@@ -143,7 +146,7 @@ def test_no_knee_is_said(slo: Slo, words: str) -> None:
     """F19."""
     target, work = opened(Queue()), plan(slo, request_rate=1.0)
     found = find(target, work, highest=90)
-    document = as_json(target, work, found)
+    document = as_json(work, found)
     assert verdict(document).startswith(words)
     assert (document["at_knee"] is None) == (document["verdict"] == "never met")
 
