@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.cli.options import MEMORY_KNOBS, EngineOptions, ModelArgument, resolve_model, with_engine_options
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.kv.draft import ModelDraft, model_name, open_draft
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
@@ -20,19 +20,7 @@ if TYPE_CHECKING:
     from llmsched.engine.calibration.run import Measured
 
 #: The engine flags that steps depend on; scheduling does not matter here.
-FLAGS = (
-    "dtype",
-    "kv_cache_dtype",
-    "device",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "swap_space",
-)
+FLAGS = (*MEMORY_KNOBS, "swap_space")
 
 
 @with_engine_options(only=FLAGS)

@@ -44,6 +44,19 @@ MOST_TOKENS = 1 << 24
 AUTO = "auto"
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+#: The knobs that steps and a plan of memory depend on, whatever the scheduler does.
+MEMORY_KNOBS = (
+    "dtype",
+    "kv_cache_dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+)
 #: What lies outside is a slip of the keyboard, and would leave what a float or a chart can tell.
 _SHORTEST_S, _LONGEST_S = 1e-9, 9e8
 _MOST_BYTES = 1 << 60

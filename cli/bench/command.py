@@ -13,7 +13,7 @@ from llmsched.cli.bench.knee.mode import bench_knee
 from llmsched.cli.bench.load.options import LoadOptions, with_load_options
 from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
-from llmsched.cli.bench.options import ServerFlags, with_server_options, with_slo_options
+from llmsched.cli.bench.options import ServerFlags, simulate_option, with_server_options, with_slo_options
 from llmsched.cli.bench.output.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.mode import bench_self
@@ -53,17 +53,7 @@ def bench(
             rich_help_panel="Load",
         ),
     ] = None,
-    simulate: Annotated[
-        str | None,
-        typer.Option(
-            "--simulate",
-            metavar="GPU[:ENGINE]|local",
-            show_default=False,
-            help="Run the scheduler alone, on a virtual clock, as on this GPU (l4, h100, ...; h100:vllm: with "
-            "steps as fast as vLLM's), or as here with local, after `llmsched calibrate`; of MODEL only its "
-            "config.json is needed.",
-        ),
-    ] = None,
+    simulate: Annotated[str | None, simulate_option("Run the scheduler alone,")] = None,
     profile: Annotated[
         str | None,
         typer.Option(

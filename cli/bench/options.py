@@ -42,6 +42,18 @@ def parse_itl_target(text: str | ItlTarget) -> ItlTarget:
     return target
 
 
+def simulate_option(doing: str) -> typer.models.OptionInfo:
+    """--simulate of a command that does so much of its work on a virtual clock."""
+    option: typer.models.OptionInfo = typer.Option(
+        "--simulate",
+        metavar="GPU[:ENGINE]|local",
+        show_default=False,
+        help=f"{doing} on a virtual clock, as on this GPU (l4, h100, ...; h100:vllm: with steps as fast as vLLM's), or "
+        "as here with local, after `llmsched calibrate`; of MODEL only its config.json is needed.",
+    )
+    return option
+
+
 def _slo(figure: str, meaning: str) -> typer.models.OptionInfo:
     option: typer.models.OptionInfo = typer.Option(
         f"--slo-{figure}",

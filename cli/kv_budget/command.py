@@ -15,6 +15,7 @@ from llmsched.cli.kv_budget import compare, document, report, simulated
 from llmsched.cli.kv_budget.emit import Target, command_line
 from llmsched.cli.kv_budget.findings import Findings
 from llmsched.cli.options import (
+    MEMORY_KNOBS,
     MOST_TOKENS,
     EngineOptions,
     ModelArgument,
@@ -37,20 +38,7 @@ from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
 if TYPE_CHECKING:
     from llmsched.engine.kv.lengths import Lengths
 
-KNOBS = (
-    "dtype",
-    "kv_cache_dtype",
-    "device",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "headroom",
-    "max_headroom",
-)
+KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
 _ALL = "all"
 _MAX_CV = 10.0
 _QUESTION = "Question"

@@ -11,7 +11,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.bench.load.options import LoadOptions, with_load_options
-from llmsched.cli.bench.options import with_slo_options
+from llmsched.cli.bench.options import simulate_option, with_slo_options
 from llmsched.cli.files import check_file, writing
 from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated
@@ -99,16 +99,7 @@ def tune(
             rich_help_panel=_SEARCH,
         ),
     ] = True,
-    simulate: Annotated[
-        str | None,
-        typer.Option(
-            "--simulate",
-            metavar="GPU[:ENGINE]|local",
-            show_default=False,
-            help="Search on a virtual clock, as on this GPU (l4, h100, ...; h100:vllm: with steps as fast as "
-            "vLLM's), or as here with local, after `llmsched calibrate`; of MODEL only its config.json is needed.",
-        ),
-    ] = None,
+    simulate: Annotated[str | None, simulate_option("Search")] = None,
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a page with the curve to FILE (HTML, opens offline)."),

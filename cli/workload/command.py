@@ -8,12 +8,17 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.load.flags import LoadFlags
+from llmsched.cli.bench.load.flags import (
+    LimitOption,
+    LoadFlags,
+    TimestampUnitOption,
+    TraceBlockSizeOption,
+    TraceFormatOption,
+    TurnsOption,
+)
 from llmsched.cli.bench.load.options import make_load
 from llmsched.cli.bench.load.prompts import Encode, TokenizerEncode
-from llmsched.cli.bench.load.traces.formats import TraceFormat
 from llmsched.cli.bench.load.traces.read import read_trace
-from llmsched.cli.bench.load.traces.times import TimestampUnit
 from llmsched.cli.workload.advice import advise
 from llmsched.cli.workload.figures import arrival_figures, length_figures
 from llmsched.cli.workload.prefixes import prefix_figures
@@ -48,34 +53,11 @@ def workload(
             help="Whose tokens to count in texts; without it, a word is a token.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, show_default=False, help="Only the first requests, by time.")
-    ] = None,
-    trace_format: Annotated[
-        TraceFormat | None,
-        typer.Option("--trace-format", show_default="what the file looks like", help="What FILE is."),
-    ] = None,
-    timestamp_unit: Annotated[
-        TimestampUnit | None,
-        typer.Option(
-            "--timestamp-unit",
-            show_default="ms for Mooncake, else s",
-            help="Unit of timestamps that are numbers. Times since 1970 are recognised whatever their unit.",
-        ),
-    ] = None,
-    turns: Annotated[
-        int | None,
-        typer.Option("--turns", min=1, show_default="1", help="Turns of each ShareGPT conversation that are requests."),
-    ] = None,
-    trace_block_size: Annotated[
-        int | None,
-        typer.Option(
-            "--trace-block-size",
-            min=1,
-            show_default="512",
-            help="Tokens that a hash id of a Mooncake trace stands for.",
-        ),
-    ] = None,
+    limit: LimitOption = None,
+    trace_format: TraceFormatOption = None,
+    timestamp_unit: TimestampUnitOption = None,
+    turns: TurnsOption = None,
+    trace_block_size: TraceBlockSizeOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Analyse a load: lengths, arrivals, shared beginnings of prompts; and what max_model_len, headroom, prefix cache

@@ -18,6 +18,58 @@ from llmsched.profiles.shipped import workloads
 
 _LOAD = "Load"
 
+#: How a file of requests is read, for every command that reads one.
+TraceFormatOption = Annotated[
+    TraceFormat | None,
+    typer.Option(
+        "--trace-format",
+        show_default="what the file looks like",
+        help="What the file of requests is.",
+        rich_help_panel=_LOAD,
+    ),
+]
+TimestampUnitOption = Annotated[
+    TimestampUnit | None,
+    typer.Option(
+        "--timestamp-unit",
+        show_default="ms for Mooncake, else s",
+        help="Unit of timestamps that are numbers. Times since 1970 are recognised whatever their unit.",
+        rich_help_panel=_LOAD,
+    ),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--limit",
+        min=1,
+        metavar="REQUESTS",
+        show_default=False,
+        help="Only the first requests of the file, by time.",
+        rich_help_panel=_LOAD,
+    ),
+]
+TurnsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--turns",
+        min=1,
+        show_default="1",
+        help="How many turns of each ShareGPT conversation become requests, each with what was said before.",
+        rich_help_panel=_LOAD,
+    ),
+]
+TraceBlockSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--trace-block-size",
+        min=1,
+        metavar="TOKENS",
+        show_default="512",
+        help="How many tokens one of the hash_ids of a Mooncake trace stands for.",
+        rich_help_panel=_LOAD,
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadFlags:
@@ -46,24 +98,8 @@ class LoadFlags:
             rich_help_panel=_LOAD,
         ),
     ] = None
-    trace_format: Annotated[
-        TraceFormat | None,
-        typer.Option(
-            "--trace-format",
-            show_default="what the file looks like",
-            help="What the file of --trace is.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
-    timestamp_unit: Annotated[
-        TimestampUnit | None,
-        typer.Option(
-            "--timestamp-unit",
-            show_default="ms for Mooncake, else s",
-            help="Unit of timestamps that are numbers. Times since 1970 are recognised whatever their unit.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
+    trace_format: TraceFormatOption = None
+    timestamp_unit: TimestampUnitOption = None
     ignore_timestamps: Annotated[
         bool,
         typer.Option(
@@ -82,38 +118,9 @@ class LoadFlags:
             rich_help_panel=_LOAD,
         ),
     ] = None
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            metavar="REQUESTS",
-            show_default=False,
-            help="Only the first requests of a trace, by time.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
-    turns: Annotated[
-        int | None,
-        typer.Option(
-            "--turns",
-            min=1,
-            show_default="1",
-            help="How many turns of each ShareGPT conversation become requests, each with what was said before.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
-    trace_block_size: Annotated[
-        int | None,
-        typer.Option(
-            "--trace-block-size",
-            min=1,
-            metavar="TOKENS",
-            show_default="512",
-            help="How many tokens one of the hash_ids of a Mooncake trace stands for.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
+    limit: LimitOption = None
+    turns: TurnsOption = None
+    trace_block_size: TraceBlockSizeOption = None
     max_input_len: Annotated[
         int | None,
         typer.Option(
