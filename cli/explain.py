@@ -175,6 +175,18 @@ def _admitted(details: dict[str, Any]) -> str:
     return words if prefix in (None, "hit") else f"{words}; not more: {prefix}"
 
 
+def _does_not_fit(details: dict[str, Any]) -> str:
+    """By how much, and at what time: now, or when the outputs of those that run have grown."""
+    when = {
+        "now": f"with a headroom of {details['headroom_blocks']}",
+        "predicted peak": "when those that run have grown as predicted",
+    }[details["reason"]]
+    return (
+        f"{details['missing_blocks']} blocks short {when}; {details['free_blocks']} available, "
+        f"{details['running']} running"
+    )
+
+
 def _preempted(details: dict[str, Any]) -> str:
     """For whom, and what that costs."""
     cost = render.human_seconds(details["cost_ms"] / 1e3)
@@ -190,9 +202,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "held back": lambda d: str(d["reason"]),
     "passed": lambda d: f"{d['by']} (priority {d['by_priority']}) goes first; passed {times(d['times'])} so far",
     "waits for a prefix": lambda d: f"another request is computing {d['tokens']} tokens that this one needs too",
-    "does not fit": lambda d: (
-        f"{d['missing_blocks']} blocks short; {d['free_blocks']} available, {d['running']} running"
-    ),
+    "does not fit": _does_not_fit,
     "admitted": _admitted,
     "preempted": _preempted,
     "computed": lambda d: f"up to token {d['up_to']} of {d['of']}",

@@ -73,6 +73,13 @@ class Reservation:
     steps: int
 
 
+class Shortage(NamedTuple):
+    """Blocks that a request lacks: `now`, above the headroom, or else when those that run have grown."""
+
+    blocks: int
+    now: bool
+
+
 class Admission:
     """The gates: the whole uncached prompt must fit above the headroom, and the predicted peak must fit the pool."""
 
@@ -81,20 +88,22 @@ class Admission:
         self._config = config
         self._predictor = predictor
 
-    def shortage(self, request: Request, hit: PrefixHit, running: Sequence[Request], headroom: float) -> int:
-        """Blocks that are missing for the request to come in now; 0 lets it in.
+    def shortage(self, request: Request, hit: PrefixHit, running: Sequence[Request], headroom: int) -> Shortage | None:
+        """What the request lacks to come in now and leave `headroom` blocks; None lets it in.
 
         With nobody running there is nobody to keep headroom for: what fits alone comes in.
         """
         pool = self._kv.pool
         if not running:
-            return 0
-        missing = self._kv.num_missing(request, hit) + int(headroom * pool.num_blocks) - pool.num_available
-        if missing <= 0 and self._config.output_prediction != "none":
-            found = blocks_of(hit.nodes, ())
-            held_already = len(found) - pool.count_cached(found)
-            missing = self._predicted_peak(request, running) - held_already - pool.num_blocks
-        return max(0, missing)
+            return None
+        if (missing := self._kv.num_missing(request, hit) + headroom - pool.num_available) > 0:
+            return Shortage(missing, now=True)
+        if self._config.output_prediction == "none":
+            return None
+        found = blocks_of(hit.nodes, ())
+        held_already = len(found) - pool.count_cached(found)
+        missing = self._predicted_peak(request, running) - held_already - pool.num_blocks
+        return Shortage(missing, now=False) if missing > 0 else None
 
     def _predicted_peak(self, request: Request, running: Sequence[Request]) -> int:
         """Blocks held at the peak, if the request shares none. Those that running requests share count once and pinned

@@ -9,7 +9,7 @@ from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.misses import Miss, MissKind
 from llmsched.engine.request import Request, RequestStatus
-from llmsched.engine.scheduler.admission import Admission
+from llmsched.engine.scheduler.admission import Admission, Shortage
 from llmsched.engine.scheduler.counters import SchedulerCounters
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import Detail, Ledger
@@ -150,9 +150,10 @@ class Door:
         hit = self._kv.find_prefix(request)
         if self._waits_for_prefix(request, hit):
             return False
-        shortage = self._admission.shortage(request, hit, self._running, self.control.headroom)
-        if shortage > 0:
-            self._note_shortage(request, shortage)
+        headroom = int(self.control.headroom * self._kv.pool.num_blocks)
+        shortage = self._admission.shortage(request, hit, self._running, headroom)
+        if shortage is not None:
+            self._note_shortage(request, shortage, headroom)
             return False
         self.passing.goes(request)
         self.start(request, hit)
@@ -190,16 +191,18 @@ class Door:
         self._try_again = True
         return True
 
-    def _note_shortage(self, request: Request, shortage: int) -> None:
+    def _note_shortage(self, request: Request, shortage: Shortage, headroom: int) -> None:
         self._ledger.note(
             request.request_id,
             "does not fit",
-            missing_blocks=shortage,
+            reason="now" if shortage.now else "predicted peak",
+            missing_blocks=shortage.blocks,
             free_blocks=self._kv.pool.num_available,
+            headroom_blocks=headroom,
             running=len(self._running),
         )
         self._refused(request, WaitFor.MEMORY)
-        self.passing.blocked(request, shortage, self._running, self._admission)
+        self.passing.blocked(request, shortage.blocks, self._running, self._admission)
 
     def _refused(self, request: Request, lacking: WaitFor) -> None:
         if request is self._waiting.first:

@@ -138,8 +138,8 @@ ENTRIES = {
     ),
     "waits for a prefix": ({"tokens": 64}, "another request is computing 64 tokens that this one needs too"),
     "does not fit": (
-        {"missing_blocks": 3, "free_blocks": 1, "running": 7},
-        "3 blocks short; 1 available, 7 running",
+        {"reason": "now", "missing_blocks": 3, "free_blocks": 6, "headroom_blocks": 2, "running": 7},
+        "3 blocks short with a headroom of 2; 6 available, 7 running",
     ),
     "admitted": (
         {"running": 1, "cached_tokens": 32, "tokens": 50, "prefix": "diverged", "known_tokens": 35},
@@ -219,8 +219,12 @@ def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
     for i in range(4):
         passing.add(make_request(f"twin{i}", tokens(100, seed=2), 3, arrival=2.0 + i))
     passing.run()
+    peak = Harness(20, headroom=0.0, output_prediction="max_tokens")
+    for i in range(2):
+        peak.add(make_request(f"p{i}", tokens(48, seed=i), 150, arrival=float(i)))
+    peak.run()
     noted: dict[str, set[str]] = {}
-    for harness in (thrash, classes, passing):
+    for harness in (thrash, classes, passing, peak):
         ledger = harness.scheduler.ledger
         for name in ledger._ended:
             for entry in timeline_body(Timeline(0, 0.0, ledger.entries(name)))["entries"]:
@@ -228,6 +232,7 @@ def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
                 noted.setdefault(entry["what"], set()).add(words)
     assert set(noted) == set(_WORDS) - {"longest stall", "failed", "complete"}, "those are seen by the client"
     assert "twin0 (priority 0) goes first; passed once so far" in noted["passed"]
+    assert any("blocks short when those that run have grown as predicted" in words for words in noted["does not fit"])
     assert any("blocks go to host memory" in words for words in noted["preempted"])
     assert any("a more urgent request needs the place" in words for words in noted["preempted"])
 
