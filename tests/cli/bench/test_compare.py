@@ -95,7 +95,7 @@ def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
 def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
     """Ten requests at 1/s that take 1 s each, and a last one that takes 91 s: twice."""
     times = [(float(n), n + 1.0) for n in range(10)]
-    task = Task(Workload(), Slo(), timeout=60, warmup=0, rounds=2)
+    task = Task(Workload(request_rate=1.0), Slo(), timeout=60, warmup=0, rounds=2)
     runs = [run_of(*times, (10.0, 101.0)) for _ in range(task.rounds)]
     rounds = tuple(run.measure(task.workload, task.slo) for run in runs)
     found = with_rates_of(rounds, one_after_the_other(runs).measure(task.workload, task.slo))
