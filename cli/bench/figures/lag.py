@@ -17,16 +17,21 @@ _NEVER = (1 << 31) - 1
 
 
 class Lag(NamedTuple):
-    """By how many seconds a wait ended too `late`; in at least `machine` of them the client had work and no core."""
+    """By how many seconds the loop was `late` for what was `due` (a time of its clock).
 
+    In at least `machine` of them it had work, and no core to do it.
+    """
+
+    due: float
     late: float
     machine: float = 0.0
 
 
 @asynccontextmanager
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[Lag]]:
-    """A list that fills, while the block runs, with how late waits of `interval` seconds ended.
+    """A list that fills, while the block runs, with how late the loop was for something due every `interval` seconds.
 
+    What fell due while the loop was late is in it as well, or else the worst times would count least.
     A token that arrives while the loop is busy gets its time when the loop is free again, so a client that lags puts
     its own time into the target's figures.
     """
@@ -45,9 +50,16 @@ async def _watch(interval: float, lags: list[Lag]) -> None:
     while True:
         due, before = now() + interval, computed()
         await asyncio.sleep(interval)
-        late = max(0.0, now() - due)
         # What made the loop late ended after the wait was over; all that this thread computed may belong to it.
-        lags.append(Lag(late, max(0.0, late - (computed() - before))))
+        came, own = now(), computed() - before
+        lags.append(_lag(due, came, own))
+        while (due := due + interval) < came:
+            lags.append(_lag(due, came, own))
+
+
+def _lag(due: float, came: float, own: float) -> Lag:
+    late = max(0.0, came - due)
+    return Lag(due, late, max(0.0, late - own))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,33 +26,36 @@ _MOST = 0.5
 class Lateness:
     """How late (seconds) requests were `sent`, and the client's event loop came round to what was due.
 
-    `machine` is the part of `loop` in which the machine let the client wait. None: nobody looked.
+    `machine` is the part of `loop` in which the machine let the client wait, `reading` is `loop` since the first token
+    came. None: nobody looked.
     """
 
     sent: Summary
     loop: Summary | None = None
     machine: Summary | None = None
+    reading: Summary | None = None
 
     def of_sending(self) -> Lateness:
         """That of a client in the target's process: its loop's lag is part of what the target takes."""
         return Lateness(self.sent)
 
     def find(self, ttft: Summary, itl: Summary, tokens_per_chunk: float) -> Findings:
-        """Judge by what requests took: sending late is part of a TTFT, coming round late part of the gap of a chunk."""
-        loop, sent = (0.0 if lag is None else lag.p99 or 0.0 for lag in (self.loop, self.sent))
-        gap = (itl.mean or ttft.p50 or 0.0) * tokens_per_chunk
-        if loop > _limit(gap):
+        """Judge by what requests took: sending late is part of a TTFT, coming round late also of the gap of a chunk."""
+        sent, loop, reading = (_p99(lag) for lag in (self.sent, self.loop, self.reading))
+        if reading > _limit((itl.mean or ttft.p50 or 0.0) * tokens_per_chunk):
+            return Findings(True, (f"{_late(reading)}, because {self._cause(reading)}",))
+        if loop > _limit(ttft.p50 or 0.0):
             return Findings(True, (f"{_late(loop)}, because {self._cause(loop)}",))
         if sent > _limit(ttft.p50 or 0.0):
             return Findings(True, (_late(sent),))
-        added = loop / tokens_per_chunk
+        added = reading / tokens_per_chunk
         if itl.p99 is not None and added > max(_CAUTION_S, _CAUTION_SHARE * itl.p99):
-            why = f"the client was late itself, because {self._cause(loop)}"
+            why = f"the client was late itself, because {self._cause(reading)}"
             return Findings(False, (f"P99 of ITL may be too high by up to {1e3 * added:.1f} ms: {why}",))
         return Findings(False)
 
     def _cause(self, loop: float) -> str:
-        if self.machine is not None and (self.machine.p99 or 0.0) >= _MOST * loop:
+        if _p99(self.machine) >= _MOST * loop:
             return "this machine was busy with other work"
         return "it had more to do than one core can; send less at a time, or from several machines"
 
@@ -64,17 +68,27 @@ class Findings:
     warnings: tuple[str, ...] = ()
 
 
-def lateness(sent: Sequence[float], loop: Sequence[Lag] | None) -> Lateness:
-    """From the lags (seconds) of requests and, where they count, those of the event loop."""
+def lateness(sent: Sequence[float], loop: Sequence[Lag] | None, done: Sequence[Served]) -> Lateness:
+    """From the lags (seconds) of requests and of the event loop, and the requests that were served."""
     if loop is None:
         return Lateness(summarise(sent))
-    return Lateness(summarise(sent), summarise([lag.late for lag in loop]), summarise([lag.machine for lag in loop]))
+    first = min((one.record.scheduled + one.latency.ttft for one in done), default=-math.inf)
+    return Lateness(
+        sent=summarise(sent),
+        loop=summarise([lag.late for lag in loop]),
+        machine=summarise([lag.machine for lag in loop]),
+        reading=summarise([lag.late for lag in loop if lag.due >= first]),
+    )
 
 
 def tokens_per_chunk(done: Sequence[Served]) -> float:
     """Tokens of the chunks that had any, on average; 1 without any."""
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     return sum(counts) / len(counts) if counts else 1.0
+
+
+def _p99(lag: Summary | None) -> float:
+    return 0.0 if lag is None else lag.p99 or 0.0
 
 
 def _limit(length: float) -> float:

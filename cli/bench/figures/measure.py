@@ -150,7 +150,7 @@ def measure(
     ends = [record.end for record in records if record.end is not None]
     duration = max(ends) - start if ends else 0.0
     latencies = _latencies(done, start)
-    lags = lateness([lag for record in records if (lag := record.client_lag) is not None], loop_lags)
+    lags = lateness([lag for record in records if (lag := record.client_lag) is not None], loop_lags, done)
     judged = lags if own_process else lags.of_sending()
     client = judged.find(latencies["ttft"], latencies["itl"], tokens_per_chunk(done))
     counted_by = worst_source(done)

@@ -79,14 +79,14 @@ def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> Run:
         RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
         for index, (due, end) in enumerate(times)
     ]
-    return Run(records, preemptions, [Lag(0.001)], own_process=False)
+    return Run(records, preemptions, [Lag(0.0, 0.001)], own_process=False)
 
 
 def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
     joined = one_after_the_other([run_of((100, 101), (100, 103)), run_of((500, 502), (501, 504), preemptions=2)])
     assert [(r.index, r.scheduled, r.end) for r in joined.records] == [(0, 0, 1), (1, 0, 3), (2, 3, 5), (3, 4, 7)]
     assert [record.chunks[0].time for record in joined.records] == [1, 3, 5, 7]
-    assert (joined.preemptions, joined.loop_lags) == (2, [Lag(0.001), Lag(0.001)])
+    assert (joined.preemptions, joined.loop_lags) == (2, [Lag(0.0, 0.001)] * 2)
     figures = joined.measure(Workload(), Slo())
     assert (figures.duration, figures.output_tokens_per_s) == (7.0, 4 / 7)
     assert figures.ttft.max == 3.0

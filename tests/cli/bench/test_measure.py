@@ -83,7 +83,7 @@ def test_lag_is_judged_against_what_is_measured() -> None:
 def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Measurement:
     """Ten requests whose chunks are `gap` seconds apart, by a client whose loop was always late like that."""
     chunks = [Chunk(ttft + gap * n, "x", tokens) for n in range(20)]
-    return measure([record(chunks) for _ in range(10)], Workload(), Slo(), loop_lags=[Lag(**lags)] * 50)
+    return measure([record(chunks) for _ in range(10)], Workload(), Slo(), loop_lags=[Lag(due=ttft + 1, **lags)] * 50)
 
 
 def test_a_client_that_reads_late_makes_the_run_invalid_however_long_the_ttft_is() -> None:
@@ -106,9 +106,33 @@ def test_the_lag_of_a_loop_is_judged_against_the_gaps_of_chunks() -> None:
     assert run_of(1.0, tokens=50, late=0.04).valid
 
 
+def test_before_the_first_token_no_gap_can_be_wrong() -> None:
+    """To send all requests at once takes a client its time, of which only TTFTs have a part."""
+    before, after = [Lag(1.0, 0.2)] * 50, [Lag(5.0, 0.001)] * 50
+    chunks = [Chunk(3.0 + 0.05 * n, "x", 1) for n in range(100)]
+    assert measure([record(chunks)], Workload(), Slo(), loop_lags=before + after).valid
+    assert not measure([record(chunks)], Workload(), Slo(), loop_lags=[Lag(1.0, 0.4)] * 50 + after).valid
+    assert not measure([record(chunks)], Workload(), Slo(), loop_lags=[*before, *after, Lag(5.0, 0.2)]).valid
+
+
+def test_what_fell_due_while_the_loop_was_late_counts_too() -> None:
+    """A loop that stands still for 0.1 s is late for ten things that were due every 10 ms."""
+
+    async def main() -> list[Lag]:
+        async with loop_lags(0.01) as lags:
+            await asyncio.sleep(0)
+            time.sleep(0.1)
+            await asyncio.sleep(0.02)
+        return lags
+
+    late = [lag for lag in asyncio.run(main()) if lag.late > 0.005]
+    assert len(late) >= 8
+    assert late[0].late - late[7].late == pytest.approx(late[7].due - late[0].due) == pytest.approx(0.07)
+
+
 def test_an_engine_in_the_same_process_takes_its_part_of_the_loop() -> None:
     chunks = [Chunk(1.0 + 0.01 * n, "x", 1) for n in range(20)]
-    figures = measure([record(chunks)], Workload(), Slo(), loop_lags=[Lag(0.2)] * 50, own_process=False)
+    figures = measure([record(chunks)], Workload(), Slo(), loop_lags=[Lag(2.0, 0.2)] * 50, own_process=False)
     assert figures.valid
     assert figures.loop_lag is not None
     assert figures.loop_lag.p99 == pytest.approx(0.2)
