@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Unpack, cast
 
 from llmsched.engine.config import EngineConfig, Limits, check_limits
-from llmsched.engine.executor.base import StepPlan
+from llmsched.engine.executor.base import Executor, StepPlan
 from llmsched.engine.executor.simulated import SimulatedExecutor, StepCost, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
@@ -48,7 +48,7 @@ class SimulatedEngine:
         self.clock = VirtualClock()
         self.scheduler = make_scheduler(make_kv(config, num_blocks, swap, layout), config, self.clock)
         self._max_model_len = config.max_model_len
-        self._executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
+        self.executor: Executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
         #: Sees how KV memory is used in each step, as `Engine.on_step`.
         self.on_step: Callable[[KVUse], None] | None = None
 
@@ -103,7 +103,7 @@ class SimulatedEngine:
     def step(self) -> list[Update]:
         """One step of whatever is due; the clock stands at its end afterwards."""
         plan = self.scheduler.schedule()
-        result = self._executor.execute(plan)
+        result = self.executor.execute(plan)
         if self.on_step is not None:
             self.on_step(self.scheduler.kv_use(plan))
         return self.scheduler.update(plan, result)

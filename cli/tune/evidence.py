@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.tune.space import Demand, Setting
 from llmsched.engine.latency import RequestLatency, Summary, statistic, summarise
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
@@ -136,15 +140,15 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> Run:
-    """The run of `to_json`. Raises TypeError, ValueError, KeyError or AttributeError for what is none."""
-    samples = {name: Samples(**{**part, "values": tuple(part["values"])}) for name, part in content["samples"].items()}
-    demand = content["demand"]
-    parts = {
-        "setting": Setting(**content["setting"]),
-        "samples": samples,
-        "demand": None if demand is None else Demand(**demand),
-    }
-    return Run(**{**content, **parts})
+    """The run of `to_json`. Raises ValueError for what is none."""
+    return _run_type().validate_python(content)
+
+
+@cache
+def _run_type() -> TypeAdapter[Run]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Run)
 
 
 def _samples(latencies: Sequence[RequestLatency], name: str) -> list[float]:

@@ -89,9 +89,11 @@ class EngineRunner:
         if self._engine is None or self._engine.plan is None or cost is None:
             return {}
         config = replace(self._engine.config, swap_space=0, preemption_mode="recompute")
-        blocks = self._engine.plan.num_blocks
+        plan = self._engine.plan
         return {
-            setting: simulated_run(SimulatedEngine(config, blocks, cost), setting, requests, 0, self._asked)
+            setting: simulated_run(
+                SimulatedEngine(config, plan.num_blocks, cost, layout=plan.layout), setting, requests, 0, self._asked
+            )
             for setting in settings
         }
 

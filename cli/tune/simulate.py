@@ -13,7 +13,8 @@ from llmsched.cli.bench.load.prompts import COMMON_IDS, Encode, WordEncode
 from llmsched.cli.bench.target.virtual import simulate_load
 from llmsched.cli.tune.evidence import Run, run_of
 from llmsched.cli.tune.portion import Portion
-from llmsched.cli.tune.space import Demand, Setting
+from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.watch import DemandWatch
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.latency import Slo
 from llmsched.engine.simulation import SimulatedEngine
@@ -37,13 +38,7 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, roun
     """Serve a portion of the load with a setting, on an engine that has served nothing. Raises ConfigError."""
     start, load = time.perf_counter(), asked.portion(requests, round_index)
     engine.reconfigure(**setting.limits())
-    running = used = 0
-    pool = engine.scheduler.kv.pool
-
-    def look() -> None:
-        nonlocal running, used
-        running, used = max(running, len(engine.scheduler.running)), max(used, pool.num_used)
-
+    watch = DemandWatch(engine)
     records = simulate_load(
         load.plan(asked.ids, asked.encode),
         engine,
@@ -51,12 +46,10 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, roun
         max_concurrency=load.max_concurrency,
         timeout=asked.timeout,
         stop_after=load.stop_after,
-        after_step=look,
     )
     figures = measure(records, load, asked.slo, preemptions=engine.num_preemptions)
-    demand = Demand(running, used / pool.num_blocks, engine.num_preemptions > 0)
     seconds = time.perf_counter() - start
-    return run_of(setting, round_index, requests, figures, demand=demand, seconds=seconds)
+    return run_of(setting, round_index, requests, figures, demand=watch.demand(), seconds=seconds)
 
 
 class SimulatedRunner:

@@ -13,6 +13,7 @@ from llmsched.cli.tune.evidence import Run, failed_run, from_json, to_json
 from llmsched.cli.tune.race import Runner
 from llmsched.cli.tune.space import Setting
 from llmsched.engine.errors import LlmschedError
+from llmsched.profiles.tuned import read_file
 
 
 def state_path(profile: Path) -> Path:
@@ -70,7 +71,7 @@ class Journal:
 
     def _read(self) -> None:
         try:
-            lines = self.path.read_text(encoding="utf-8").split("\n")
+            lines = read_file(self.path).split("\n")
         except FileNotFoundError:
             raise LlmschedError(f"--resume: there is no unfinished search at {self.path}") from None
         except (OSError, UnicodeDecodeError) as problem:
@@ -80,11 +81,11 @@ class Journal:
         if lines[-1]:
             self._cut(complete)
         try:
-            entries = [json.loads(line) for line in complete]
+            entries = [json.loads(line, parse_constant=_no_number) for line in complete]
             self._check(entries[0]["about"])
             self.runs = [from_json(entry["run"]) for entry in entries if "run" in entry]
             said = [[from_json(run) for run in entry["predicted"]] for entry in entries if "predicted" in entry]
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as problem:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as problem:
             raise LlmschedError(f"--resume: {self.path} is not the state of a search; leave out --resume") from problem
         self.predicted = [{run.setting: run for run in each} for each in said]
 
@@ -102,6 +103,10 @@ class Journal:
                     f"--resume: {self.path} is of a search with another {name} ({was}, now {is_now}); "
                     "leave out --resume to start anew"
                 )
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 class Resumable:

@@ -13,6 +13,7 @@ from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
+    from llmsched.engine.simulation import SimulatedEngine
 
 #: Steps that are kept to learn from.
 _KEPT = 4096
@@ -33,39 +34,51 @@ class LearnedCost:
         return self._overhead + self._model.predict(shape)
 
 
-class StepWatch:
-    """An Executor that has another compute, and remembers the shape and time of each step and the peak demand."""
+class DemandWatch:
+    """An Executor that has another compute, and remembers the peak demand: that of steps, before what ends with them
+    is let go.
+    """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | SimulatedEngine) -> None:
         self._executor = engine.executor
         self._scheduler = engine.scheduler
         self._preemptions = 0
-        self._steps: deque[tuple[StepShape, float]] = deque(maxlen=_KEPT)
-        self._gaps: deque[float] = deque(maxlen=_KEPT)
-        self._end: float | None = None
         self.reset()
         engine.executor = self
 
     def reset(self) -> None:
-        """Forget the peak demand, not the steps."""
+        """Forget the peak."""
         self._running, self._used = 0, 0
         self._preemptions = self._scheduler.counters.num_preemptions
 
     def execute(self, plan: StepPlan) -> StepResult:
-        start = time.perf_counter()
-        result = self._executor.execute(plan)
-        if self._end is not None:
-            self._gaps.append(start - self._end)
-        self._end = time.perf_counter()
-        self._steps.append((shape_of(plan), result.elapsed - result.swap_elapsed))
         self._running = max(self._running, len(self._scheduler.running))
         self._used = max(self._used, self._scheduler.kv.pool.num_used)
-        return result
+        return self._executor.execute(plan)
 
     def demand(self) -> Demand:
         """The peak since `reset`."""
         preempted = self._scheduler.counters.num_preemptions > self._preemptions
         return Demand(self._running, self._used / self._scheduler.kv.pool.num_blocks, preempted)
+
+
+class StepWatch(DemandWatch):
+    """One that remembers the shape and time of each step as well, which `reset` does not forget."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._steps: deque[tuple[StepShape, float]] = deque(maxlen=_KEPT)
+        self._gaps: deque[float] = deque(maxlen=_KEPT)
+        self._end: float | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        start = time.perf_counter()
+        result = super().execute(plan)
+        if self._end is not None:
+            self._gaps.append(start - self._end)
+        self._end = time.perf_counter()
+        self._steps.append((shape_of(plan), result.elapsed - result.swap_elapsed))
+        return result
 
     def cost(self) -> LearnedCost | None:
         """What steps take, from those seen; None before there are enough.

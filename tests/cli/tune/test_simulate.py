@@ -64,6 +64,15 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     assert runner.predict([setting], 40) == {}
 
 
+def test_what_ends_in_its_first_step_is_demand_as_well() -> None:
+    blueprint = gpu_blueprint(open_draft(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
+    load = Workload(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
+    demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, 0, Asked(load, SLO, 60.0)).demand
+    assert demand is not None
+    assert demand.running == 4
+    assert demand.kv_share > 0
+
+
 def test_the_winner_of_a_simulation(tune: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = tune("--json", "--output", "far", "--report", str(tmp_path / "curve.html"))
     assert outcome.code == 0

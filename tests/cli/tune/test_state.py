@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,35 @@ def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path, text: str) 
     with pytest.raises(LlmschedError, match="--resume") as problem:
         Journal(path, {}, resume=True)
     assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"requests": 8', '"requests": "eight"'),
+        ('"tokens_per_s": 10.0', '"tokens_per_s": NaN'),
+        ('"seconds": 8.0', '"seconds": "soon"'),
+        ('"max_num_seqs": 8', '"max_num_seqs": [8]'),
+        ('"values": [0.02]', '"values": ["fast"]'),
+        ('"problem": null', '"problem": 3'),
+        ('"samples": {', '"samples": ' + 5000 * "[" + "{"),
+    ],
+)
+def test_a_run_that_cannot_have_been_is_refused_in_words(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "s.jsonl"
+    Journal(path, ABOUT, resume=False).add(made_run(Setting(64, 8), 8, 0, 10.0))
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(LlmschedError, match="is not the state of a search; leave out --resume"):
+        Journal(path, ABOUT, resume=True)
+
+
+def test_a_pipe_is_no_state(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(LlmschedError, match="is not a regular file"):
+        Journal(path, ABOUT, resume=True)
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:

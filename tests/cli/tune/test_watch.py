@@ -57,10 +57,10 @@ def test_the_peak_of_a_run_is_told_and_forgotten() -> None:
     assert watch.demand() == Demand(0, 0.0, False)
 
 
-def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..., Path]) -> None:
-    config = EngineConfig(
-        str(tiny_model("llama")), device="cpu", max_num_batched_tokens=128, num_gpu_blocks_override=128
-    )
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..., Path], arch: str) -> None:
+    """Also where layers with windows give blocks back."""
+    config = EngineConfig(str(tiny_model(arch)), device="cpu", max_num_batched_tokens=128, num_gpu_blocks_override=128)
     load = Workload(num_prompts=8, input_len=60, output_len=20, max_concurrency=4)
     settings = [Setting(budget, 8) for budget in (16, 32, 128)]
 
