@@ -49,6 +49,10 @@ class Scheduler:
     each counts against the first in the queue, whom no more than max_passes ever pass, and while R waits that is R or
     one of S. When R is the first and that is used up, nobody else is admitted, and R is as soon as it fits: when those
     that run have ended, if not before. (Under sptf ranks are lengths, so S has no bound: it is a baseline.)
+
+    In steps: each computes a token at least, of those that ran when R came or of the S + max_passes x (1 + S) others.
+    So R waits for no more steps than these have tokens, prompts and max_tokens together, and those that preemption
+    makes them compute again.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> None:

@@ -252,6 +252,18 @@ def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
     assert_right(low, high)
 
 
+def test_a_class_takes_no_slot_of_one_that_was_preempted_twice() -> None:
+    harness = Harness(64, max_num_seqs=1)
+    low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
+    for i in range(4):
+        for _ in range(5):
+            harness.step()
+        harness.add(make_request(f"high{i}", tokens(20, seed=i + 1), 1, arrival=1.0))
+    harness.run()
+    assert low.num_preemptions == 2
+    assert_right(low)
+
+
 def test_a_cold_request_is_served_among_hot_ones_that_keep_coming() -> None:
     harness = Harness(200, budget=256, max_num_seqs=2, cache_bonus=20.0)
     shared = tokens(600)
