@@ -120,7 +120,8 @@ async def send_workload(
                 records, interrupted = sorted(ended, key=lambda record: record.index), True
     await _ask_timelines(target, untold)
     after = await target.preemptions()
-    preemptions = after - before if before is not None and after is not None else None
+    # A server that was started anew counts from 0 again.
+    preemptions = after - before if before is not None and after is not None and after >= before else None
     return Run(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted)
 
 

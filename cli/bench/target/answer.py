@@ -49,8 +49,9 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
     try:
         async with asyncio.timeout(None) as patience:
             await _read_stream(response, record, now, patience)
-    except httpx.DecodingError as problem:
-        raise RequestFailed("not understood", shorten(str(problem))) from problem
+    except (httpx.DecodingError, ValueError) as problem:
+        if record.end is None:
+            raise RequestFailed("not understood", shorten(str(problem))) from problem
     except (TimeoutError, httpx.RequestError):
         if record.end is None:
             raise

@@ -75,7 +75,8 @@ class ServerMetrics:
 
     def _first(self, names: Sequence[str]) -> float | None:
         """The sum over all labels."""
-        return next((sum(self._values[name]) for name in names if name in self._values), None)
+        total = next((sum(self._values[name]) for name in names if name in self._values), None)
+        return None if total is None or not math.isfinite(total) else total
 
     def _share(self, names: Sequence[str]) -> float | None:
         """The mean over all labels: an engine's several pools are alike."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+#: Bytes of one event, or of a line, beyond which nothing is to be expected of a stream.
+_LONGEST = 1 << 24
+
 
 class Event(NamedTuple):
     """One event: its type ("message" unless named) and its data lines joined by newlines."""
@@ -26,9 +29,10 @@ class EventParser:
         self._at_start = True
         self._type = ""
         self._data: list[str] = []
+        self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """The events completed by these bytes."""
+        """The events completed by these bytes. Raises ValueError for one that does not end."""
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False
@@ -40,6 +44,9 @@ class EventParser:
             if event := self._end_line():
                 events.append(event)
         self._line += rest
+        self._size = 0 if events else self._size + len(received)
+        if self._size > _LONGEST:
+            raise ValueError(f"an event of more than {_LONGEST >> 20} MiB")
         return events
 
     def close(self) -> Event | None:

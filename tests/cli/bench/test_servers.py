@@ -162,8 +162,8 @@ def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"[" * 100_000, b"null", b"{", event(usage(10**9)).removeprefix(b"data: ").strip()],
-    ids=["deep", "null", "half", "usage"],
+    [b"[" * 100_000, b"null", b"{", event(usage(10**9)).removeprefix(b"data: ").strip(), b"x" * (17 << 20)],
+    ids=["deep", "null", "half", "usage", "endless"],
 )
 def test_nonsense_fails_its_request_and_nothing_else(said: bytes) -> None:
     figures = bench(Script([(0.1, b"data: " + said + b"\n\n"), (0.2, token() + end(1))]))
@@ -314,6 +314,20 @@ def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
     metrics = ServerMetrics.of(text)
     assert metrics is not None
     assert metrics.sample(0.0) == Sample(0.0, 12, 2, kv_held=pytest.approx(0.6))
+
+
+def test_figures_that_are_none_are_not_told() -> None:
+    huge = "".join(f'vllm:num_requests_running{{engine="{n}"}} 1e308\n' for n in range(2))
+    metrics = ServerMetrics.of(huge + "vllm:num_requests_waiting 0\nvllm:num_preemptions_total 1e999\n")
+    assert metrics is not None
+    assert metrics.sample(0.0) is metrics.preemptions() is None
+
+
+def test_a_server_that_was_started_anew_does_not_tell_its_preemptions() -> None:
+    counts = iter([7, 2])
+    server = FakeServer(lambda number: Script([(0.1, token() * 3 + end(3))]))
+    server.metrics = lambda: f"vllm:num_preemptions_total {next(counts)}\n"
+    assert bench_of(server).preemptions is None
 
 
 def told(metrics: EngineMetrics) -> ServerMetrics:

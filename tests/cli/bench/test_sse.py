@@ -67,6 +67,14 @@ def test_the_last_event_needs_no_blank_line(tail: bytes) -> None:
     assert parse(tail) == [Event("message", "x")]
 
 
+@pytest.mark.parametrize("endless", [b"x" * (1 << 20), b"data: y\n" * (1 << 17)], ids=["line", "event"])
+def test_what_does_not_end_is_given_up(endless: bytes) -> None:
+    parser = EventParser()
+    assert [event for _ in range(16) for event in parser.feed(endless)] == []
+    with pytest.raises(ValueError, match="more than 16 MiB"):
+        parser.feed(endless)
+
+
 def test_nothing_gives_nothing() -> None:
     assert parse() == []
     assert parse(b"", b"\n\n\n", b": only comments\n\n") == []
