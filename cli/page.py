@@ -13,7 +13,8 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
 table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; }
-td, th { padding: .15em .8em .15em 0; text-align: right; } td:first-child, th:first-child { text-align: left; }
+td, th { padding: .15em .8em .15em 0; text-align: right; }
+td:first-child, th:first-child { text-align: left; white-space: pre-wrap; }
 th { border-bottom: 1px solid; } figure { margin: 1em 0 2em; } figcaption { font-weight: 600; }
 .warning { border-left: 4px solid #d9622b; padding-left: .8em; }
 dt { font-weight: 600; float: left; margin-right: .6em; } dd { margin: 0 0 .3em 0; }
