@@ -120,6 +120,10 @@ class EngineMetrics:
         self._headroom.set(headroom)
         self._max_running.set(max_running)
 
+    def step_budget(self, tokens: int) -> None:
+        """Tokens that the last step might take."""
+        self._step_budget.set(tokens)
+
     def headroom_changed(self, count: int) -> None:
         """Headroom or concurrency cap changed `count` times."""
         self._headroom_changes.inc(count)
@@ -230,6 +234,7 @@ class EngineMetrics:
         self._swap_usage = gauge("swap_space_usage_perc", "Share of swap_space that preempted requests take; 1 is all.")
         self._headroom = gauge("kv_headroom_perc", "Share of KV blocks that admission keeps free; 1 is all.")
         self._max_running = gauge("max_running_requests", "The concurrency cap: preemptions shrink it.")
+        self._step_budget = gauge("step_token_budget", "Tokens that a step may take: fewer where target_itl wants it.")
         self._pinned_blocks = gauge("kv_blocks_pinned", "KV blocks that pinned prefixes hold.")
         self._changing_prompts = gauge(
             "prefix_cache_changing_prompts",

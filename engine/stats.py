@@ -73,6 +73,7 @@ class Accounts:
         metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
         metrics.pinned(scheduler.kv.num_pinned)
         metrics.admission(control.headroom, control.max_running)
+        metrics.step_budget(scheduler.pacer.latest)
         metrics.swap_usage((swap.num_slots - swap.num_free) / max(1, swap.num_slots))
         if not scheduler.running or self._clock() >= self._next_use:
             metrics.kv_use(scheduler.kv_use())

@@ -9,6 +9,7 @@ from engines import Collector, make_engine, prompt, sampling
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmsched.engine.core import Engine
+from llmsched.engine.scheduler.pacing import LEAST_PREFILL
 
 
 def metric(engine: Engine, name: str) -> float:
@@ -62,3 +63,15 @@ def test_swap_space_in_use_is_shown() -> None:
     assert metric(engine, "swap_space_usage_perc") == 0.25
     collector.run()
     assert engine.stats().swap_slots_used == metric(engine, "swap_space_usage_perc") == 0
+
+
+def test_the_size_of_steps_can_be_seen() -> None:
+    engine = make_engine(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=4, target_itl=1e-4)
+    assert metric(engine, "step_token_budget") == 64
+    collector = Collector(engine)
+    for number in range(4):
+        engine.add_request(str(number), prompt(8, number), sampling(max_tokens=40))
+    while engine.has_work() and metric(engine, "step_token_budget") == 64:
+        collector.step()
+    assert metric(engine, "step_token_budget") == 4 + LEAST_PREFILL
+    collector.run()

@@ -18,7 +18,7 @@ from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
-from llmsched.engine.scheduler.pacing import LEAST_PREFILL, Pacer
+from llmsched.engine.scheduler.pacing import LEAST_PREFILL, TOLD_AFTER, Pacer
 from llmsched.engine.scheduler.prediction import MIN_SAMPLES, OutputPredictor
 
 
@@ -273,7 +273,22 @@ def test_pacer_sizes_steps_only_with_a_target_a_model_and_decodes() -> None:
     assert Pacer(EngineConfig()).token_budget(2048, [request], 1) == 2048
     tight = Pacer(EngineConfig(target_itl=0.001))
     tight.model = pacer.model
-    assert tight.token_budget(2048, [request], 1) == 1 + LEAST_PREFILL
+    assert tight.token_budget(2048, [request], 1) == tight.latest == 1 + LEAST_PREFILL
+
+
+def test_a_target_that_decodes_alone_miss_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    request, pacer = make_request("r", [1] * 100), Pacer(EngineConfig(target_itl=0.006))
+    for i in range(MIN_STEPS * 2):
+        pacer.model.learn(StepShape(i * 13 % 300, 1 + i % 8, 100), 0.004 + 20e-6 * (i * 13 % 300) + 1e-3 * (1 + i % 8))
+    for _ in range(4 * TOLD_AFTER):
+        pacer.token_budget(2048, [request], 1)
+    assert not caplog.records
+    for steps in (TOLD_AFTER - 1, 1, TOLD_AFTER, TOLD_AFTER):
+        for _ in range(steps):
+            pacer.token_budget(2048, [request], 8)
+        pacer.token_budget(2048, [request], 1)
+    (record,) = caplog.records
+    assert "target_itl 6 ms is missed by decodes alone (8 of them)" in record.getMessage()
 
 
 def test_ledger_merges_what_repeats_and_forgets_the_oldest() -> None:
