@@ -230,16 +230,21 @@ class Goodput:
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Goodput of a run; None without an SLO, a request or a duration. Failed requests stay in every denominator."""
+    """Goodput of a run; None without an SLO or a request, or if requests were good in no time at all.
+
+    Failed requests stay in every denominator.
+    """
     total = len(requests) + failed
-    if not slo.given() or not total or duration <= 0:
+    if not slo.given() or not total:
         return None
     misses = [[name for name, met in slo.met_by(request).items() if not met] for request in requests]
     good = sum(not missed for missed in misses)
+    if good and duration <= 0:
+        return None
     missed = {name: sum(name in one for one in misses) for name in slo.given()}
     attainment = {name: (len(requests) - count) / total for name, count in missed.items()}
     alone = {name: sum(one == [name] for one in misses) for name in slo.given()}
-    return Goodput(good / duration, {**attainment, "all": good / total}, missed, alone)
+    return Goodput(good / duration if good else 0.0, {**attainment, "all": good / total}, missed, alone)
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:

@@ -110,6 +110,12 @@ def test_goodput_of_zero_is_zero_and_without_slo_it_is_null() -> None:
     assert goodput(Slo(ttft=1.0), [latency()], failed=0, duration=0.0) is None
 
 
+def test_where_nothing_could_be_sent_nothing_was_good() -> None:
+    got = goodput(Slo(ttft=1.0), [], failed=3, duration=0.0)
+    assert got is not None
+    assert (got.requests_per_s, got.attainment) == (0.0, {"ttft": 0.0, "all": 0.0})
+
+
 def test_the_itl_slo_looks_at_a_requests_own_p99() -> None:
     steady, stalled = latency(itl=(0.01,) * 50), latency(itl=(0.01,) * 49 + (2.0,))
     assert Slo(itl=0.05).met_by(steady) == {"itl": True}
