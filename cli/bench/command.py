@@ -75,8 +75,8 @@ def bench(
 
     A trace is sent at its own times; else, with neither --request-rate nor --max-concurrency, all requests are sent
     at once. Ctrl-C ends one, and what has ended by then is reported. Exit code 1 if a request failed, or (--find-knee)
-    if no rate meets the SLOs, or (--self-check) if a figure is off or this
-    machine was too busy to tell.
+    if no rate meets the SLOs, or (--self-check) if a figure is off or this machine was
+    too busy to tell.
 
     \b
     Examples:

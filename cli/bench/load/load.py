@@ -150,3 +150,5 @@ async def _send_within(timeout: float | None, send: Send, request: PlannedReques
         record.failure = failure
     except TimeoutError:
         record.failure = RequestFailed("timeout", f"no end after {timeout:g} s")
+    except Exception as problem:  # whatever it is, it must not take the others' figures with it
+        record.failure = RequestFailed("fault of the bench", f"{type(problem).__name__}: {problem}")

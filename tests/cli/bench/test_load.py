@@ -104,10 +104,17 @@ def test_one_that_hangs_ends_by_the_timeout_and_frees_its_slot() -> None:
     assert [record.failure.reason for record in records if record.failure] == ["timeout", "timeout"]
 
 
-def test_a_failure_is_kept_and_the_others_go_on() -> None:
+@pytest.mark.parametrize(
+    ("problem", "reason", "detail"),
+    [
+        (RequestFailed("http 500", "broken"), "http 500", "broken"),
+        (LookupError("nobody thought of it"), "fault of the bench", "LookupError: nobody thought of it"),
+    ],
+)
+def test_a_failure_is_kept_and_the_others_go_on(problem: Exception, reason: str, detail: str) -> None:
     async def send(request: PlannedRequest, record: RequestRecord) -> None:
         if request.index == 1:
-            raise RequestFailed("http 500", "broken")
+            raise problem
 
     ended: list[int] = []
     records = run_virtual(
@@ -121,6 +128,9 @@ def test_a_failure_is_kept_and_the_others_go_on() -> None:
         )
     )
     assert [record.completed for record in records] == [True, False, True]
+    assert [(record.failure.reason, record.failure.detail) for record in records if record.failure] == [
+        (reason, detail)
+    ]
     assert ended == [0, 1, 2]
 
 
