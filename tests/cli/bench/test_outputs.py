@@ -13,7 +13,7 @@ from fake_server import FakeServer, Script, event, steady, token
 from virtual_time import run_virtual
 
 from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.record import Chunk, RequestRecord
+from llmsched.cli.bench.figures.record import Chunk, RequestRecord, Usage
 from llmsched.cli.bench.load.prompts import COMMON_IDS
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.options import ItlTarget, parse_itl_target
@@ -118,10 +118,12 @@ def test_csv_with_other_columns_is_left_alone(tmp_path: Path) -> None:
 
 def test_detailed_lines_are_exact_to_the_microsecond() -> None:
     chunks = [Chunk(101.1234567, "x", 1), Chunk(101.2345678, "x", 1)]
-    figures = measure([RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks)], WORK, SLO)
+    record = RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks, usage=Usage(8, 3, 2))
+    figures = measure([record], WORK, SLO)
     request = json.loads(list(detailed_lines(report_of(figures), SLO, figures))[1])
     assert request["chunks"] == [[1.123457, 1], [1.234568, 1]]
     assert (request["ttft_ms"], request["itl_ms"]) == (1123.457, [111.111])
+    assert [request[f"{name}_tokens"] for name in ("prompt", "cached", "output")] == [8, 3, 2]
 
 
 def test_detailed_lines_hold_every_request_and_every_sample(tmp_path: Path) -> None:
