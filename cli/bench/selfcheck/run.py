@@ -42,7 +42,7 @@ _WARM_UP = Probe("warm-up", "one request", Workload(num_prompts=1, input_len=8, 
 async def self_check(progress: Progress) -> list[Outcome]:
     """All probes, one after the other. Raises LlmschedError if the server cannot be started."""
     outcomes: list[Outcome] = []
-    async with _scripted_server() as root:
+    async with scripted_server() as root:
         await _run(root, _WARM_UP)
         for number, probe in enumerate(PROBES):
             progress("probes", number, len(PROBES))
@@ -83,7 +83,7 @@ def _most_late(probe: Probe, log: Log) -> float:
 
 
 @asynccontextmanager
-async def _scripted_server() -> AsyncIterator[str]:
+async def scripted_server() -> AsyncIterator[str]:
     """The URL of the scripted server, which runs until the block ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "llmsched.cli.bench.selfcheck.server"),

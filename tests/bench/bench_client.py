@@ -1,0 +1,70 @@
+"""How many streams the bench's own client follows before it is what is measured: python tests/bench/bench_client.py
+
+MEASURED on this machine: a server in another process streams 50 tokens/s to each of N clients of one process, and says
+when it wrote them. "client CPU" is what a token costs the client; the lags are those that mark a run invalid; "ITL P99"
+is what is measured beside what the server did. Where "machine P99" is most of the lag, other work is what was measured.
+Lags and gaps are in ms; what a token costs includes the making of the prompts, which few tokens have to pay for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from itertools import pairwise
+
+import httpx
+
+from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.bench.run import send_workload
+from llmsched.cli.bench.selfcheck.run import scripted_server
+from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.engine.latency import Slo, Summary, summarise
+from llmsched.engine.progress import silent
+
+STREAMS = (16, 64, 128, 256, 512)
+SCRIPT = "crowd"
+RAMP_S = 1.0
+COLUMNS = "streams  tokens/s  client CPU  lag P99  machine P99  ITL P99  server's  valid"
+
+
+async def main() -> None:
+    print(COLUMNS)
+    async with scripted_server() as root:
+        for streams in STREAMS:
+            print(await row(root, streams))
+
+
+async def row(root: str, streams: int) -> str:
+    load = Workload(num_prompts=streams, input_len=8, output_len=75, request_rate=streams / RAMP_S, arrivals="constant")
+    target = HttpTarget(HttpOptions(f"{root}/{SCRIPT}"))
+    before = time.process_time()
+    try:
+        run = await send_workload(target, load, ids=COMMON_IDS, timeout=60.0, progress=silent)
+    finally:
+        await target.close()
+    cpu = time.process_time() - before
+    async with httpx.AsyncClient() as client:
+        log = json.loads((await client.get(f"{root}/{SCRIPT}/log")).text)
+    written = [[at for at, _ in parts] for _, parts in log]
+    gaps = summarise([after - at for times in written for at, after in pairwise(times)])
+    figures = run.measure(load, Slo())
+    cells = (
+        f"{streams:7}",
+        f"{figures.output_tokens_per_s or 0.0:8.0f}",
+        f"{1e6 * cpu / max(1, figures.output_tokens):7.1f} us",
+        *(f"{p99(lag):{width}.1f}" for lag, width in ((figures.loop_lag, 7), (figures.machine_lag, 11))),
+        *(f"{p99(gap):{width}.1f}" for gap, width in ((figures.itl, 7), (gaps, 8))),
+        "  yes" if figures.valid else "   no",
+    )
+    return "  ".join(cells)
+
+
+def p99(seconds: Summary | None) -> float:
+    """In ms."""
+    return 0.0 if seconds is None else 1e3 * (seconds.p99 or 0.0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
