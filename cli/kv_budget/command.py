@@ -77,7 +77,8 @@ def kv_budget(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Lengths of your requests: a trace (CSV of Azure, JSON lines of Mooncake) or one length a line.",
+            help="Lengths of your requests: a trace, as for bench --trace, or a line each with its length, or with its "
+            "prompt's and its answer's.",
             rich_help_panel=_QUESTION,
         ),
     ] = None,
@@ -214,7 +215,7 @@ def _lengths(config: EngineConfig, mean_len: int | None, cv_len: float | None, l
     if lengths is not None:
         if cv_len is not None:
             raise ConfigError("--cv-len", "describes lengths that --lengths tells already; leave one of them out")
-        from llmsched.engine.kv.lengths import read_lengths
+        from llmsched.cli.kv_budget.lengths import read_lengths
 
         return read_lengths(lengths)
     if cv_len is None:

@@ -260,7 +260,7 @@ def test_mla_is_told_both_ways(command: CommandLine) -> None:
         (("--cv-len", "1"), "give --mean-len as well"),
         (("--mean-len", "100", "--cv-len", "-1"), "allowed is 0 to 10"),
         (("--mean-len", "100", "--cv-len", "nan"), "allowed is 0 to 10"),
-        (("--lengths", "missing.csv"), "missing.csv cannot be read"),
+        (("--lengths", "missing.csv"), "--lengths: missing.csv: No such file"),
         (("--lengths", "missing.csv", "--cv-len", "1"), "leave one of them out"),
         (("--emit", "ollama"), "vllm"),
         (("--gpu", "all", "--emit", "vllm"), "name it with --gpu"),

@@ -1,107 +1,20 @@
-"""Lengths of requests: every format that is read, one clear line for what is not, and the log-normal."""
+"""Lengths of requests as figures, and the log-normal."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import numpy as np
 import pytest
 
-from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.lengths import Lengths, lognormal_lengths, read_lengths
-
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,396,109
-2023-11-16 18:15:51.2224670,879,0
-"""
-MOONCAKE = """{"timestamp": 0, "input_length": 374, "output_length": 44, "hash_ids": [0, 1]}
-{"timestamp": 3, "input_length": 396, "output_length": 109, "hash_ids": []}
-{"timestamp": 9, "input_length": 879, "output_length": 1, "hash_ids": [7]}
-"""
-VIDUR = """num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
-374,44,418,8.5
-396.0,109,505,3.6
-879,1,880,879
-"""
+from llmsched.engine.kv.lengths import Lengths, lognormal_lengths
 
 
-def read(tmp_path: Path, text: str) -> Lengths:
-    path = tmp_path / "lengths"
-    path.write_text(text)
-    return read_lengths(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        AZURE,
-        MOONCAKE,
-        VIDUR,
-        "374,44\n396,109\n\n879,1\n",
-        "374 44\n396 109\n879 1",
-        "[374, 44]\n[396, 109]\n[879, 0]",
-        '{"prompt_tokens": 374, "completion_tokens": 44}\n{"prompt_tokens": 396, "completion_tokens": 109}\n'
-        '{"prompt_tokens": 879, "completion_tokens": 1}',
-    ],
-    ids=["azure", "mooncake", "vidur", "commas", "blanks", "lists", "usage"],
-)
-def test_formats(tmp_path: Path, text: str) -> None:
-    lengths = read(tmp_path, text)
-    assert lengths.prompts.tolist() == [374, 396, 879]
-    assert lengths.outputs is not None
-    assert lengths.outputs.tolist() == [44, 109, 1]
-    assert lengths.totals.tolist() == [418, 505, 880]
-    assert lengths.mean == pytest.approx(601)
-
-
-@pytest.mark.parametrize(
-    "text", ["418\n505\n880\n", "length\n418\n505\n880", '{"total_tokens": 418}\n{"length": 505}\n[880]']
-)
-def test_totals_alone(tmp_path: Path, text: str) -> None:
-    lengths = read(tmp_path, text)
-    assert lengths.outputs is None
-    assert lengths.totals.tolist() == [418, 505, 880]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("\n \n", "is empty"),
-        ("ContextTokens,GeneratedTokens\n", "has a header and no requests"),
-        ("5\n-3\n", "line 2 has '-3'"),
-        ("5\n2.5\n", "line 2 has '2.5'"),
-        ("5\nmany\n", "line 2 has 'many'"),
-        ("1 2 3\n", "line 1 has 3 numbers"),
-        ("5\n6 7\n", "has outputs for 1 of 2 requests"),
-        ("weight,height\n1,2\n", "none of them is a length"),
-        ('{"input_length": 5}\n{oops\n', "line 2 is no JSON"),
-        ('{"input_length": true}\n', "line 1 has True"),
-        ("ContextTokens,GeneratedTokens\n5,x\n", "line 2 has 'x'"),
-    ],
-)
-def test_what_is_no_length_names_the_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as problem:
-        read(tmp_path, text)
-    assert str(problem.value).startswith("--lengths: ")
-    assert "\n" not in str(problem.value)
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_lengths(tmp_path / "missing.csv")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_lengths(tmp_path / "binary")
-
-
-def test_percentiles_are_lengths_that_occur(tmp_path: Path) -> None:
-    lengths = read(tmp_path, "\n".join(str(length) for length in range(1, 101)))
+def test_percentiles_are_lengths_that_occur() -> None:
+    lengths = Lengths("some", np.arange(1, 101))
     assert [lengths.percentile(percent) for percent in (50, 90, 95, 99, 100)] == [50, 90, 95, 99, 100]
 
 
-def test_requests_beyond_a_limit_are_left_out(tmp_path: Path) -> None:
-    lengths = read(tmp_path, AZURE)
+def test_requests_beyond_a_limit_are_left_out() -> None:
+    lengths = Lengths("some", np.array([374, 396, 879]), np.array([44, 109, 1]))
     kept = lengths.within(505)
     assert kept is not None
     assert kept.totals.tolist() == [418, 505]

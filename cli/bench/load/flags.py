@@ -91,9 +91,9 @@ class LoadFlags:
             "--trace",
             metavar="FILE",
             show_default=False,
-            help="Requests of a file: Azure, BurstGPT or vidur CSV, Mooncake or ShareGPT JSON, or a log of requests "
-            "(JSONL with messages or prompt, max_tokens, timestamp); may be packed with gzip. They are sent at the "
-            "file's own times; --request-rate scales these to another mean rate. "
+            help="Requests of a file: Azure or BurstGPT CSV, Mooncake or ShareGPT JSON, a log of requests (JSONL with "
+            "messages or prompt, max_tokens, timestamp), or lengths alone; may be packed with gzip. They are sent at "
+            "the file's own times; --request-rate scales these to another mean rate. "
             "Prompts that are too long for the target fail there; lengths of 0 are sent as 1.",
             rich_help_panel=_LOAD,
         ),

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsched.cli.bench.load.traces.lengths import INPUT, OUTPUT, length_rows
 from llmsched.cli.bench.load.traces.lines import Row, csv_rows, json_objects, shown
 from llmsched.cli.bench.load.traces.times import TimestampUnit
 from llmsched.cli.bench.load.traces.trace import Content, TraceRequest
@@ -55,7 +56,8 @@ def _csv(columns: Mapping[str, str]) -> Callable[[Path], Iterator[Row]]:
 
 
 def _lengths(row: Row, reading: Reading) -> list[TraceRequest]:
-    return [TraceRequest(row.line, 0.0, row.length("input tokens"), row.length("output tokens"))]
+    answer = row.length(OUTPUT) if OUTPUT in row.values else None
+    return [TraceRequest(row.line, 0.0, row.length(INPUT), answer)]
 
 
 def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
@@ -129,16 +131,15 @@ def _time_of_log(row: Row) -> str | None:
     return next((name for name in _TIMES if name in row.values), None)
 
 
-_AZURE = {"timestamp": "TIMESTAMP", "contexttokens": "input tokens", "generatedtokens": "output tokens"}
-_BURSTGPT = {"timestamp": "Timestamp", "request tokens": "input tokens", "response tokens": "output tokens"}
-_VIDUR = {"num_prefill_tokens": "input tokens", "num_decode_tokens": "output tokens"}
+_AZURE = {"timestamp": "TIMESTAMP", "contexttokens": INPUT, "generatedtokens": OUTPUT}
+_BURSTGPT = {"timestamp": "Timestamp", "request tokens": INPUT, "response tokens": OUTPUT}
 
 FORMATS: dict[TraceFormat, Format] = {
     known.name: known
     for known in (
         Format("azure", _csv(_AZURE), _lengths, lambda row: "TIMESTAMP"),
         Format("burstgpt", _csv(_BURSTGPT), _lengths, lambda row: "Timestamp"),
-        Format("lengths", _csv(_VIDUR), _lengths, lambda row: None),
+        Format("lengths", length_rows, _lengths, lambda row: None),
         Format("mooncake", json_objects, _mooncake, lambda row: "timestamp", "ms"),
         Format("sharegpt", json_objects, _sharegpt, lambda row: None),
         Format("log", json_objects, _log, _time_of_log),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmsched.cli.bench.load.traces.formats import FORMATS, Format, Reading, TraceFormat
+from llmsched.cli.bench.load.traces.lengths import tells_lengths
 from llmsched.cli.bench.load.traces.lines import Row, TraceError, first_line, json_objects, shown
 from llmsched.cli.bench.load.traces.times import Stamp, TimestampUnit, offsets, read_stamp
 from llmsched.cli.bench.load.traces.trace import Trace, TraceRequest
@@ -95,6 +96,8 @@ def detect(path: Path) -> TraceFormat:
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")
+    if tells_lengths(line, ()):
+        return "lengths"
     if line[0] in "[{":
         head = next(json_objects(path), None)
         if head is None:
@@ -105,6 +108,8 @@ def detect(path: Path) -> TraceFormat:
     for format_name, marks in _MARKS:
         if marks <= names:
             return format_name
+    if tells_lengths(line, names):
+        return "lengths"
     raise TraceError(f"{path} is no trace of a known format ({', '.join(FORMATS)}); it begins with {shown(line)}")
 
 
@@ -112,7 +117,6 @@ def detect(path: Path) -> TraceFormat:
 _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("azure", {"timestamp", "contexttokens", "generatedtokens"}),
     ("burstgpt", {"timestamp", "request tokens", "response tokens"}),
-    ("lengths", {"num_prefill_tokens", "num_decode_tokens"}),
     ("mooncake", {"input_length", "output_length"}),
     ("sharegpt", {"conversations"}),
     ("sharegpt", {"items"}),

@@ -186,6 +186,25 @@ def test_lengths_have_no_times(write: Any) -> None:
     assert (trace.format, lengths(trace), trace.timed, trace.rate) == ("lengths", [(3772, 54)], False, 0)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8 7\n3\t4\n",
+        "[8, 7]\r\n[3, 4]",
+        '{"prompt_tokens": 8, "completion_tokens": 7}\n{"input_len": "3", "output_len": "4"}',
+        "Input_Len,other,Output_Len\n8,x,7\n3,,4\n",
+    ],
+)
+def test_lengths_go_by_many_names_or_none(write: Any, text: str) -> None:
+    trace = read_trace(write(text))
+    assert (trace.format, trace.timed, trace.of_text, lengths(trace)) == ("lengths", False, False, [(8, 7), (3, 4)])
+
+
+def test_what_does_not_tell_answers_apart(write: Any) -> None:
+    assert lengths(read_trace(write("15\n7\n"))) == [(15, None), (7, None)]
+    assert lengths(read_trace(write("total_tokens\n15\n"))) == [(15, None)]
+
+
 def test_columns_may_stand_in_any_order(write: Any) -> None:
     trace = read_trace(write("generatedtokens, ContextTokens,extra,timestamp\n7,8,x,2024-01-01\n"))
     assert lengths(trace) == [(8, 7)]
