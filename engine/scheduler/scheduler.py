@@ -187,7 +187,7 @@ class Scheduler:
         self.door.shut_out(request)
         if reason == "memory":
             self.counters.num_headroom_changes += self.door.control.preempted(len(self.running))
-            self.waiting.move_to_head_of_class(request)
+        self.waiting.move_to_head_of_class(request)
         self.waiting.add(request, short=self.door.is_short(request))
         self.door.waits.begin(request)
 

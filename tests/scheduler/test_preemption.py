@@ -195,6 +195,38 @@ def test_copies_that_were_slow_once_are_tried_again_some_time() -> None:
     assert ways[-1]
 
 
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_victim_of_memory_comes_back_before_its_class_and_after_those_above(priority: int) -> None:
+    """One that passed another goes in front of that one, if they are of one class: it had begun."""
+    harness = Harness(12, budget=256, output_prediction="none", headroom=0.0)
+    running = harness.add(make_request("running", tokens(60), 100, arrival=0.0))
+    harness.step()
+    large = harness.add(make_request("large", tokens(150, seed=1), 4, arrival=1.0))
+    small = harness.add(make_request("small", tokens(20, seed=2), 60, arrival=2.0, priority=priority))
+    while not small.num_preemptions:
+        harness.step()
+    assert large.status is RequestStatus.WAITING
+    assert (harness.scheduler.waiting.first is small) is (priority == 0)
+    harness.run()
+    assert_right(running, large, small)
+
+
+def test_a_victim_of_class_comes_back_before_its_class_too() -> None:
+    harness = Harness(12, max_num_seqs=2, output_prediction="none", headroom=0.0)
+    harness.add(make_request("running", tokens(60), 100, arrival=0.0))
+    harness.step()
+    large = harness.add(make_request("large", tokens(150, seed=1), 4, arrival=1.0, priority=1))
+    small = harness.add(make_request("small", tokens(20, seed=2), 60, arrival=2.0, priority=1))
+    harness.step()
+    assert small.status is RequestStatus.RUNNING
+    urgent = harness.add(make_request("urgent", tokens(20, seed=3), 4, arrival=3.0))
+    harness.step()
+    assert small.num_preemptions == 1
+    assert list(harness.scheduler.waiting) == [urgent, small, large]
+    harness.run()
+    assert_right(large, small, urgent)
+
+
 def test_simulated_copies_take_their_time() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(LinearCost(0.010, 0, 0, 0), clock, per_swapped_block=0.002)
