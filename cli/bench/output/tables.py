@@ -30,6 +30,10 @@ def totals_table(figures: Measurement) -> Table:
     lag = figures.client_lag.p99
     rows = [
         ["completed / failed", f"{figures.completed} / {figures.failed}"],
+        [
+            "tokens in / out",
+            f"{'n/a' if figures.input_tokens is None else figures.input_tokens} / {figures.output_tokens}",
+        ],
         ["duration", f"{figures.duration:.2f} s"],
         ["output tokens/s", _rate(figures.output_tokens_per_s)],
         ["  without ramp and drain", _rate(figures.output_tokens_per_s_steady)],

@@ -183,6 +183,8 @@ def test_a_run_in_which_nothing_was_sent() -> None:
     figures = measure([RequestRecord(index, 0.0, failure=failure) for index in range(3)], Workload(), Slo(ttft=1.0))
     assert (figures.completed, figures.failed, figures.failures) == (0, 3, {"connect": 3})
     assert figures.duration == 0.0
-    assert figures.requests_per_s is figures.output_tokens_per_s is figures.goodput is None
+    assert figures.requests_per_s is figures.output_tokens_per_s is None
+    assert figures.goodput is not None
+    assert (figures.goodput.requests_per_s, figures.goodput.attainment["all"]) == (0.0, 0.0)
     assert figures.valid is False
     assert figures.warnings == ()
