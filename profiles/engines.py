@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from llmsched.profiles.gpus import GpuSpec
+from llmsched.profiles.gpus import GpuSpec, gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,8 @@ class UnknownEngineError(LookupError):
 def engines() -> dict[str, EngineSpec]:
     """All engine classes of engines.toml by key."""
     table = tomllib.loads(files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
-    default = table.pop("default")
-    filled = {"default": default} | {key: _filled(entry, default) for key, entry in table.items()}
-    return {key: engine_spec(key, entry) for key, entry in filled.items()}
+    default = table["default"]
+    return {key: engine_spec(key, entry, None if key == "default" else default) for key, entry in table.items()}
 
 
 def find_engine(name: str) -> EngineSpec:
@@ -67,20 +66,26 @@ def find_engine(name: str) -> EngineSpec:
     return found
 
 
-def engine_spec(key: str, entry: Mapping[str, Any]) -> EngineSpec:
-    """One table of engines.toml: a kind of GPU states only what differs from the table's `on.default`."""
-    kinds = entry["on"]
+def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
+    """One table of engines.toml, which states only what differs from the table of the `default` class.
+
+    Of a kind of GPU the most special word holds: of typical shares, its architecture's, the class's own ones there,
+    then those of the GPU itself, likewise.
+    """
+    own, common = entry["on"], {} if default is None else default["on"]
+    filled = {**(default or {}), **entry}
     return EngineSpec(
         key=key,
-        step_seconds=entry["step_us"] * 1e-6,
-        layer_seconds=entry["layer_us"] * 1e-6,
-        row_seconds=entry["row_us"] * 1e-6,
-        shares={kind: Efficiency(**{**kinds["default"], **own}) for kind, own in kinds.items()},
+        step_seconds=filled["step_us"] * 1e-6,
+        layer_seconds=filled["layer_us"] * 1e-6,
+        row_seconds=filled["row_us"] * 1e-6,
+        shares={kind: _efficiency(kind, own, common) for kind in {**common, **own}},
     )
 
 
-def _filled(entry: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """A class's table with the default's shares where it states none of its own, but not with their errors."""
-    kinds = {kind: {name: own[name] for name in own if name != "error"} for kind, own in default["on"].items()}
-    own = {kind: {**kinds.get(kind, {}), **shares} for kind, shares in entry["on"].items()}
-    return {**default, **entry, "on": {**kinds, **own}}
+def _efficiency(kind: str, own: Mapping[str, Any], common: Mapping[str, Any]) -> Efficiency:
+    """Shares for a kind of GPU; their error is that of the class's own table."""
+    shares: dict[str, float] = {}
+    for name in ("default", gpus()[kind].architecture if kind in gpus() else kind, kind):
+        shares |= common.get(name, {}) | own.get(name, {})
+    return Efficiency(**{**shares, "error": own.get(kind, {}).get("error")})

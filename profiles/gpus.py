@@ -15,8 +15,8 @@ class GpuSpec:
     """One GPU. `memory` is in bytes, as CUDA offers it; bandwidth in bytes/s, the rest in FLOP/s (dense, fp32 sums).
 
     `driver_name` is what its driver calls it, `architecture` the generation in lower case ("hopper"), `host_bandwidth`
-    that of the link to host memory, in
-    bytes/s one way. fp8_flops is 0 where there are no fp8 units.
+    that of the link to host memory, in bytes/s one way. fp8_flops is 0 where there are no fp8 units. `sustained` is the
+    share of the rates of tensor cores that the card's power allows for long.
     """
 
     key: str
@@ -30,6 +30,7 @@ class GpuSpec:
     host_bandwidth: float
     fp8_flops: float
     fp32_flops: float
+    sustained: float = 1.0
 
 
 class UnknownGpuError(LookupError):
@@ -83,4 +84,5 @@ def _spec(key: str, entry: dict[str, float | str]) -> GpuSpec:
         host_bandwidth=float(entry["host_gbps"]) * 1e9,
         fp8_flops=float(entry.get("fp8_tflops", 0)) * 1e12,
         fp32_flops=float(entry["fp32_tflops"]) * 1e12,
+        sustained=float(entry.get("sustained", 1)),
     )

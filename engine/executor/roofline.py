@@ -87,11 +87,11 @@ def _both(arithmetic: float, reading: float) -> float:
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
     """Operations per second that products reach. Without fp8 units fp8 weights are converted on the way."""
     if arithmetic != "bf16" and gpu.fp8_flops:
-        return gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
+        return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
     flops = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}.get(dtype, 0.0)
     if not flops:
         raise ConfigError("dtype", f"{dtype} is not multiplied by {gpu.name}; use float16")
-    return flops * share.matrix
+    return gpu.sustained * flops * share.matrix
 
 
 def _seconds(

@@ -8,39 +8,51 @@ is typical, for the others around the default class's of the file.
 So fit the default, write it to the file, then fit the others. Loads at a rate make other steps with other constants:
 after a change of formulas, do so twice.
 
-`--leave-out` fits each class to its rows of all sources but one, and prints the errors on that one.
+`--leave-out source` (or model, gpu, engine) fits to all rows but those of one source, the default class as well, and
+prints the errors on that one: with the constants of the rows' own class, then with the default's.
 
-python tests/bench/fit_published.py [CLASS ...]       half an hour
-python tests/bench/fit_published.py --leave-out [CLASS ...]       longer
+python tests/bench/fit_published.py [CLASS ...]       half an hour, nearly all of it to find the steps of the loads
+python tests/bench/fit_published.py --leave-out source       an hour
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import random
 import sys
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
+import numpy.typing as npt
 from published import Row
 from published_lines import read_rows
 from published_loads import Steps, published_cost, steps_of
 
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.profiles.engines import EngineSpec, engine_spec, find_engine
+from llmsched.profiles.engines import EngineSpec, engine_spec
+
+Floats = npt.NDArray[np.float64]
+Constants = dict[tuple[str, str], float]
+
+ENGINES_FILE = Path(__file__).parents[2] / "profiles" / "engines.toml"
 
 #: What is typical of engines and GPUs: the centre of the default's prior.
 COSTS = {"step_us": 450.0, "layer_us": 42.0, "row_us": 11.0}
 SHARES = {"matrix": 0.7, "matrix_fp8": 0.6, "matrix_fp8_block": 0.45, "bandwidth": 0.78, "kv": 0.85, "decode": 0.35}
 SHARES |= {"attention": 0.7, "experts": 0.55}
-#: Standard deviation of a constant's logarithm in the prior, for costs and for shares, and of a row's in the data.
-COST_SPREAD, SHARE_SPREAD, ROW_SPREAD = 1.0, 0.3, 0.1
+#: Standard deviations of a constant's logarithm in the prior: costs and shares of the default, and of other classes.
+SPREADS = {True: (1.0, 0.3), False: (0.5, 0.2)}
+#: Standard deviation of a row's logarithm, and errors so small that no size is preferred among them.
+ROW_SPREAD, SMALL = 0.1, 0.02
+#: GPUs unlike others of their architecture, with shares of their own under any class of engines: the H20 reads at a
+#: third to a half of its bandwidth in all that is published.
+ALONE = ("h20",)
 #: Rows of a kind of GPU that are enough for shares of its own.
 LEAST_ROWS = 3
 #: Relative change from the default below which a share counts as not told by the rows.
@@ -48,54 +60,39 @@ LEAST_CHANGE = 0.01
 #: Nothing reads faster than the datasheet says, or multiplies much faster than the best products that were profiled.
 MOST = {"matrix": 0.85, "matrix_fp8": 0.8, "matrix_fp8_block": 0.8, "attention": 1.0}
 MOST |= {"bandwidth": 0.95, "kv": 0.95, "decode": 8.0, "experts": 1.0}
-#: Descents after the first, and the factor up to which they start away from the best.
-RESTARTS, JUMP = 4, 1.4
 #: Shares by the arithmetic of a model's matrices.
 MATRICES = {"bf16": "", "fp8": "_fp8", "fp8_block": "_fp8_block"}
-
-Constants = dict[tuple[str, str], float]
-
-
-class Prior:
-    """The centre of each constant's prior for an engine class."""
-
-    def __init__(self, name: str) -> None:
-        default = find_engine("default")
-        table = {kind: {key: own[key] for key in SHARES} for kind, own in _shares(default).items()}
-        shipped = {key: getattr(default, key.replace("_us", "_seconds")) * 1e6 for key in COSTS}
-        self.costs = COSTS if name == "default" else shipped
-        self._kinds = {} if name == "default" else table
-
-    def shares(self, kind: str) -> dict[str, float]:
-        return self._kinds.get(kind, SHARES)
-
-    def spec(self, name: str, constants: Constants) -> EngineSpec:
-        """The engine class that the constants make."""
-        kinds = {kind for kind, _ in constants if kind != "costs"}
-        own = {kind: {key: value for (other, key), value in constants.items() if other == kind} for kind in kinds}
-        on = {"default": SHARES} | {kind: self.shares(kind) | own[kind] for kind in kinds}
-        return engine_spec(name, {key: constants["costs", key] for key in COSTS} | {"on": on})
-
-
-def _shares(engine: EngineSpec) -> dict[str, dict[str, float]]:
-    return {kind: asdict(share) for kind, share in engine.shares.items()}
+#: What can be left out.
+GROUPS: dict[str, Callable[[Row], str]] = {
+    "source": lambda row: row.source,
+    "model": lambda row: row.config.stem.removesuffix("_config"),
+    "gpu": lambda row: row.gpu.key,
+    "engine": lambda row: row.engine,
+}
 
 
 class Fit:
-    """One engine class: `loss` of constants over the rows that may be fitted to."""
+    """One engine class: `solve` gives the constants that are most probable after `steps`, of rows of this class.
 
-    def __init__(self, name: str, steps: list[Steps]) -> None:
-        self.name = name
-        fitted = [each for each in steps if each.row.fitted]
-        counts = Counter(kind_of(each.row) for each in fitted)
-        kinds = sorted(kind for kind, count in counts.items() if count >= LEAST_ROWS)
-        self.steps = [each for each in fitted if kind_of(each.row) in kinds]
-        self.works = {each.row.id: each.row.work() for each in steps}
-        self.prior = Prior(name)
-        self.start: Constants = {("costs", key): value for key, value in self.prior.costs.items()}
-        for kind in kinds:
-            shares = self.prior.shares(kind)
-            self.start |= {(kind, key): value for key, value in shares.items() if self._told(kind, key)}
+    `default` is the table of the class around which those of another lie; without one the default itself is fitted.
+    """
+
+    def __init__(self, name: str, steps: Iterable[Steps], default: Mapping[str, Any] | None = None) -> None:
+        self.name, self.default = name, default
+        steps = list(steps)
+        counts = Counter(kind_of(each.row) for each in steps)
+        architectures = {kind_of(each.row): each.row.gpu.architecture for each in steps}
+        enough = [kind for kind in sorted(counts) if counts[kind] >= LEAST_ROWS]
+        self.kinds = [kind for kind in enough if default is None or kind not in ALONE]
+        self.steps = [each for each in steps if kind_of(each.row) in enough]
+        self.works = {each.row.id: each.row.work() for each in self.steps}
+        self.spreads = SPREADS[default is None]
+        centre = engine_spec("centre", default or {**COSTS, "on": {"default": SHARES}})
+        self.start: Constants = {("costs", key): getattr(centre, f"{key[:-3]}_seconds") * 1e6 for key in COSTS}
+        for kind in self.kinds:
+            shares = centre.shares.get(kind) or centre.shares.get(architectures[kind]) or centre.shares["default"]
+            own = [key for key in SHARES if self._told(kind, key)]
+            self.start |= {(kind, key): min(getattr(shares, key), MOST[key]) for key in own}
 
     def _told(self, kind: str, share: str) -> bool:
         """Whether rows of this kind of GPU tell about the share."""
@@ -108,21 +105,68 @@ class Fit:
             return any(share == "matrix" + MATRICES[work.dense.arithmetic] for work in works)
         return True
 
-    def loss(self, constants: Constants) -> float:
-        spec = self.prior.spec(self.name, constants)
-        total = 0.0
-        for each in self.steps:
-            cost = Roofline(self.works[each.row.id], each.row.gpu, spec, dtype=each.row.dtype)
-            total += sum(abs(error) for error in errors(each, cost)) / ROW_SPREAD
-        for (kind, name), value in constants.items():
-            spread = COST_SPREAD if kind == "costs" else SHARE_SPREAD
-            total += (math.log(value / self.start[kind, name]) / spread) ** 2 / 2
-        return total
+    def entry(self, constants: Constants) -> dict[str, Any]:
+        """The table of engines.toml that the constants make."""
+        costs = {key: constants["costs", key] for key in COSTS}
+        on = {kind: {key: value for (k, key), value in constants.items() if k == kind} for kind in self.kinds}
+        return {**costs, "on": ({"default": SHARES} if self.default is None else {}) | on}
+
+    def spec(self, constants: Constants) -> EngineSpec:
+        """The engine class that the constants make."""
+        return engine_spec(self.name, self.entry(constants), self.default)
+
+    def errors(self, constants: Constants) -> Floats:
+        """Logarithms of predicted / published."""
+        spec = self.spec(constants)
+        costs = (Roofline(self.works[s.row.id], s.row.gpu, spec, dtype=s.row.dtype) for s in self.steps)
+        return np.array([error for s, cost in zip(self.steps, costs, strict=True) for error in errors(s, cost)])
+
+    def solve(self) -> Constants:
+        """The most probable constants, by damped Newton steps on their logarithms (Levenberg, Marquardt), with each
+        error weighted so that squares become absolute values (iteratively reweighted least squares).
+        """
+        keys = list(self.start)
+        centre = np.log([self.start[key] for key in keys])
+        most = np.log([MOST.get(name, math.inf) for _, name in keys])
+        deviation = np.array([self.spreads[kind != "costs"] for kind, _ in keys])
+        found, damping = centre.copy(), 1e-3
+        errors = self.errors(self._constants(found))
+        least = _loss(errors, (found - centre) / deviation)
+        for _ in range(30):
+            slopes = np.empty((len(errors), len(keys)))
+            for column in range(len(keys)):
+                moved = found.copy()
+                moved[column] -= 0.01
+                slopes[:, column] = (errors - self.errors(self._constants(moved))) / 0.01
+            weights = 1 / np.hypot(errors, SMALL) / ROW_SPREAD
+            gradient = slopes.T @ (weights * errors) + (found - centre) / deviation**2
+            curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(deviation**-2.0)
+            free = (found < most - 1e-9) | (gradient > 0)
+            before = least
+            while damping < 100 and before == least:
+                step = np.zeros(len(keys))
+                damped = curvature + damping * np.diag(np.diag(curvature))
+                step[free] = -np.linalg.solve(damped[np.ix_(free, free)], gradient[free])
+                tried = np.minimum(found + np.clip(step, -0.5, 0.5), most)
+                others = self.errors(self._constants(tried))
+                if (loss := _loss(others, (tried - centre) / deviation)) < least:
+                    found, errors, least = tried, others, loss
+                damping = damping / 5 if least < before else damping * 5
+            if before - least < 1e-4 * before:
+                break
+        return self._constants(found)
+
+    def _constants(self, logarithms: Floats) -> Constants:
+        return dict(zip(self.start, map(float, np.exp(logarithms)), strict=True))
+
+
+def _loss(errors: Floats, prior: Floats) -> float:
+    return float(np.hypot(errors, SMALL).sum() / ROW_SPREAD + (prior**2).sum() / 2)
 
 
 def kind_of(row: Row) -> str:
-    """H20 stands alone: what was measured on it reads at a third of its bandwidth."""
-    return "h20" if row.gpu.key == "h20" else row.gpu.architecture
+    """What of engines.toml its shares are of."""
+    return row.gpu.key if row.gpu.key in ALONE else row.gpu.architecture
 
 
 def errors(steps: Steps, cost: Roofline) -> list[float]:
@@ -134,85 +178,79 @@ def errors(steps: Steps, cost: Roofline) -> list[float]:
     return [math.log(predicted / published) for predicted, published in pairs]
 
 
-def search(loss: Callable[[Constants], float], start: Constants) -> Constants:
-    """The best of several descents, from `start` and from places around the best so far: there are local minima."""
-    rng = random.Random(0)
-    best = descend(loss, start)
-    for _ in range(RESTARTS):
-        moved = {key: bounded(key, value * JUMP ** rng.uniform(-1, 1)) for key, value in best.items()}
-        best = min(best, descend(loss, moved), key=loss)
-    return best
-
-
-def descend(loss: Callable[[Constants], float], start: Constants) -> Constants:
-    """Coordinate search: each constant up and down by a factor that shrinks until it is 1 %."""
-    best, least, factor = dict(start), loss(start), 1.3
-    while factor > 1.01:
-        improved = False
-        for key in start:
-            for tried in (best[key] * factor, best[key] / factor):
-                found = loss(best | {key: bounded(key, tried)})
-                if found < least - 1e-6:
-                    best, least, improved = best | {key: bounded(key, tried)}, found, True
-                    break
-        if not improved:
-            factor = 1 + (factor - 1) / 2
-    return best
-
-
-def bounded(key: tuple[str, str], value: float) -> float:
-    return min(value, MOST.get(key[1], value))
-
-
-def record(rows: list[Row]) -> list[Steps]:
-    """The steps of each load; where requests come at a rate, those that the constants of now make of it."""
-    return [steps_of(row, published_cost(row)) for row in rows]
-
-
-def table(name: str, found: Constants, start: Constants) -> str:
+def table(fit: Fit, found: Constants) -> str:
     """The engine's part of engines.toml; shares that stayed at the default are left out."""
     lines = []
-    for kind in dict.fromkeys(kind for kind, _ in found):
-        lines.append(f"[{name}]" if kind == "costs" else f"\n[{name}.on.{kind}]")
+    for kind in ("costs", *fit.kinds):
+        lines.append(f"[{fit.name}]" if kind == "costs" else f"\n[{fit.name}.on.{kind}]")
         own = [(key, value) for (other, key), value in found.items() if other == kind]
-        moved = [each for each in own if kind == "costs" or abs(each[1] / start[kind, each[0]] - 1) > LEAST_CHANGE]
+        moved = [each for each in own if kind == "costs" or abs(each[1] / fit.start[kind, each[0]] - 1) > LEAST_CHANGE]
         lines += [f"{key} = {float(f'{value:.3g}'):g}" for key, value in moved]
     return "\n".join(lines)
 
 
+def shipped_default() -> dict[str, Any]:
+    """The default class's table as engines.toml has it."""
+    table: dict[str, Any] = tomllib.loads(ENGINES_FILE.read_text(encoding="utf-8"))["default"]
+    return table
+
+
 def belongs(row: Row, name: str) -> bool:
-    """Whether a row is of this class; the default is made of all but those that are unlike the others."""
-    return row.engine == name or (name == "default" and row.engine != "nim" and row.gpu.key != "h20")
+    """Whether a row is of this class; the default is made of all but nim, an older version's kernels."""
+    return row.engine == name or (name == "default" and row.engine != "nim")
 
 
-def leave_out(name: str, steps: list[Steps]) -> None:
-    """Errors on each source's rows of constants that were fitted to the others."""
-    for source in dict.fromkeys(each.row.source for each in steps):
-        fit = Fit(name, [each for each in steps if each.row.source != source])
-        spec = fit.prior.spec(name, search(fit.loss, fit.start))
-        sizes: dict[str, list[float]] = {"TPOT": [], "throughput": []}
-        for each in (each for each in steps if each.row.source == source):
-            found = each.figures(Roofline(each.row.work(), each.row.gpu, spec, dtype=each.row.dtype))
-            if each.row.tpot is not None:
-                sizes["TPOT"].append(abs(found.tpot / each.row.tpot.seconds - 1))
-            if each.row.throughput is not None and each.row.rate == float("inf"):
-                sizes["throughput"].append(abs(found.throughput / each.row.throughput - 1))
-        told = (f"{what} {len(v)} rows {median(v):.1%} {np.quantile(v, 0.9):.1%}" for what, v in sizes.items() if v)
-        print(f"{name:<14} {source:<24} " + "   ".join(told), flush=True)
+def leave_out(group: Callable[[Row], str], steps: Sequence[Steps]) -> None:
+    """Errors on each group's rows of constants that were fitted to the others."""
+    all_sizes: dict[str, list[float]] = defaultdict(list)
+    for name in dict.fromkeys(group(each.row) for each in steps):
+        others = [each for each in steps if group(each.row) != name]
+        fit = Fit("default", (each for each in others if belongs(each.row, "default")))
+        found_default = fit.solve()
+        default = fit.entry(found_default)
+        specs = {"default": fit.spec(found_default)}
+        sizes: dict[str, list[float]] = defaultdict(list)
+        for each in (each for each in steps if group(each.row) == name):
+            if (engine := each.row.engine) not in specs:
+                own = Fit(engine, (other for other in others if other.row.engine == engine), default)
+                specs[engine] = own.spec(own.solve()) if own.steps else specs["default"]
+            for kind, spec in (("own", specs[engine]), ("default", specs["default"])):
+                found = each.figures(Roofline(each.row.work(), each.row.gpu, spec, dtype=each.row.dtype))
+                if each.row.tpot is not None:
+                    sizes[f"{kind} TPOT"].append(abs(found.tpot / each.row.tpot.seconds - 1))
+                if each.row.throughput is not None and each.row.rate == float("inf"):
+                    sizes[f"{kind} throughput"].append(abs(found.throughput / each.row.throughput - 1))
+        print(f"{name:<40} {_spreads(sizes)}", flush=True)
+        for what, values in sizes.items():
+            all_sizes[what] += values
+    print(f"{'all':<40} {_spreads(all_sizes)}", flush=True)
+
+
+def _spreads(sizes: dict[str, list[float]]) -> str:
+    return "   ".join(
+        f"{k} {len(v)} rows {np.median(v):.1%} {np.quantile(v, 0.9):.1%}" for k, v in sorted(sizes.items())
+    )
+
+
+def record(rows: Iterable[Row]) -> list[Steps]:
+    """The steps of each load; where requests come at a rate, those that the constants of now make of it."""
+    return [steps_of(row, published_cost(row)) for row in rows]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Fit the constants of engines.toml to published measurements.")
+    parser.add_argument("classes", nargs="*", metavar="CLASS", help="default: all, the default class first")
+    parser.add_argument("--leave-out", choices=GROUPS, help="errors on what was not fitted to")
+    asked = parser.parse_args()
     rows = read_rows()
-    names = [name for name in sys.argv[1:] if name != "--leave-out"]
-    for name in names or ["default", *dict.fromkeys(row.engine for row in rows)]:
-        if "--leave-out" in sys.argv:
-            leave_out(name, record([row for row in rows if belongs(row, name)]))
-            continue
-        fit = Fit(name, record([row for row in rows if belongs(row, name) and row.fitted]))
-        found = search(fit.loss, fit.start)
-        counts = f"{len(fit.steps)} rows, {len(found)} constants"
-        print(f"\n# {counts}, loss {fit.loss(fit.start):.1f} -> {fit.loss(found):.1f}")
-        print(table(name, found, fit.start), flush=True)
+    if asked.leave_out:
+        leave_out(GROUPS[asked.leave_out], record(rows))
+        return
+    for name in asked.classes or ["default", *dict.fromkeys(row.engine for row in rows)]:
+        steps = record(row for row in rows if belongs(row, name) and row.fitted)
+        fit = Fit(name, steps, None if name == "default" else shipped_default())
+        found = fit.solve()
+        print(f"\n# {len(fit.steps)} rows, {len(found)} constants\n{table(fit, found)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ LINE: dict[str, Any] = {
 
 def test_all_shipped_lines_are_rows() -> None:
     rows = read_rows()
-    assert len(rows) >= 352
+    assert len(rows) >= 424
     assert len({row.id for row in rows}) == len(rows)
 
 
@@ -85,6 +85,11 @@ def test_an_unknown_gpu_is_refused() -> None:
     with pytest.raises(UnknownGpuError, match="abacus"):
         read_line(LINE | {"gpu": "abacus"})
     assert read_line(LINE | {"gpu": "b200"}).gpu.key == "b200"
+
+
+def test_a_gpu_that_cannot_be_what_it_is_called() -> None:
+    assert read_line(LINE | {"id": "gpustack-qwen3-32b-h100-1"}).gpu.key == "h100-pcie"
+    assert read_line(LINE | {"id": "gpustack-qwen3-8b-h100-latency-1"}).gpu.key == "h100"
 
 
 def test_a_file_gives_what_it_has_and_drops_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from llmsched.profiles.engines import UnknownEngineError, engines, find_engine
+from llmsched.profiles.engines import UnknownEngineError, engine_spec, engines, find_engine
 from llmsched.profiles.gpus import find_gpu, gpus
 
 
@@ -39,6 +39,22 @@ def test_a_class_without_shares_for_a_kind_has_the_defaults_but_not_their_error(
     default, lmdeploy = find_engine("default").on(find_gpu("h100")), find_engine("lmdeploy").on(find_gpu("h100"))
     assert default.error is not None
     assert lmdeploy == replace(default, error=None)
+
+
+def test_the_most_special_word_holds() -> None:
+    """Typical shares, then those of the architecture, then of the GPU; a class's own ones go before the default's."""
+    on = {
+        "default": {name: 0.1 for name in asdict(find_engine("default").shares["default"]) if name != "error"},
+        "ampere": {"matrix": 0.2, "bandwidth": 0.2, "error": 0.02},
+        "a100-80gb-pcie": {"matrix": 0.3},
+    }
+    default = {"step_us": 1, "layer_us": 2, "row_us": 3, "on": on}
+    own = {"step_us": 9, "on": {"ampere": {"matrix": 0.4, "bandwidth": 0.4, "kv": 0.4, "error": 0.04}}}
+    engine = engine_spec("mine", own, default)
+    assert (engine.step_seconds, engine.layer_seconds) == (9e-6, 2e-6)
+    card, other = engine.on(find_gpu("a100-80gb-pcie")), engine.on(find_gpu("a10"))
+    assert (card.matrix, card.bandwidth, card.kv, card.decode, card.error) == (0.3, 0.4, 0.4, 0.1, None)
+    assert (other.matrix, other.bandwidth, other.kv, other.decode, other.error) == (0.4, 0.4, 0.4, 0.1, 0.04)
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are_known() -> None:
