@@ -99,21 +99,22 @@ def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
     device = device_memory(config.device)
     config, plan = resolve(draft, config, device)
     name = calibration_name(model_name(config.model), device.name, config.dtype, config.kv_cache_dtype)
+    remedy = f"run `llmsched calibrate {config.model} --dtype {config.dtype}"
+    remedy += "`" if config.kv_cache_dtype == config.dtype else f" --kv-cache-dtype {config.kv_cache_dtype}`"
     try:
         found = load_calibration(name)
         cost = None if found is None else fitted_cost(found.cost, plan.window)
     except (ProfileError, TypeError) as problem:
-        raise ConfigError("--simulate", f"local: {problem}; run `llmsched calibrate {config.model}`") from problem
+        raise ConfigError("--simulate", f"local: {problem}; {remedy}") from problem
     if found is None or cost is None:
         raise ConfigError(
             "--simulate",
-            f"local: {config.model} in {config.dtype} was never measured on {device.name}; "
-            f"run `llmsched calibrate {config.model}`",
+            f"local: {config.model} in {config.dtype} was never measured on {device.name}; {remedy}",
         )
     if found.model["digest"] != draft.digest:
         raise ConfigError(
             "--simulate",
-            f"local: calibration {name} is of another model of this name; run `llmsched calibrate {config.model}`",
+            f"local: calibration {name} is of another model of this name; {remedy}",
         )
     per_byte = found.swap_seconds_per_byte
     notes = _threads_differ(found.device.get("threads")) if device.kind == "cpu" else ()

@@ -89,6 +89,11 @@ class Race:
         self._num_rounds = 0
         self._pace: dict[Setting, float] = {}
 
+    @property
+    def full(self) -> int:
+        """Requests of a run in full."""
+        return self._rules.lengths[-1]
+
     async def __call__(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
         """Tell the good from the bad by short runs. Settings are given in order of preference.
 
@@ -131,8 +136,7 @@ class Race:
 
     async def final(self) -> None:
         """Run the best in full, again and again until it is clear who wins, or each has been `repeats` times."""
-        rules, stage, done = self._rules, "the best in full", 0
-        full = rules.lengths[-1]
+        rules, stage, done, full = self._rules, "the best in full", 0, self.full
         while contenders := self._contenders():
             runs = [sum(run.requests == full for run in self.evidence.runs[setting]) for setting in contenders]
             clear = min(runs) > 0 and self.evidence.standing().settled(contenders)
@@ -210,7 +214,7 @@ class Race:
         """The few that may be the best, in order of preference; the nearest miss if none can."""
         good = self._good(self._measured())
         if not good:
-            nearest, full = next(iter(self.evidence.missed()), None), self._rules.lengths[-1]
+            nearest, full = next(iter(self.evidence.missed()), None), self.full
             in_full = [s for s in self._measured() if self.evidence.trial(s).longest == full]
             enough = nearest is None or nearest.longest == full or len(in_full) >= MOST_CONTENDERS
             return [] if nearest is None or enough else [nearest.setting]
@@ -221,7 +225,7 @@ class Race:
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
         """Those that work and meet the SLOs; a short run may miss them by a little."""
-        full, trials = self._rules.lengths[-1], [self.evidence.trial(setting) for setting in settings]
+        full, trials = self.full, [self.evidence.trial(setting) for setting in settings]
         return [
             trial.setting
             for trial in trials

@@ -48,14 +48,16 @@ async def search(space: Space, race: Race) -> list[str]:
             await race(knob, settings)
     await _look_around(space, race)
     await race.final()
-    if evidence.best() is None and (
-        skipped := [setting for setting in evidence.runs if evidence.trial(setting).skipped]
-    ):
+    skipped = [setting for setting in evidence.runs if evidence.trial(setting).skipped]
+    if evidence.best() is None and skipped:
         # Whoever says that nothing is good enough has to have tried it.
         await race("what was left out", skipped, prune=False)
         await race.final()
     if race.disturbed_rounds:
         notes.append(f"the machine changed under {race.disturbed_rounds} of the first rounds, which were run again")
+    best = evidence.best()
+    if best is not None and best.longest < race.full:
+        notes.append(f"the choice rests on runs of the first {best.longest:,} of {race.full:,} requests")
     if race.out_of_time:
         notes.append("the time was over before the search was: longer runs or more repeats may change the choice")
     return notes

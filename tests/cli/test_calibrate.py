@@ -68,7 +68,9 @@ def test_without_a_calibration_it_says_what_to_do(command: CommandLine, model: s
     outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD)
     assert outcome.code == 2
     assert outcome.out == ""
-    assert f"run `llmsched calibrate {model}`" in outcome.err
+    assert f"run `llmsched calibrate {model} --dtype bfloat16`" in outcome.err
+    outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD, "--dtype", "float32")
+    assert f"run `llmsched calibrate {model} --dtype float32`" in outcome.err
 
 
 def test_a_calibration_of_another_model_is_not_taken(command: CommandLine, model: str, tmp_path: Path) -> None:
