@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import settings
+
+# The same examples in each run, and as much time for each as a busy machine takes.
+settings.register_profile("house", deadline=None, derandomize=True)
+settings.load_profile("house")
 
 
 class TinyModel(Protocol):
