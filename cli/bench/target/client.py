@@ -201,8 +201,9 @@ class HttpTarget:
             "temperature": 0,
             "stream": True,
         }
-        if self._options.ask_usage:
-            body |= {"stream_options": {"include_usage": True}, **self._count_chunks}
+        body |= {"stream_options": {"include_usage": True}, **self._count_chunks}
+        if not self._options.ask_usage:
+            del body["stream_options"]
         if self._model is not None:
             body["model"] = self._model
         if self._options.ignore_eos:

@@ -205,13 +205,14 @@ def test_what_a_server_refuses_with(status: int, headers: dict[str, str], detail
     assert figures.failure_examples == {f"http {status}": detail}
 
 
-@pytest.mark.parametrize("owner", ["vllm", "someone"])
+@pytest.mark.parametrize("owner", ["vllm", "someone", "llmsched"])
 def test_a_server_that_refuses_to_be_asked_for_usage_is_not_asked(owner: str) -> None:
     server = FakeServer(lambda number: Script([(0.1, token()), (0.2, token()), (0.2, end())]))
     server.models = {"data": [{"id": "m", "owned_by": owner}]}
     figures = bench_of(server, ask_usage=False)
     assert (figures.completed, figures.token_counts) == (1, CHUNKS)
-    assert server.bodies[0].keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "ignore_eos"}
+    own = {"return_token_ids"} if owner == "llmsched" else set()
+    assert server.bodies[0].keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "ignore_eos"} | own
 
 
 class Endless(httpx.AsyncBaseTransport):
