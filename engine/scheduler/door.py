@@ -107,11 +107,12 @@ class Door:
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
         for request in self._waiting.short_ones(OFFERS_BEYOND_SLOTS):
-            if lane <= 0 or (scarce and self._lane_places < 1.0) or not self.admit(request):
+            if lane <= 0 or (scarce and self._lane_places < 1.0) or self.is_full:
                 break
-            self._lane_places -= scarce
-            lane -= step.give(request, lane)
-            admitted.append(request)
+            if self.admit(request):
+                self._lane_places -= scarce
+                lane -= step.give(request, lane)
+                admitted.append(request)
         return admitted
 
     def admit_in_order(self, step: Step) -> None:

@@ -159,6 +159,19 @@ def test_fast_lane_takes_the_slots_that_nobody_else_can() -> None:
     assert_right(running, *large, *short)
 
 
+def test_one_that_does_not_fit_does_not_close_the_fast_lane() -> None:
+    harness = Harness(30, budget=400, headroom=0.0, max_num_seqs=2, output_prediction="max_tokens")
+    running = harness.add(make_request("running", tokens(280), 60, arrival=0.0))
+    harness.step()
+    large = [harness.add(make_request(f"l{i:02}", tokens(400, seed=i + 1), 1, arrival=1.0)) for i in range(12)]
+    blocked = harness.add(make_request("short1", tokens(250, seed=53), 1, arrival=2.0))
+    fits = harness.add(make_request("short2", tokens(10, seed=54), 4, arrival=3.0))
+    harness.step()
+    assert (blocked.status, fits.status) == (RequestStatus.WAITING, RequestStatus.RUNNING)
+    harness.run()
+    assert_right(running, *large, blocked, fits)
+
+
 def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_before_it_would() -> None:
     harness = Harness(20, budget=256, headroom=0.0, fast_lane_share=0.0)
     running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
