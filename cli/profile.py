@@ -95,10 +95,14 @@ def device_table(device: str) -> dict[str, Scalar]:
     return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
 
 
-def store_ratios(name_or_path: str, plan: MemoryPlan) -> str | None:
-    """Write actual / predicted memory into the profile. Returns why that cannot be done, None if it was."""
+def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:
+    """Write actual / predicted memory into the profile, unless it was found for another model or device than those of
+    `config`. Returns why that cannot be done, None if it can.
+    """
     try:
-        store_memory(ratios(plan), name_or_path)
+        profile = load_profile(name_or_path)
+        if not _other_model(profile, config.model) and not _other_device(profile, config.device, None):
+            store_memory(ratios(plan), name_or_path)
     except ProfileError as error:
         return str(error)
     return None

@@ -105,7 +105,7 @@ def serve(
     with render.progress_bar() as progress:
         engine = build_engine(config, progress, metrics_prefix)
     render.show_log()
-    if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan)):
+    if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
         render.warn(f"predicted against actual memory is not kept: {problem}")
     pin_prefixes(engine, prefixes)
     name = served_model_name or engine.model.name

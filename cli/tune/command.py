@@ -21,6 +21,7 @@ from llmsched.cli.tune.space import KNOBS, parse_knobs
 from llmsched.cli.tune.state import state_path
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
+from llmsched.engine.kv.draft import model_name
 from llmsched.engine.latency import Slo
 from llmsched.profiles.tuned import ProfileError, check_directory, profile_path, save_profile
 
@@ -209,7 +210,8 @@ def _check_smallest(smallest: int, options: EngineOptions) -> None:
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
     """Where the profile goes; checked before the work, not after it. What is simulated does not replace what is not."""
-    usual = f"{Path(model).name}-{simulate}" if simulate else Path(model).name
+    called = Path(model_name(model)).name
+    usual = f"{called}-{simulate}" if simulate else called
     name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", usual).strip("-.") or "tuned"
     try:
         path = profile_path(name)

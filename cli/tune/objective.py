@@ -51,7 +51,8 @@ class Trial:
     def miss(self, slo: Slo) -> float:
         """The worst figure that has a limit, as a multiple of it; 0 if there is none."""
         limits = slo.given()
-        return max((held / limits[name] if limits[name] else math.inf for name, held in self.held.items()), default=0.0)
+        # A limit of 0 is missed by everything, and by some more than by others.
+        return max((held / max(limits[name], 1e-9) for name, held in self.held.items()), default=0.0)
 
 
 def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
@@ -194,19 +195,24 @@ def explain(evidence: Evidence) -> str:
     trials, best = [trial for trial in evidence.trials() if not trial.skipped], evidence.best()
     settings = [trial.setting for trial in trials]
     if best is None:
-        nearest = evidence.nearest_miss()
-        advice = "relax the SLOs or lower the load"
-        if nearest is None:
-            return f"none of the {len(trials)} settings tried works; the reason stands with each"
-        name = describe(nearest.setting, settings)
-        return f"none of the {len(trials)} settings tried is feasible; nearest is {name}: {nearest.reason}; {advice}"
+        return _none_feasible(trials, evidence.nearest_miss())
     good = [trial for trial in trials if trial.feasible]
-    met = "meet the SLOs" if evidence.slo.given() else "work (no SLO was given)"
     chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, evidence.goal)}"
-    return (
-        f"{chosen} {_rank(best, good, evidence, settings)} of the {len(good)} of {len(trials)} settings that {met}"
-        + (_faster(best, evidence, settings))
-    )
+    if len(good) == 1:
+        met = "meets the SLOs" if evidence.slo.given() else "works (no SLO was given)"
+        tried = f"the only one of {len(trials)} settings that" if len(trials) > 1 else "the only setting tried, which"
+        return f"{chosen}, by {tried} {met}{_faster(best, evidence, settings)}"
+    met = "meet the SLOs" if evidence.slo.given() else "work (no SLO was given)"
+    of = f"of the {len(good)} of {len(trials)} settings that {met}"
+    return f"{chosen} {_rank(best, good, evidence, settings)} {of}{_faster(best, evidence, settings)}"
+
+
+def _none_feasible(trials: Sequence[Trial], nearest: Trial | None) -> str:
+    tried = f"none of the {len(trials)} settings tried" if len(trials) > 1 else "not even the only setting tried"
+    if nearest is None:
+        return f"{tried} works; the reason stands with each"
+    name = describe(nearest.setting, [trial.setting for trial in trials])
+    return f"{tried} is feasible; nearest is {name}: {nearest.reason}; relax the SLOs or lower the load"
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:

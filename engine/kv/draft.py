@@ -77,13 +77,13 @@ class ModelDraft:
 
 
 def model_name(spec: str) -> str:
-    """What a model is called that is not loaded: the directory's or file's name, or the hub id."""
+    """What a model is called that is not loaded: the name of its directory or file, or the hub id."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return path.resolve().name
-    if path.suffix == ".json":
+    if path.name == "config.json":
         return path.resolve().parent.name
-    return path.stem if path.suffix == ".gguf" else spec
+    return path.stem if path.suffix in (".json", ".gguf") else spec
 
 
 def open_draft(spec: str, progress: Progress = silent, weights: Weights | None = None) -> ModelDraft:

@@ -17,7 +17,7 @@ from llmsched.cli.profile import device_table, found_for_others, with_profile
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.draft import open_draft
+from llmsched.engine.kv.draft import model_name, open_draft
 from llmsched.profiles.calibrated import Calibration, save_calibration
 from llmsched.profiles.tuned import TunedProfile, latest_profile, save_profile
 
@@ -226,3 +226,17 @@ def test_bench_takes_a_profile(command: CommandLine, tiny_model: Callable[..., P
     refused = command("bench", "http://localhost:1", "--profile", "day")
     assert refused.code == 2
     assert "the settings of a running server cannot be changed from here" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("there/Qwen3-8B/config.json", "Qwen3-8B"),
+        ("there/Qwen--Qwen3-8B_config.json", "Qwen--Qwen3-8B_config"),
+        ("there/model.gguf", "model"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("demo", "demo"),
+    ],
+)
+def test_a_model_that_is_not_loaded_has_a_name(spec: str, name: str) -> None:
+    assert model_name(spec) == name

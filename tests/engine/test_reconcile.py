@@ -104,19 +104,30 @@ def test_the_banner_counts_tokens_in_all_groups_of_layers(engine: Engine, monkey
     assert f", {plan.num_blocks // 3 * plan.block_size} tokens in all layers; " in told_tokens
 
 
+HERE = EngineConfig("demo", device="cpu")
+
+
 def test_a_profile_keeps_the_ratios(plan: MemoryPlan, tmp_path: Path) -> None:
     path = str(tmp_path / "found.toml")
     save_profile(TunedProfile(engine={"max_num_seqs": 4}, reason="why"), path)
-    assert store_ratios(path, plan) is None
+    assert store_ratios(path, plan, HERE) is None
     kept = load_profile(path)
     assert kept.memory == ratios(plan) == {"weights_ratio": pytest.approx(1, abs=0.01), "kv_ratio": 1.0}
     assert (kept.reason, profile_settings(path)) == ("why", {"max_num_seqs": 4})
     written = Path(path).stat().st_mtime_ns
-    assert store_ratios(path, plan) is None
+    assert store_ratios(path, plan, HERE) is None
     assert Path(path).stat().st_mtime_ns == written, "nothing new, nothing written"
 
 
+@pytest.mark.parametrize("found_for", [{"model": {"name": "other"}}, {"device": {"kind": "cuda", "name": "NVIDIA L4"}}])
+def test_a_profile_of_another_keeps_none(plan: MemoryPlan, tmp_path: Path, found_for: dict[str, Any]) -> None:
+    path = str(tmp_path / "found.toml")
+    save_profile(TunedProfile(engine={}, memory={"kv_ratio": 0.9}, **found_for), path)
+    assert store_ratios(path, plan, HERE) is None
+    assert load_profile(path).memory == {"kv_ratio": 0.9}
+
+
 def test_a_profile_that_cannot_be_read_is_told(plan: MemoryPlan, tmp_path: Path) -> None:
-    problem = store_ratios(str(tmp_path / "missing.toml"), plan)
+    problem = store_ratios(str(tmp_path / "missing.toml"), plan, HERE)
     assert problem is not None
     assert "missing.toml" in problem

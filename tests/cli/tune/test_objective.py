@@ -119,6 +119,23 @@ def test_the_nearest_miss_is_the_least_one() -> None:
     assert nearest.miss(SLO) == pytest.approx(1.3)
 
 
+def test_a_limit_that_nothing_meets_has_a_nearest_miss_too() -> None:
+    evidence = raced(Scripted({A: lambda n: figures(1, ttft=0.3), B: lambda n: figures(1, ttft=0.2)}), slo=Slo(ttft=0))
+    nearest = evidence.nearest_miss()
+    assert nearest is not None
+    assert nearest.setting == B
+
+
+def test_one_setting_is_not_the_most_of_one() -> None:
+    alone = raced(Scripted({A: lambda n: figures(1.2)}))
+    assert explain(alone).endswith("tokens/s, by the only setting tried, which meets the SLOs")
+    assert explain(raced(Scripted({A: lambda n: figures(1.2)}), slo=Slo())).endswith("which works (no SLO was given)")
+    late = raced(Scripted({D: lambda n: figures(5, ttft=3.0)}))
+    assert explain(late).startswith("not even the only setting tried is feasible; nearest is max_num_batched_tokens")
+    of_two = raced(Scripted({A: lambda n: figures(1.2), B: lambda n: figures(0.5, ttft=3.0)}))
+    assert explain(of_two).endswith("tokens/s, by the only one of 2 settings that meets the SLOs")
+
+
 def test_a_missed_itl_and_a_partly_failed_run_are_infeasible() -> None:
     def half(round_index: int) -> Measurement:
         records = [RequestRecord(0, 0.0, 0.0, 0.0, None, 1.0, [Chunk(1.0, "x", 1)], Usage(8, 0, 1))]

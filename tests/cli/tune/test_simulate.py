@@ -155,7 +155,7 @@ def test_the_same_search_gives_the_same(tune: Callable[..., Outcome]) -> None:
 def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[..., Outcome]) -> None:
     outcome = tune()
     assert outcome.out.startswith("SIMULATED ")
-    assert list_profiles() == [f"{CONFIG.name}-h100"]
+    assert list_profiles() == [f"{CONFIG.stem}-h100"]
     assert "step times: a roofline" in outcome.out
     for title in ("P99 ITL by token budget", "P99 TTFT by token budget", "goodput by token budget"):
         assert title in outcome.out
