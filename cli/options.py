@@ -147,8 +147,8 @@ def _split(text: str, wanted: str) -> tuple[float, str]:
 
 
 def with_flags(text: str) -> str:
-    """The text with every knob of EngineConfig written as the flag that sets it (max_num_seqs -> --max-num-seqs)."""
-    names = "|".join(f.name for f in fields(EngineConfig) if "_" in f.name)
+    """The text with every setting of the engine written as the flag that sets it (max_num_seqs -> --max-num-seqs)."""
+    names = "|".join([*(f.name for f in fields(EngineConfig) if "_" in f.name), "metrics_prefix"])
     return re.sub(rf"\b({names})\b", lambda found: "--" + found[1].replace("_", "-"), text)
 
 

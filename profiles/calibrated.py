@@ -86,7 +86,7 @@ def load_calibration(name: str) -> Calibration | None:
         content = tomllib.loads(read_file(path))
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
         raise ProfileError(f"calibration {path}: {' '.join(str(problem).split())}") from problem
     return _validated(path, content)
 

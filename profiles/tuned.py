@@ -123,11 +123,13 @@ def load_profile(name_or_path: str) -> TunedProfile:
     """Read a profile. Raises ProfileError when it is not there or not a profile, naming the key."""
     path = profile_path(name_or_path)
     try:
+        if path.is_char_device():
+            raise ProfileError(f"profile {path}: is a device, not a file")
         content = tomllib.loads(read_file(path))
     except FileNotFoundError as missing:
         known = ", ".join(list_profiles()) or "none yet; `llmsched tune` writes one"
         raise ProfileError(f"profile {name_or_path!r}: no file {path} (profiles by name: {known})") from missing
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
         raise ProfileError(f"profile {path}: {_one_line(problem)}") from problem
     return _validated(path, content)
 
@@ -159,8 +161,14 @@ def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
     write_file(path, text)
 
 
+def check_writable(path: Path) -> None:
+    """Raise ProfileError, before the work and not after it, where `write_file` could not write; makes the directory."""
+    _check_kind(path)
+    check_directory(path.parent)
+
+
 def check_directory(path: Path) -> None:
-    """Raise ProfileError, before the work and not after it, where no profile can be written; makes the directory."""
+    """Raise ProfileError where no file can be written in a directory, which is made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -175,8 +183,18 @@ def read_file(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def _check_kind(path: Path) -> None:
+    """Raise ProfileError for what is there and is no file: to replace a device would be to remove it."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ProfileError(f"profile {path}: is no file")
+    except OSError as problem:
+        raise ProfileError(f"profile {path}: {problem.strerror}") from problem
+
+
 def write_file(path: Path, text: str) -> None:
-    """Replace a file at once or not at all."""
+    """Replace a file at once or not at all. Raises ProfileError."""
+    _check_kind(path)
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

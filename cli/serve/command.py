@@ -90,7 +90,9 @@ def serve(
     from llmsched.engine.metrics import check_prefix
 
     if api_key == "":
-        raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve everyone")
+        raise ConfigError("--api-key", "is empty; give a key, or leave the option out to serve everyone")
+    if served_model_name == "":
+        raise ConfigError("--served-model-name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(metrics_prefix)
     config = with_profile(engine_options, profile).config(resolve_model(model))
     for warning in found_for_others(profile, config) if profile else ():

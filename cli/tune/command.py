@@ -23,7 +23,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.kv.draft import model_name
 from llmsched.engine.latency import Slo
-from llmsched.profiles.tuned import ProfileError, check_directory, profile_path, save_profile
+from llmsched.profiles.tuned import ProfileError, check_writable, profile_path, save_profile
 
 _SEARCH = "Search"
 #: Knobs that a flag fixes; those of the others are the largest values tried.
@@ -215,11 +215,9 @@ def _destination(output: str | None, model: str, simulate: str | None) -> Path:
     name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", usual).strip("-.") or "tuned"
     try:
         path = profile_path(name)
-        check_directory(path.parent)
+        check_writable(path)
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
-    if path.is_dir():
-        raise LlmschedError(f"--output {path}: is a directory")
     return path
 
 

@@ -25,7 +25,7 @@ from llmsched.cli.workload.prefixes import prefix_figures
 from llmsched.cli.workload.report import Analysis, as_json, show
 from llmsched.cli.workload.sample import Sample, sample_load, sample_trace
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import LlmschedError, ModelError
 from llmsched.profiles.shipped import workloads
 
 #: Requests that are drawn of a synthetic load.
@@ -105,7 +105,10 @@ def _refuse_reading(name: str, *flags: object) -> None:
 def _encode(model: str) -> Encode:
     from llmsched.engine.model.load import load_tokenizer, locate
 
-    return TokenizerEncode(load_tokenizer(locate(model)))
+    try:
+        return TokenizerEncode(load_tokenizer(locate(model)))
+    except ModelError as problem:
+        raise LlmschedError(f"--tokenizer: {problem}") from problem
 
 
 def _analyse(sample: Sample, block_size: int) -> Analysis:

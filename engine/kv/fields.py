@@ -49,7 +49,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file}: there is no such file; a model directory has a config.json") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"{file}: cannot be read as JSON ({problem})") from problem
     if not isinstance(content, dict):
         raise ModelError(f"{file}: holds a {type(content).__name__}, not the settings of a model")

@@ -98,7 +98,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name in the index's own directory."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{index}: is no valid index (JSON with a weight_map): {one_line(error)}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")

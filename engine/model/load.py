@@ -175,7 +175,7 @@ def _describe_config(source: ModelSource) -> str:
 def _read_json(source: ModelSource, path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"model {source.spec}: {path} is no valid JSON ({one_line(error)})") from error
     if not isinstance(loaded, dict):
         raise ModelError(f"model {source.spec}: {path} is no JSON object")

@@ -6,9 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 
 from llmsched.cli.files import check_file
 from llmsched.engine.errors import LlmschedError
+from llmsched.profiles.tuned import ProfileError, TunedProfile, check_writable, save_profile
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
 
 
 def test_what_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
@@ -61,3 +68,47 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     trace.write_text("{}")
     with pytest.raises(LlmschedError, match="is the trace that is read"):
         check_file("--save", tmp_path / "." / "trace.jsonl", trace)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("workload", "/dev/full"),
+        ("bench", "m", "--trace", "/dev/full"),
+        ("kv-budget", "m", "--lengths", "/dev/full"),
+        ("serve", "m", "--pin-prefix", "/dev/full"),
+        ("serve", "m", "--profile", "/dev/full"),
+        ("explain", "1", "--file", "/dev/full"),
+        ("profiles", "show", "/dev/full"),
+    ],
+)
+def test_a_device_is_not_read_for_ever(command: CommandLine, arguments: tuple[str, ...]) -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("no device without an end")
+    outcome = command(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "/dev/full" in outcome.err
+    assert "is a device, not a file" in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_what_is_no_file_is_not_replaced_by_a_profile(tmp_path: Path) -> None:
+    """A named pipe stands for a device, which a test should not risk."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (lambda: check_writable(pipe), lambda: save_profile(TunedProfile(engine={}), str(pipe))):
+        with pytest.raises(ProfileError, match="is no file"):
+            write()
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("kv-budget", "FILE", "--gpu", "h100"), ("explain", "1", "--file", "FILE"), ("workload", "FILE")]
+)
+def test_json_without_an_end_to_its_depth(command: CommandLine, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    outcome = command(*(str(deep) if word == "FILE" else word for word in arguments))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "deep.json" in outcome.err
+    assert len(outcome.err.splitlines()) == 1

@@ -96,13 +96,13 @@ def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--api-key", ""), "api_key: is empty"),
+        (("--api-key", ""), "--api-key: is empty"),
         (("--metrics-prefix", "a-b"), "'a-b' is not a metric prefix"),
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--grace-period", "30"), "'30' needs a unit"),
         (("--port", "70000"), "65535"),
         (("--preemption-mode", "swap"), "swap needs host memory; set --swap-space"),
-        (("--pin-prefix", "/no/such/file"), "pin_prefix: /no/such/file: no such file"),
+        (("--pin-prefix", "/no/such/file"), "--pin-prefix: /no/such/file: no such file"),
         (("--pin-prefix", "x", "--no-enable-prefix-caching"), "nothing can be pinned with --enable-prefix-caching off"),
         (("--max-num-seqs", "0"), "max-num-seqs"),
         (("/no/such/model", "--port", "0"), "/no/such/model"),

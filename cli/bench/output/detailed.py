@@ -52,6 +52,8 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
 
 def _requests(path: Path) -> Iterator[dict[str, Any]]:
     try:
+        if path.is_char_device():
+            raise LlmschedError(f"--file {path}: is a device, not a file")
         with path.open(encoding="utf-8") as lines:
             for number, text in enumerate(lines, start=1):
                 line = json.loads(text)
@@ -61,7 +63,7 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
                     yield line
     except OSError as problem:
         raise LlmschedError(f"--file {path}: {problem.strerror}") from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise LlmschedError(f"--file {path} is not what bench --save-detailed writes: {problem}") from problem
 
 

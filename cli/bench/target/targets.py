@@ -19,7 +19,7 @@ from llmsched.cli.bench.run import run_workload, warm_up
 from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
 from llmsched.cli.bench.target.inprocess import EngineTarget, running_engine
 from llmsched.cli.options import EngineOptions
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import LlmschedError, ModelError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
@@ -180,5 +180,8 @@ def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
         return COMMON_IDS, None
     from llmsched.engine.model.load import load_tokenizer, locate
 
-    known = load_tokenizer(locate(model))
+    try:
+        known = load_tokenizer(locate(model))
+    except ModelError as problem:
+        raise LlmschedError(f"--tokenizer: {problem}") from problem
     return usable_ids(known, known.vocab_size), TokenizerEncode(known)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from llmsched.cli.bench.load.traces.lines import Row, TraceError, csv_rows, first_line, json_objects, opened, shown
+from llmsched.cli.bench.load.traces.lines import (
+    Row,
+    TraceError,
+    csv_rows,
+    first_line,
+    json_objects,
+    names_of,
+    opened,
+    shown,
+)
 
 #: Names of columns and keys, in small letters: Azure's traces, Mooncake's, BurstGPT's, Vidur's, OpenAI's usage,
 #: benchmarks'. A total counts where no prompt is told.
@@ -24,7 +32,7 @@ _TOTAL = ("total_tokens", "num_total_tokens", "length", "tokens")
 #: The fields of the rows that are made of them.
 INPUT, OUTPUT = "input tokens", "output tokens"
 
-_NUMBERS = re.compile(r"\[?\s*[\d.+-][\d.eE+\s,-]*\]?")
+_NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 
 def tells_lengths(line: str, names: Collection[str]) -> bool:
@@ -45,8 +53,8 @@ def length_rows(path: Path) -> Iterator[Row]:
                 raise row.wrong(_no_length(list(row.values)))
             yield row.inside({field: values[name] for name, field in chosen.items()})
     elif line:
-        header = next(csv.reader([line]))
-        chosen = _chosen([name.strip().lower() for name in header])
+        header = names_of(line)
+        chosen = _chosen([name.lower() for name in header])
         if not chosen:
             raise TraceError(f"{path}: {_no_length(header)}")
         yield from csv_rows(path, chosen)

@@ -73,6 +73,8 @@ def shown(value: Any) -> str:
 def opened(path: Path) -> Iterator[TextIO]:
     """The file as text, unpacked if it is gzip, without a byte order mark; whatever goes wrong is a TraceError."""
     try:
+        if path.is_char_device():
+            raise TraceError(f"{path} is a device, not a file")
         with path.open("rb") as raw:
             packed = raw.read(2) == _GZIP
         opener = gzip.open if packed else open
@@ -91,6 +93,14 @@ def first_line(path: Path) -> str:
             if stripped := line.strip():
                 return stripped
     return ""
+
+
+def names_of(line: str) -> list[str]:
+    """The names of the columns where the line is the header of a CSV; none where it cannot be one."""
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error:
+        return []
 
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:

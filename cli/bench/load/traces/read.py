@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from llmsched.cli.bench.load.traces.formats import FORMATS, Format, Reading, TraceFormat
 from llmsched.cli.bench.load.traces.lengths import tells_lengths
-from llmsched.cli.bench.load.traces.lines import Row, TraceError, first_line, json_objects, shown
+from llmsched.cli.bench.load.traces.lines import Row, TraceError, first_line, json_objects, names_of, shown
 from llmsched.cli.bench.load.traces.times import Stamp, TimestampUnit, offsets, read_stamp
 from llmsched.cli.bench.load.traces.trace import Trace, TraceRequest
 
@@ -104,7 +103,7 @@ def detect(path: Path) -> TraceFormat:
             raise TraceError(f"{path} is an empty list")
         names = set(head.values)
     else:
-        names = {name.strip().lower() for name in next(csv.reader([line]))}
+        names = {name.lower() for name in names_of(line)}
     for format_name, marks in _MARKS:
         if marks <= names:
             return format_name
