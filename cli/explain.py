@@ -47,6 +47,8 @@ def explain(
     if file is not None:
         if url != _URL:
             raise LlmschedError("--url and --file do not go together: the file needs no server")
+        if api_key is not None:
+            raise LlmschedError("--api-key and --file do not go together: the file needs no key")
         try:
             explain_saved(read_request(file, request_id), as_json)
         except (KeyError, TypeError, ValueError) as problem:

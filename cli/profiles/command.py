@@ -8,6 +8,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.profiles import differences, listing, one
+from llmsched.engine.errors import LlmschedError
 
 profiles = typer.Typer(
     help="""List, show and compare profiles.
@@ -30,6 +31,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @profiles.callback(invoke_without_command=True)
 def _list(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
+        if as_json:
+            raise LlmschedError(f"--json belongs behind {context.invoked_subcommand}, whose output it is about")
         return
     found = listing.everything()
     if as_json:

@@ -242,3 +242,10 @@ def test_summary_of_a_request_that_still_waits() -> None:
     assert summary([entry, {**entry, "what": "does not fit", "until_ms": 1500.0}]) == (
         "not admitted after 1.50 s, has not ended"
     )
+
+
+@pytest.mark.parametrize("flag", [("--url", "http://elsewhere"), ("--api-key", "k")])
+def test_a_file_needs_no_server(command: CommandLine, flag: tuple[str, str]) -> None:
+    outcome = command("explain", "0", "--file", "run.jsonl", *flag)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"{flag[0]} and --file do not go together" in outcome.err

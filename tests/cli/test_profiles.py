@@ -131,6 +131,7 @@ def test_two_are_compared(command: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--json", "show", "day"), "--json belongs behind show"),
         (("show", "away"), "no file"),
         (("diff", "away", "away"), "no file"),
         (("show", "no good"), "a name has letters"),
