@@ -22,6 +22,7 @@ import typer
 from llmsched.cli import render
 from llmsched.engine.config import EngineConfig, check_knob, check_together
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.quantised import QUANTIZATIONS
 
 R = TypeVar("R")
 F = TypeVar("F")
@@ -85,6 +86,17 @@ def duration(text: str | float) -> float:
     if seconds and not _SHORTEST_S <= seconds <= _LONGEST_S:
         raise typer.BadParameter(f"{text!r} is no duration that can be meant; allowed is 0, or 0.001us to 250000h")
     return seconds
+
+
+def quantization_option(doing: str) -> typer.models.OptionInfo:
+    """--quantization of a command that does so much with a checkpoint that need not exist."""
+    option: typer.models.OptionInfo = typer.Option(
+        "--quantization",
+        metavar="|".join(QUANTIZATIONS),
+        show_default=False,
+        help=f"{doing} of MODEL with its weights in this form; fp8_block has a scale for each 128 x 128 of them.",
+    )
+    return option
 
 
 def size(text: str | int) -> int:

@@ -20,9 +20,15 @@ from llmsched.cli.bench.selfcheck.mode import bench_self
 from llmsched.cli.bench.target.simulated import open_simulated
 from llmsched.cli.bench.target.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.interrupt import INTERRUPTED
-from llmsched.cli.options import EngineOptions, resolve_model, typed_options, with_engine_options
+from llmsched.cli.options import (
+    EngineOptions,
+    quantization_option,
+    resolve_model,
+    typed_options,
+    with_engine_options,
+)
 from llmsched.cli.profile import found_for_others, with_profile
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
@@ -54,6 +60,7 @@ def bench(
         ),
     ] = None,
     simulate: Annotated[str | None, simulate_option("Run the scheduler alone,")] = None,
+    quantization: Annotated[str | None, quantization_option("--simulate a checkpoint")] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -91,8 +98,11 @@ def bench(
       llmsched bench demo --profile demo --request-rate 2
       llmsched bench --self-check
       llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
+      llmsched bench Qwen/Qwen3-8B --simulate h100:vllm --quantization fp8_block --max-concurrency 64
     """
     outputs.check(modes, load_options.trace)
+    if quantization is not None and simulate is None:
+        raise ConfigError("--quantization", "is for --simulate; a model that is served has the weights that it has")
     if not modes.find_knee:
         load_options.load.check_shape()
     plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run)
@@ -115,7 +125,7 @@ def bench(
             if profile is not None:
                 for warning in found_for_others(profile, options.config(model), simulate):
                     render.warn(warning)
-            result = _bench_model(model, simulate, plan, modes, options, progress)
+            result = _bench_model(model, simulate, quantization, plan, modes, options, progress)
     outputs.give_out(result)
     if result.run is not None and result.run.figures.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -124,14 +134,20 @@ def bench(
 
 
 def _bench_model(
-    model: str, simulate: str | None, plan: Plan, modes: Modes, options: EngineOptions, progress: Progress
+    model: str,
+    simulate: str | None,
+    quantization: str | None,
+    plan: Plan,
+    modes: Modes,
+    options: EngineOptions,
+    progress: Progress,
 ) -> Result:
     if modes.compare is not None:
-        return asyncio.run(bench_variants(model, simulate, options, modes, plan, progress))
+        return asyncio.run(bench_variants(model, simulate, options, modes, plan, progress, quantization))
     if simulate is None:
         opening = open_model(model, options, plan, progress)
     else:
-        opening = open_simulated(model, simulate, options, plan, progress)
+        opening = open_simulated(model, simulate, options, plan, progress, quantization)
     if modes.find_knee:
         return asyncio.run(bench_knee(opening, modes, plan, progress))
     return asyncio.run(bench_once(opening, None, plan, progress))

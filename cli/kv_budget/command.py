@@ -19,6 +19,7 @@ from llmsched.cli.options import (
     MOST_TOKENS,
     EngineOptions,
     ModelArgument,
+    quantization_option,
     resolve_model,
     size,
     tokens,
@@ -104,6 +105,7 @@ def kv_budget(
         int | None,
         typer.Option(parser=size, metavar="SIZE", help="Size of the loaded weights; default: from files or config."),
     ] = None,
+    quantization: Annotated[str | None, quantization_option("Plan for a checkpoint")] = None,
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -131,6 +133,7 @@ def kv_budget(
       llmsched kv-budget demo
       llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
       llmsched kv-budget Qwen/Qwen3-8B --gpu all --users 32 --context 8k
+      llmsched kv-budget Qwen/Qwen3-32B --gpu l40s --quantization fp8
       llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
       llmsched kv-budget Qwen/Qwen3-8B --simulate h100 --users 64 --context 4k
@@ -139,13 +142,15 @@ def kv_budget(
     config = asked_for(engine_options.config(spec), engine_options.given, users, context)
     if emit is not None and gpu == _ALL:
         raise ConfigError("--emit", "is for one GPU; name it with --gpu instead of all")
+    if emit is not None and quantization is not None:
+        raise ConfigError("--emit", f"starts a checkpoint that exists; name one in {quantization} as MODEL")
     mix = _lengths(config, mean_len, cv_len, lengths)
     if simulate is not None:
         gpu = _simulated_gpu(simulate, gpu, gpu_memory, emit)
     devices = _devices(config, gpu, gpu_memory)
     given = None if weights is None else Weights(weights, "--weights", exact=True)
     with render.progress_bar() as progress:
-        draft = open_draft(spec, progress, given)
+        draft = open_draft(spec, progress, given, quantization)
     demand, asked = Demand(users or 1, context or 0), users is not None or context is not None
     open_context = users is not None and config.max_model_len is None
     refused = refusal(draft)

@@ -17,6 +17,7 @@ from llmsched.engine.kv.budget import draft_memory
 from llmsched.engine.kv.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
 from llmsched.engine.kv.fields import read_config_file
 from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.kv.quantised import quantised_config
 from llmsched.engine.kv.recall import Recall
 from llmsched.engine.kv.shape import ModelShape, model_shape
 from llmsched.engine.kv.weights import Weights
@@ -86,11 +87,16 @@ def model_name(spec: str) -> str:
     return path.stem if path.suffix in (".json", ".gguf") else spec
 
 
-def open_draft(spec: str, progress: Progress = silent, weights: Weights | None = None) -> ModelDraft:
+def open_draft(
+    spec: str, progress: Progress = silent, weights: Weights | None = None, quantization: str | None = None
+) -> ModelDraft:
     """The model that `spec` means: a directory, a config.json, a .gguf file, demo, or a hub id, of which only
-    config.json is fetched. `weights` are taken as given. Raises ModelError.
+    config.json is fetched. `weights` are taken as given. With `quantization` it is a checkpoint of the same model in
+    one of QUANTIZATIONS, whatever files there are. Raises ModelError, and ConfigError for a form that it cannot have.
     """
     content, directory = _read_model(spec, progress)
+    if quantization is not None:
+        content, directory = quantised_config(content, quantization), None
     return ModelDraft(content, directory, weights, Recall(content, cache_directory() / "configs"))
 
 

@@ -44,6 +44,18 @@ def test_users_that_fit(command: CommandLine) -> None:
     assert "fits: 32 requests of 8,192 tokens at the same time" in text
 
 
+def test_quantised_weights_leave_more_room(command: CommandLine) -> None:
+    plain, small = (
+        command("kv-budget", LLAMA, "--gpu", "l4", "--max-model-len", "8k", "--json", *more).json
+        for more in ((), ("--quantization", "awq"))
+    )
+    assert small["weights_bytes"] < 0.45 * plain["weights_bytes"]
+    assert small["num_blocks"] > 2 * plain["num_blocks"]
+    outcome = command("kv-budget", LLAMA, "--gpu", "l4", "--quantization", "awq", "--emit", "vllm")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--emit: starts a checkpoint that exists; name one in awq as MODEL" in outcome.err
+
+
 def test_users_that_do_not_fit_get_changes_that_work(command: CommandLine) -> None:
     arguments = ("kv-budget", LLAMA, "--gpu", "l40s", "--users", "26", "--context", "8192")
     outcome = command(*arguments, "--json")

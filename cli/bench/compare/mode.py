@@ -27,9 +27,16 @@ def refuse_server(url: str) -> None:
 
 
 async def bench_variants(
-    model: str, simulate: str | None, options: EngineOptions, modes: Modes, plan: Plan, progress: Progress
+    model: str,
+    simulate: str | None,
+    options: EngineOptions,
+    modes: Modes,
+    plan: Plan,
+    progress: Progress,
+    quantization: str | None = None,
 ) -> Result:
-    """Do the plan's work under each variant, in this process or as on the device to `simulate`.
+    """Do the plan's work under each variant, in this process or as on the device to `simulate`, where `quantization`
+    is another form of the model's weights.
 
     Raises ModelError, ConfigError, and LlmschedError for wrong variants.
     """
@@ -46,7 +53,7 @@ async def bench_variants(
         warmup, perform = 1 if plan.warmup is None else plan.warmup, engines
     else:
         refuse_warmup(plan)
-        warmup, perform = 0, Blueprints(configs, simulate, progress)
+        warmup, perform = 0, Blueprints(configs, simulate, progress, quantization)
     task = Task(plan.workload, plan.slo, plan.timeout, warmup, rounds)
     compared = await compare(list(configs), perform, task, progress)
     report = as_json(compared, task)

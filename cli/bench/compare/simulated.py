@@ -19,9 +19,13 @@ from llmsched.engine.progress import Progress
 class Blueprints:
     """Engines of several settings that are not there, on the device of that name (see `make_blueprint`)."""
 
-    def __init__(self, configs: Mapping[str, EngineConfig], device: str, progress: Progress) -> None:
+    def __init__(
+        self, configs: Mapping[str, EngineConfig], device: str, progress: Progress, quantization: str | None = None
+    ) -> None:
         """Raises ModelError, and ConfigError for what does not fit the device."""
-        self._blueprints = {name: make_blueprint(config, device, progress) for name, config in configs.items()}
+        self._blueprints = {
+            name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()
+        }
         for note in dict.fromkeys(note for one in self._blueprints.values() for note in one.notes):
             render.warn(note)
 

@@ -28,7 +28,7 @@ from llmsched.cli.interrupt import interrupted_at_once
 from llmsched.cli.options import EngineOptions
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
-from llmsched.engine.errors import LlmschedError, ModelError
+from llmsched.engine.errors import ConfigError, LlmschedError, ModelError
 from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.kv.plan import MemoryPlan
 from llmsched.engine.latency import Slo
@@ -40,12 +40,17 @@ from llmsched.profiles.calibrated import LOCAL
 _SAMPLE_INTERVAL = 0.1
 
 
-def make_blueprint(config: EngineConfig, device: str, progress: Progress = silent) -> Blueprint:
+def make_blueprint(
+    config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
+) -> Blueprint:
     """The engine that `config` would give on a GPU (see gpu_blueprint for names), or with "local" on this machine's.
+    With `quantization` its weights are in one of QUANTIZATIONS.
 
     Raises ModelError and ConfigError, the latter also where this machine was not calibrated for the model.
     """
-    draft = open_draft(config.model, progress)
+    if quantization is not None and device == LOCAL:
+        raise ConfigError("--quantization", "is for a GPU that is simulated; local serves the model as it is")
+    draft = open_draft(config.model, progress, quantization=quantization)
     return local_blueprint(draft, config) if device == LOCAL else gpu_blueprint(draft, config, device)
 
 
@@ -151,12 +156,12 @@ def refuse_warmup(plan: Plan) -> None:
 
 @asynccontextmanager
 async def open_simulated(
-    model: str, device: str, options: EngineOptions, plan: Plan, progress: Progress
+    model: str, device: str, options: EngineOptions, plan: Plan, progress: Progress, quantization: str | None = None
 ) -> AsyncIterator[Opened]:
     """A model on a GPU that is not there, as a target like any other. Raises ModelError and ConfigError."""
     refuse_warmup(plan)
     config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
-    blueprint = make_blueprint(config, device, progress)
+    blueprint = make_blueprint(config, device, progress, quantization)
     for note in blueprint.notes:
         render.warn(note)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -64,6 +65,43 @@ def test_a_model_that_serve_would_refuse_is_said_to_be_one(command: CommandLine,
     assert outcome.json["refused_by_serve"].startswith("its weights are quantised (mxfp4)")
     told = [line for line in outcome.err.splitlines() if "but serve does not take this model: its weights" in line]
     assert len(told) == 1
+
+
+def test_quantised_weights_need_no_checkpoint(command: CommandLine, llama: str) -> None:
+    """It is the same as a config that says so; fp8 halves what a lone decode reads."""
+    alone = ("--max-concurrency", "1", "--num-prompts", "2", "--input-len", "8", "--output-len", "8", "--json")
+    plain, asked = (
+        command("bench", llama, "--simulate", "h100", *alone, *more).json for more in ((), ("--quantization", "fp8"))
+    )
+    config = Path(llama) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    written = command("bench", llama, "--simulate", "h100", *alone).json
+    assert asked["tpot_ms"] == written["tpot_ms"]
+    assert 0.5 * plain["tpot_ms"]["mean"] < asked["tpot_ms"]["mean"] < 0.75 * plain["tpot_ms"]["mean"]
+    assert asked["refused_by_serve"].startswith("its weights are quantised (fp8)")
+
+
+def test_variants_of_quantised_weights(command: CommandLine, llama: str) -> None:
+    small = ("--num-prompts", "2", "--output-len", "2", "--rounds", "1", "--compare", "fair,static", "--json")
+    outcome = command("bench", llama, "--simulate", "l4", "--quantization", "awq", "--max-model-len", "512", *small)
+    assert outcome.code == 0
+    assert all(run["memory"]["weights"] < 7e9 for run in outcome.json["runs"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--quantization", "fp8"), "--quantization: is for --simulate"),
+        (("--quantization", "fp8", "--simulate", "local"), "local serves the model as it is"),
+        (("--quantization", "fp7", "--simulate", "h100"), "--quantization: must be one of fp8, fp8_block, awq"),
+    ],
+)
+def test_quantised_weights_that_are_refused(
+    command: CommandLine, llama: str, flags: tuple[str, ...], said: str
+) -> None:
+    outcome = command("bench", llama, *flags)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert said in outcome.err
 
 
 def test_a_model_that_serve_takes(command: CommandLine, llama: str) -> None:
