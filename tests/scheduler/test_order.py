@@ -133,6 +133,21 @@ def test_fast_lane_takes_only_its_share_and_leaves_the_rest() -> None:
     assert_right(long, *short)
 
 
+def test_prefills_of_several_steps_share_the_lane() -> None:
+    """Together they get no more than it, the more urgent one first."""
+    harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=80)
+    long = harness.add(make_request("long", tokens(2000), 1, arrival=0.0))
+    later, first = (
+        harness.add(make_request(f"s{i}", tokens(70, seed=i + 1), 2, arrival=1.0, priority=1 - i)) for i in range(2)
+    )
+    for step, computed in enumerate([(30, 0), (60, 0), (70, 20)]):
+        harness.step()
+        assert (first.num_computed_tokens, later.num_computed_tokens) == computed
+        assert long.num_computed_tokens == 70 * (step + 1)
+    harness.run()
+    assert_right(long, later, first)
+
+
 def test_fast_lane_takes_only_its_share_of_slots_that_are_scarce() -> None:
     harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=20, max_num_seqs=2, max_passes=1000)
     long = [harness.add(make_request(f"l{i:02}", tokens(30, seed=i), 1, arrival=float(i))) for i in range(14)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import Harness, assert_right, make_request, tokens
@@ -19,7 +21,7 @@ from llmsched.engine.scheduler.admission import Growth, expected_peak, future_pe
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.pacing import LEAST_PREFILL, TOLD_AFTER, Pacer
-from llmsched.engine.scheduler.prediction import MIN_SAMPLES, OutputPredictor
+from llmsched.engine.scheduler.prediction import MIN_SAMPLES, WINDOW, OutputPredictor
 
 
 def simulated_peak(growths: list[Growth]) -> int:
@@ -176,6 +178,31 @@ def test_expected_peak_leaves_room_for_chance() -> None:
     held, steps = np.full(100, 159), np.array([1])
     alive = np.full((100, 1), 0.5)
     assert expected_peak(held, alive, steps, KVLayout(16)) == pytest.approx(160 * (50 + 5))
+
+
+def test_what_is_learned_is_the_latest_and_of_those_that_ended_by_themselves() -> None:
+    predictor = OutputPredictor("learned")
+    ignoring = make_request("r", [1] * 4, 1000)
+    ignoring.token_ids += [1] * 9
+    ignoring.finish_reason = FinishReason.LENGTH
+    for _ in range(WINDOW):
+        predictor.learn(ignoring)
+    assert predictor.remaining(ended(0)) == 1000, "they would have gone on for ever"  # type: ignore[arg-type]
+    for length in [500] * WINDOW + [20] * WINDOW:
+        predictor.learn(ended(length))  # type: ignore[arg-type]
+    assert predictor.remaining(ended(0)) == 20  # type: ignore[arg-type]
+    assert predictor.remaining(ended(20)) == 980, "the others are forgotten"  # type: ignore[arg-type]
+
+
+def test_the_scheduler_learns_from_those_that_end() -> None:
+    harness = Harness(64, budget=256)
+    for i in range(MIN_SAMPLES):
+        request = harness.add(make_request(f"r{i:02}", tokens(10, seed=i), 9, arrival=float(i)))
+        request.sampling = replace(request.sampling, ignore_eos=False)
+    harness.run()
+    request.sampling = replace(request.sampling, max_tokens=500)
+    request.token_ids = request.token_ids[: request.num_prompt_tokens]
+    assert harness.scheduler.predictor.remaining(request) == 9
 
 
 def test_prediction_needs_samples() -> None:
