@@ -109,7 +109,7 @@ def kv_budget(
     simulate: Annotated[
         str | None,
         typer.Option(
-            metavar="GPU|local",
+            metavar="GPU[:ENGINE]|local",
             help="Plan for this GPU, and simulate serving what fits (or --users with --context) to tell its speed; "
             "local: this machine, after `llmsched calibrate`.",
         ),
@@ -202,7 +202,7 @@ def _simulated_gpu(simulate: str, gpu: str | None, gpu_memory: int | None, emit:
         raise ConfigError("--simulate", f"{simulate} says which device is meant; leave out --gpu and --gpu-memory")
     if simulate == _ALL:
         raise ConfigError("--simulate", "is for one device; name a GPU (l4, h100, ...) or local")
-    return None if simulate == LOCAL else _known_gpu("--simulate", simulate, ", or local").key
+    return None if simulate == LOCAL else _known_gpu("--simulate", simulate.partition(":")[0], ", or local").key
 
 
 def _tell_all(found: list[Findings], json_output: bool) -> None:

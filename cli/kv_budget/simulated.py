@@ -65,6 +65,7 @@ def as_json(served: Served | None) -> dict[str, Any] | None:
     return {
         "measured": False,
         "device": blueprint.plan.device.name,
+        "where": blueprint.where,
         "calibration_error": blueprint.calibration_error,
         "published_error": blueprint.published_error,
         "concurrency": served.concurrency,
@@ -79,6 +80,8 @@ def as_json(served: Served | None) -> dict[str, Any] | None:
 
 def show(served: Served) -> None:
     """Print it for a person."""
+    from llmsched.cli.bench.output.report import how_sure
+
     figures = served.figures
     rate = figures.output_tokens_per_s_steady or figures.output_tokens_per_s or 0.0
     tpot = "" if figures.tpot.p50 is None else f", TPOT {render.human_seconds(figures.tpot.p50)}"
@@ -87,3 +90,4 @@ def show(served: Served) -> None:
         f"SIMULATED {served.concurrency:,} requests at a time of {served.input_len:,} tokens in and "
         f"{served.output_len:,} out: {rate:,.0f} output tokens/s{tpot}{ttft} (medians)"
     )
+    render.say(how_sure(served.blueprint))

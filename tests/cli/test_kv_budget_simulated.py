@@ -46,6 +46,15 @@ def test_a_question_is_simulated_as_asked(command: CommandLine, llama: str) -> N
     assert (served["concurrency"], served["input_len"], served["output_len"]) == (8, 3072, 1024)
     shown = command(*arguments)
     assert "SIMULATED 8 requests at a time of 3,072 tokens in and 1,024 out:" in shown.out
+    assert f"step times: a roofline, {served['published_error']:.0%} off published TPOT in the median" in shown.out
+
+
+def test_the_steps_of_another_engine(command: CommandLine, llama: str) -> None:
+    question = ("--users", "8", "--context", "4k", "--json")
+    plain, other = (command("kv-budget", llama, "--simulate", name, *question).json for name in ("h100", "h100:vllm"))
+    assert plain["num_blocks"] == other["num_blocks"]
+    assert plain["simulated"]["tpot_ms"] != other["simulated"]["tpot_ms"]
+    assert other["simulated"]["where"] == "NVIDIA H100 SXM5 80GB, steps as of vllm"
 
 
 def test_what_does_not_fit_is_not_simulated(command: CommandLine, llama: str) -> None:

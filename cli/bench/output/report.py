@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from llmsched.cli import render
 from llmsched.cli.bench.figures import memory
@@ -135,7 +135,17 @@ def headline(subject: Subject) -> str:
     )
 
 
-def how_sure(subject: Subject) -> str:
+class Simulated(Protocol):
+    """What is simulated with a known error; see `Subject`."""
+
+    @property
+    def calibration_error(self) -> float | None: ...
+
+    @property
+    def published_error(self) -> float | None: ...
+
+
+def how_sure(subject: Simulated) -> str:
     """How far the times of simulated steps are to be trusted."""
     if subject.calibration_error is not None:
         return f"step times: fitted to this device, {subject.calibration_error:.1%} off where not fitted to (median)"
