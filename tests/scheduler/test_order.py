@@ -1,4 +1,4 @@
-"""Who goes first: ranks, quota, fast lane, passing, classes."""
+"""Who goes first: ranks, quota, fast lane, classes."""
 
 from __future__ import annotations
 
@@ -185,87 +185,6 @@ def test_one_that_does_not_fit_does_not_close_the_fast_lane() -> None:
     assert (blocked.status, fits.status) == (RequestStatus.WAITING, RequestStatus.RUNNING)
     harness.run()
     assert_right(running, *large, blocked, fits)
-
-
-def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_before_it_would() -> None:
-    harness = Harness(20, budget=256, headroom=0.0, fast_lane_share=0.0)
-    running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
-    harness.step()
-    head = harness.add(make_request("head", tokens(200, seed=1), 10, arrival=1.0))
-    quick = harness.add(make_request("quick", tokens(20, seed=2), 8, arrival=2.0))
-    slow = harness.add(make_request("slow", tokens(20, seed=3), 200, arrival=3.0))
-    harness.step()
-    assert quick.status is RequestStatus.RUNNING
-    assert (head.status, slow.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
-    harness.run()
-    assert_right(running, head, quick, slow)
-    assert head.first_scheduled_time is not None
-    assert slow.first_scheduled_time is not None
-    assert head.first_scheduled_time <= slow.first_scheduled_time
-
-
-def test_a_place_comes_nearer_while_nobody_comes_or_goes() -> None:
-    """A short one that would have been gone in time sixty steps ago would not be now."""
-    harness = Harness(20, budget=256, headroom=0.0, fast_lane_prompt=50, output_prediction="max_tokens")
-    running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
-    harness.step()
-    head = harness.add(make_request("head", tokens(200, seed=1), 10, arrival=1.0))
-    for _ in range(45):
-        harness.step()
-    late = harness.add(make_request("late", tokens(20, seed=2), 30, arrival=harness.time))
-    soon = harness.add(make_request("soon", tokens(20, seed=3), 8, arrival=harness.time))
-    harness.step()
-    assert (soon.status, late.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
-    harness.run()
-    assert_right(running, head, late, soon)
-    assert head.num_passed == 1
-
-
-def test_the_place_is_kept_for_the_first_that_does_not_fit_not_for_the_last() -> None:
-    harness = Harness(40, budget=400, headroom=0.0, fast_lane_share=0.0, output_prediction="max_tokens")
-    for name, output in (("soon", 10), ("late", 100)):
-        harness.add(make_request(name, tokens(160, seed=output), output, arrival=0.0))
-    harness.step()
-    first = harness.add(make_request("first", tokens(300, seed=1), 4, arrival=1.0))
-    second = harness.add(make_request("second", tokens(560, seed=2), 4, arrival=2.0))
-    between = harness.add(make_request("between", tokens(20, seed=3), 50, arrival=3.0))
-    harness.step()
-    assert {first.status, second.status, between.status} == {RequestStatus.WAITING}
-    told = harness.scheduler.ledger.entries("between")[-1]
-    assert (told.what, told.details["reason"]) == ("held back", "the place is kept for one in front of it")
-    harness.run()
-    assert_right(first, second, between)
-    assert first.num_passed == 0
-
-
-def test_passing_is_bounded() -> None:
-    harness = Harness(40, budget=256, headroom=0.0, max_passes=3, max_num_seqs=4, output_prediction="none")
-    harness.add(make_request("running", tokens(300), 150, arrival=0.0))
-    harness.step()
-    head = harness.add(make_request("head", tokens(400, seed=1), 4, arrival=1.0))
-    for i in range(30):
-        harness.add(make_request(f"q{i}", tokens(10, seed=i + 2), 2, arrival=2.0 + i))
-    while head.status is not RequestStatus.FINISHED:
-        harness.step()
-    assert head.num_passed == 3
-
-
-def test_a_request_learns_who_passed_it_but_not_the_ids_of_other_tenants() -> None:
-    harness = Harness(40, budget=256, headroom=0.0, max_num_seqs=4, output_prediction="none")
-    harness.add(make_request("running", tokens(300), 150, arrival=0.0))
-    harness.step()
-    head = harness.add(make_request("head", tokens(400, seed=1), 4, arrival=1.0, cache_salt="a"))
-    for i, salt in enumerate("abba"):
-        harness.add(make_request(f"q{i}", tokens(10, seed=i + 2), 2, arrival=2.0 + i, cache_salt=salt))
-    harness.run()
-    passed = [e for e in harness.scheduler.ledger.entries("head") if e.what == "passed"]
-    assert [(e.details["by"], e.count) for e in passed] == [
-        ("q0", 1),
-        ("a request with another cache_salt", 2),
-        ("q3", 1),
-    ]
-    assert [e.details["times"] for e in passed] == [1, 3, 4]
-    assert_right(head)
 
 
 def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
