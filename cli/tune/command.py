@@ -26,6 +26,7 @@ from llmsched.engine.latency import Slo
 from llmsched.profiles.tuned import ProfileError, check_writable, profile_path, save_profile
 
 _SEARCH = "Search"
+_ROUNDS = 3
 #: Knobs that a flag fixes; those of the others are the largest values tried.
 _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
@@ -56,14 +57,15 @@ def tune(
         ),
     ] = None,
     rounds: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--rounds",
             min=1,
+            show_default="3",
             help="How often the best settings are measured in full, at most.",
             rich_help_panel=_SEARCH,
         ),
-    ] = 3,
+    ] = None,
     time_limit: Annotated[
         float,
         typer.Option(
@@ -124,7 +126,8 @@ def tune(
 
     Tries max_num_batched_tokens in powers of two under one load (4 requests at a time unless you say otherwise), then
     max_num_seqs, headroom and target_itl, each from the best so far: short runs for all, longer ones for the better
-    half, repeats of the best in turn until it is clear which wins. Writes the winner as a profile for `llmsched serve
+    half, repeats of the best in turn until it is clear which wins (simulated: all in full, once, where time allows;
+    each gives what `bench --simulate` gives with the same flags). Writes the winner as a profile for `llmsched serve
     --profile`. Exit code 1 if no setting meets the targets.
 
     \b
@@ -139,13 +142,15 @@ def tune(
     if report is not None:
         check_file("--report", report, load_options.trace)
     name = _model(model)
+    if simulate is not None and rounds is not None:
+        raise LlmschedError("--rounds: a virtual clock says the same each time; leave it or --simulate out")
     task = Task(
         load=load_options.load,
         slo=slo,
         goal=maximize,
         knobs=_knobs(knobs, engine_options),
         timeout=load_options.timeout,
-        rounds=rounds,
+        rounds=_ROUNDS if rounds is None else rounds,
         time_limit=time_limit,
         smallest=min_num_batched_tokens,
         destination=_destination(output, name, simulate),

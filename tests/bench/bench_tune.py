@@ -46,8 +46,8 @@ class Task:
     requests: int
     rounds: int
 
-    def evidence(self) -> Evidence:
-        return Evidence(self.asked.slo, "goodput")
+    def evidence(self, *, exact: bool = False) -> Evidence:
+        return Evidence(self.asked.slo, "goodput", exact=exact)
 
 
 async def find_limit(runner: Runner, task: Task) -> float:
@@ -61,10 +61,12 @@ async def find_limit(runner: Runner, task: Task) -> float:
 
 
 async def tune(runner: Runner, task: Task) -> tuple[Evidence, float]:
-    """What tune finds, and in how many seconds."""
-    evidence, start = task.evidence(), time.perf_counter()
-    concurrency = task.asked.load.max_concurrency or 1
-    race = Race(runner, evidence, Rules(rung_lengths(task.requests, concurrency), task.rounds))
+    """What tune finds, and in how many seconds: on a virtual clock with every run in full, and once."""
+    exact = isinstance(runner, SimulatedRunner)
+    evidence, start = task.evidence(exact=exact), time.perf_counter()
+    lengths = rung_lengths(task.requests, task.asked.load.max_concurrency or 1)
+    rules = Rules(lengths[-1:], 1, drifts=False) if exact else Rules(lengths, task.rounds)
+    race = Race(runner, evidence, rules)
     await search(Space(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, SEQS[-1], 0.25), race)
     return evidence, time.perf_counter() - start
 
@@ -73,7 +75,7 @@ async def measure(
     runner: Runner, task: Task, settings: Sequence[Setting], rounds: int, first_round: int
 ) -> tuple[Evidence, float]:
     """Every setting in full, in turn, every second round backwards."""
-    evidence, start = task.evidence(), time.perf_counter()
+    evidence, start = task.evidence(exact=isinstance(runner, SimulatedRunner)), time.perf_counter()
     evidence.consider(settings)
     for index in range(rounds):
         for setting in settings[:: 1 if index % 2 == 0 else -1]:

@@ -165,6 +165,7 @@ def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[
     ("arguments", "message"),
     [
         (("--simulate", "abacus"), "abacus"),
+        (("--rounds", "2"), "--rounds: a virtual clock says the same each time"),
         (("--report", "/nowhere/at/all.html"), "has no directory"),
         (("--max-num-seqs", "100000"), "max-num-seqs"),
     ],
