@@ -235,6 +235,10 @@ class AsyncEngine:
         """See Engine.prompt_change."""
         return await self._call(self._engine.prompt_change)
 
+    def watch_steps(self, on_step: Callable[[KVUse], None]) -> None:
+        """Let `on_step` be told, by the engine's thread, how KV memory is used in each step (see `Engine.on_step`)."""
+        self._engine.on_step = on_step
+
     async def kv_use(self) -> KVUse:
         """See Engine.kv_use."""
         return await self._call(self._engine.kv_use)

@@ -13,6 +13,7 @@ from llmsched.cli.bench.figures.record import RequestRecord
 from llmsched.cli.bench.load.load import Load, run_load
 from llmsched.cli.bench.output.live import LiveFigures
 from llmsched.cli.bench.target.client import Target
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.cli.bench.target.sampling import Sample, sampled
 from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import Slo
@@ -25,7 +26,7 @@ _WARMUP_SEED_OFFSET = 1_000_003
 class Run(NamedTuple):
     """What came of a load: a record of each request, how many were preempted (None: the target does not tell), how late
     the client's event loop was (None: nobody looked), whether that has a process of its own, the target's state over
-    time, and whether the user ended it.
+    time, whether the user ended it, and how KV memory was used in each step (None: a target whose steps are not seen).
     """
 
     records: list[RequestRecord]
@@ -35,6 +36,7 @@ class Run(NamedTuple):
     samples: Sequence[Sample] = ()
     memory: MemoryParts | None = None
     interrupted: bool = False
+    meter: Meter | None = None
 
     def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
         """The figures; see `measure`."""
@@ -49,6 +51,7 @@ class Run(NamedTuple):
             samples=self.samples,
             memory=self.memory,
             interrupted=self.interrupted,
+            meter=self.meter,
         )
 
 
@@ -99,6 +102,8 @@ async def send_workload(
         return await target.state()
 
     before = await target.preemptions()
+    if target.meter is not None:
+        target.meter.take()  # of what came before
     with settled_heap():
         async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
             try:
@@ -122,7 +127,8 @@ async def send_workload(
     after = await target.preemptions()
     # A server that was started anew counts from 0 again.
     preemptions = after - before if before is not None and after is not None and after >= before else None
-    return Run(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted)
+    meter = None if target.meter is None else target.meter.take()
+    return Run(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:

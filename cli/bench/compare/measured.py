@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from llmsched.cli.bench.compare.run import Done, Task
-from llmsched.cli.bench.compare.usage import Meter
 from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.prompts import usable_ids
 from llmsched.cli.bench.output.report import Subject
@@ -50,32 +49,25 @@ class Engines:
 
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`. Raises ModelError and ConfigError."""
-        meter = Meter()
-        async with self.running(name, meter) as engine:
+        async with self.running(name) as engine:
             ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
             await warm_up(target, workload, task.warmup, ids=ids, timeout=task.timeout)
             await engine.reset_prefix_cache()
-            meter.forget()
             run = await send_workload(target, workload, ids=ids, timeout=task.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.config).items() if value is not None}
             assert engine.plan is not None
             subject = Subject(target.name, "in process", task.workload, task.slo, task.warmup, settings)
-            return Done(run, subject, engine.plan, meter)
+            return Done(run, subject, engine.plan)
 
     @asynccontextmanager
-    async def running(self, name: str, meter: Meter) -> AsyncIterator[AsyncEngine]:
-        """A new engine with the settings of that name, started; stopped when the block ends.
-
-        `meter` is told how KV memory is used after each step.
-        """
+    async def running(self, name: str) -> AsyncIterator[AsyncEngine]:
+        """A new engine with the settings of that name, started; stopped when the block ends."""
         from llmsched.engine.build import RESERVING, engine_beside
 
         config = self._configs[name]
         built = self._build(self._largest(config))
         settings = {knob: value for knob, value in asdict(config).items() if knob not in RESERVING}
-        engine = engine_beside(built, **settings)
-        engine.on_step = meter
-        async with running(engine) as service:
+        async with running(engine_beside(built, **settings)) as service:
             yield service
 
     def _build(self, config: EngineConfig) -> Engine:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from llmsched.cli.bench.compare.usage import Meter, Usage, usage
+from llmsched.cli.bench.compare.usage import Usage, usage
 from llmsched.cli.bench.figures.measure import Measurement
 from llmsched.cli.bench.figures.record import RequestRecord
 from llmsched.cli.bench.load.load import Load
@@ -29,12 +29,11 @@ class Task:
 
 
 class Done(NamedTuple):
-    """A run: by whom, under which memory plan, and how KV memory was used in its steps."""
+    """A run: by whom, and under which memory plan. It has a meter."""
 
     run: Run
     subject: Subject
     plan: MemoryPlan
-    meter: Meter
 
 
 class Perform(Protocol):
@@ -65,7 +64,7 @@ class _Rounds:
         rounds = tuple(run.measure(task.workload, task.slo) for run in runs)
         whole = one_after_the_other(runs).measure(task.workload, task.slo)
         last = self.done[-1]
-        found = usage(last.plan, [one.meter for one in self.done])
+        found = usage(last.plan, [run.meter for run in runs if run.meter is not None])
         return Compared(name, last.subject, with_rates_of(rounds, whole), rounds, found)
 
 

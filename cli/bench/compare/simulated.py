@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 from llmsched.cli import render
 from llmsched.cli.bench.compare.run import Done, Task
-from llmsched.cli.bench.compare.usage import Meter
 from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.output.report import Subject
 from llmsched.cli.bench.target.simulated import make_blueprint, simulate_run
@@ -31,11 +30,9 @@ class Blueprints:
 
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`."""
-        blueprint, meter = self._blueprints[name], Meter()
-        engine = blueprint.engine()
-        engine.on_step = meter
-        run = simulate_run(engine, blueprint.plan, workload, task.timeout, progress)
-        return Done(run, _subject(blueprint, task), blueprint.plan, meter)
+        blueprint = self._blueprints[name]
+        run = simulate_run(blueprint.engine(), blueprint.plan, workload, task.timeout, progress)
+        return Done(run, _subject(blueprint, task), blueprint.plan)
 
 
 def _subject(blueprint: Blueprint, task: Task) -> Subject:

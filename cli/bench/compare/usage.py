@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmsched.cli.bench.target.meter import Meter, kv_waste
 from llmsched.engine.kv.plan import MemoryPlan
-from llmsched.engine.kv.use import KVUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +31,14 @@ class Usage:
         return self.weights + self.activations + self.peak_kv
 
 
-@dataclass(slots=True)
-class Meter:
-    """Adds up what an engine tells after each step; `shares` over the `held_steps`, those in which any was held."""
-
-    steps: int = 0
-    held_steps: int = 0
-    shares: float = 0.0
-    peak: int = 0
-
-    def __call__(self, use: KVUse) -> None:
-        self.steps += 1
-        self.peak = max(self.peak, use.held)
-        if use.held:
-            self.held_steps += 1
-            self.shares += use.empty / use.held
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.steps = self.held_steps = self.peak = 0
-        self.shares = 0.0
-
-
 def usage(plan: MemoryPlan, meters: Sequence[Meter]) -> Usage:
     """What the runs on engines with this plan come to."""
-    held_steps = sum(meter.held_steps for meter in meters)
     blocks = max(meter.peak for meter in meters) // plan.block_size
     measured = plan.measured
     activations = None if measured is None else measured.activations
     return Usage(
         steps=sum(meter.steps for meter in meters),
-        kv_waste=sum(meter.shares for meter in meters) / held_steps if held_steps else None,
+        kv_waste=kv_waste(meters),
         peak_kv=blocks * plan.block_bytes,
         weights=plan.weights_bytes if measured is None else measured.weights,
         activations=plan.activation_bytes if activations is None else activations,

@@ -18,6 +18,7 @@ from llmsched.cli.bench.figures.placing import CHUNKS, RETOKENISED, CountTokens,
 from llmsched.cli.bench.figures.record import RequestRecord
 from llmsched.cli.bench.figures.steady import steady, steady_window
 from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.cli.bench.target.sampling import Sample
 from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.latency import (
@@ -118,11 +119,12 @@ class Measurement:
     samples: tuple[Sample, ...] = ()
     memory: MemoryParts | None = None
     interrupted: bool = False
+    meter: Meter | None = None
 
     @property
     def memory_use(self) -> MemoryUse | None:
         """What the work took of the target's memory; None where it does not tell."""
-        return memory_use(self.samples, self.memory)
+        return memory_use(self.samples, self.memory, self.meter)
 
 
 def measure(
@@ -137,6 +139,7 @@ def measure(
     samples: Sequence[Sample] = (),
     memory: MemoryParts | None = None,
     interrupted: bool = False,
+    meter: Meter | None = None,
 ) -> Measurement:
     """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
 
@@ -185,6 +188,7 @@ def measure(
         samples=tuple(sample._replace(time=sample.time - start) for sample in samples),
         memory=memory,
         interrupted=interrupted,
+        meter=meter,
     )
 
 

@@ -193,6 +193,7 @@ def _memory(use: memory.MemoryUse | None) -> dict[str, Any]:
             **({} if use.parts is None else use.parts._asdict()),
             "mean_kv_share": use.mean_kv_share,
             "looks": use.looks,
+            "steps": use.steps,
         },
     }
 

@@ -16,6 +16,7 @@ from llmsched.cli.bench.load.prompts import Encode
 from llmsched.cli.bench.target.answer import read_answer
 from llmsched.cli.bench.target.chunks import shorten
 from llmsched.cli.bench.target.connections import Connections
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.cli.bench.target.metrics import ServerMetrics
 from llmsched.cli.bench.target.sampling import Sample
 from llmsched.cli.timeline import read_timeline
@@ -53,13 +54,14 @@ class Target(Protocol):
     """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag.
 
     `encode` is how it sees the texts of a trace; None: it is sent them as they are. `sample_interval` is how often
-    (seconds) its state may be asked for without being in the way.
+    (seconds) its state may be asked for without being in the way, `meter` what sees its every step; None: nothing can.
     """
 
     name: str
     in_process: bool
     encode: Encode | None
     sample_interval: float
+    meter: Meter | None
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
@@ -122,6 +124,7 @@ class HttpTarget:
     in_process = False
     encode: Encode | None = None
     sample_interval = 1.0
+    meter: Meter | None = None
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url

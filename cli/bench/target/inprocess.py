@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.load.load import PlannedRequest
 from llmsched.cli.bench.load.prompts import Encode, TokenizerEncode
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.cli.bench.target.sampling import Sample, sample_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
@@ -56,7 +57,9 @@ class EngineTarget:
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.model.name
         self.encode: Encode | None = TokenizerEncode(engine.tokenizer)
+        self.meter: Meter | None = Meter()
         self._engine = engine
+        engine.watch_steps(self.meter)
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         now = asyncio.get_running_loop().time

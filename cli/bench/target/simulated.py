@@ -21,6 +21,7 @@ from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
 from llmsched.cli.bench.load.traces.trace import Content
 from llmsched.cli.bench.run import Run
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.cli.bench.target.sampling import MOST_SAMPLES, Sample, sample_of
 from llmsched.cli.bench.target.targets import Opened, Plan
 from llmsched.cli.bench.target.virtual import simulate_load
@@ -76,7 +77,8 @@ def simulate_run(
     """Serve a load on a new engine with this memory plan. Texts go through the model's tokenizer if it is at hand."""
     planned, ended = workload.plan(COMMON_IDS, TextEncode(engine.config.model)), 0
     total = 0 if workload.stop_after else len(planned)
-    watch = _Watch(engine)
+    watch, meter = _Watch(engine), Meter()
+    engine.on_step = meter
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
@@ -94,7 +96,7 @@ def simulate_run(
             on_end=count,
             after_step=watch.after_step,
         )
-    return Run(records, engine.num_preemptions, None, False, watch.samples, plan.parts)
+    return Run(records, engine.num_preemptions, None, False, watch.samples, plan.parts, meter=meter)
 
 
 class TextEncode:

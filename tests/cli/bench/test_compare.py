@@ -13,12 +13,13 @@ from command_line import CommandLine
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
 from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other, with_rates_of
-from llmsched.cli.bench.compare.usage import Meter, usage
+from llmsched.cli.bench.compare.usage import usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
 from llmsched.cli.bench.figures.lag import Lag
 from llmsched.cli.bench.figures.record import Chunk, RequestRecord
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import Run
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.use import KVUse
@@ -117,7 +118,7 @@ def tiny_config(tiny_model: Callable[..., Path], **knobs: object) -> EngineConfi
 
 def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     async def plan_of() -> object:
-        async with Engines({"fair": tiny_config(tiny_model)}, silent).running("fair", Meter()) as engine:
+        async with Engines({"fair": tiny_config(tiny_model)}, silent).running("fair") as engine:
             return engine.plan
 
     plan = asyncio.run(plan_of())
@@ -129,7 +130,7 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]
     assert found.peak == found.weights + found.activations + found.peak_kv
     assert found.steps == 3
-    meters[0].forget()
+    assert meters[0].take().steps == 2
     assert usage(plan, meters[:1]).kv_waste is None  # type: ignore[arg-type]
 
 
@@ -169,7 +170,7 @@ def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callab
     engines = Engines(configure(base, variants), silent)
 
     async def settings(name: str) -> tuple[int | None, int, int, object]:
-        async with engines.running(name, Meter()) as engine:
+        async with engines.running(name) as engine:
             config = engine.config
             return config.max_num_batched_tokens, config.max_num_seqs, config.block_size, engine._engine.executor
 

@@ -71,6 +71,9 @@ def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer
         assert 0 < report["peak_kv_share"] <= 21 / 48
         assert report["peak_kv_bytes"] == round(report["peak_kv_share"] * engine.plan.parts.kv)
         assert 0 <= report["kv_waste"] < 1
+    assert reports[0]["memory"]["steps"] is None
+    assert reports[1]["memory"]["steps"] >= 120, "two rounds of three requests at a time, a step a token"
+    assert reports[1]["peak_kv_share"] == 21 / 48, "no step in process is missed"
 
 
 def test_all_that_is_told_of_kv_memory_belongs_together(server: LiveServer) -> None:

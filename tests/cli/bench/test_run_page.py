@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -24,9 +25,11 @@ from llmsched.cli.bench.output.report import Subject, as_json
 from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.output.tables import definitions, totals_table
 from llmsched.cli.bench.result import Measured, Result
+from llmsched.cli.bench.target.meter import Meter
 from llmsched.cli.bench.target.sampling import Sample
 from llmsched.cli.chart import Series, axes
 from llmsched.engine.kv.plan import MemoryParts
+from llmsched.engine.kv.use import KVUse
 from llmsched.engine.latency import Slo
 
 GIB = 1 << 30
@@ -126,7 +129,7 @@ def test_what_a_target_does_not_tell_apart_is_drawn_as_one() -> None:
 def test_the_memory_of_a_run_is_in_the_report() -> None:
     subject = Subject("m", "u", Workload(), Slo())
     report = as_json(subject, run())
-    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2}
+    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
     assert report["kv_waste"] == pytest.approx(0.1)
     rows = dict(totals_table(run()).rows)
@@ -134,10 +137,19 @@ def test_the_memory_of_a_run_is_in_the_report() -> None:
     assert definitions(Slo(), run()).keys() >= {"peak KV", "peak memory"}
 
 
+def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
+    meter = Meter()
+    for use in (KVUse(40, 10, 0, 100), KVUse(60, 0, 0, 100), KVUse(0, 0, 60, 100)):
+        meter(use)
+    report = as_json(Subject("m", "u", Workload(), Slo()), replace(run([], MEMORY), meter=meter))
+    assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)
+    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
+
+
 def test_of_memory_only_what_is_told_is_in_the_report() -> None:
     subject, shares = Subject("m", "u", Workload(), Slo()), run([Sample(100.5, 1, 0, kv_held=0.5)], None)
     report = as_json(subject, shares)
-    assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1}
+    assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["kv_waste"]) == (0.5, None, None)
     assert dict(totals_table(shares).rows)["peak KV"] == "50.0% of KV memory"
     assert "peak memory" not in definitions(Slo(), shares)
