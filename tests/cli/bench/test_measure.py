@@ -12,8 +12,9 @@ import pytest
 
 from llmsched.cli.bench.figures.lag import Lag, loop_lags, settled_heap
 from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, USAGE, arrivals
+from llmsched.cli.bench.figures.placing import CHUNKS, EXACT, USAGE, arrivals, served
 from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.figures.steady import steady_window
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.engine.latency import Slo
 
@@ -188,3 +189,10 @@ def test_a_run_in_which_nothing_was_sent() -> None:
     assert (figures.goodput.requests_per_s, figures.goodput.attainment["all"]) == (0.0, 0.0)
     assert figures.valid is False
     assert figures.warnings == ()
+
+
+def test_the_level_begins_after_the_median_e2e_and_ends_with_the_first_end_after_the_last_was_sent() -> None:
+    """Five requests, one a second, that take 1, 2, 3, 4 and 5 s."""
+    records = [RequestRecord(n, n, n, n, end=n + n + 1.0, chunks=[Chunk(n + n + 1.0, "x", 1)]) for n in range(5)]
+    done = [one for record in records if (one := served(record, None))]
+    assert steady_window(records, done) == (3.0, 5.0)
