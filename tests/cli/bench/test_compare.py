@@ -12,11 +12,12 @@ from command_line import CommandLine
 
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
-from llmsched.cli.bench.compare.run import Task, compare, one_after_the_other, with_rates_of
+from llmsched.cli.bench.compare.run import Done, Task, compare, one_after_the_other, with_rates_of
 from llmsched.cli.bench.compare.usage import usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
 from llmsched.cli.bench.figures.lag import Lag
 from llmsched.cli.bench.figures.record import Chunk, RequestRecord
+from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.run import Run
 from llmsched.cli.bench.target.meter import Meter
@@ -24,7 +25,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.latency import Slo
-from llmsched.engine.progress import silent
+from llmsched.engine.progress import Progress, silent
 
 
 def test_policies_and_settings() -> None:
@@ -109,6 +110,21 @@ def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
 
 def test_a_round_that_does_not_tell_its_preemptions_leaves_them_unknown() -> None:
     assert one_after_the_other([run_of((0, 1)), run_of((0, 1), preemptions=None)]).preemptions is None
+
+
+def test_rounds_are_interleaved_and_each_has_other_requests() -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def perform(name: str, workload: Load, task: Task, progress: Progress) -> Done:
+        asked.append((name, workload.seed))
+        if len(asked) == 4:
+            raise InterruptedError
+        return Done(run_of((0, 1)), None, None, Meter())  # type: ignore[arg-type]
+
+    task = Task(Workload(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
+    with pytest.raises(InterruptedError):
+        asyncio.run(compare(["a", "b"], perform, task, silent))
+    assert asked == [("a", 3), ("b", 3), ("a", 4), ("b", 4)]
 
 
 def tiny_config(tiny_model: Callable[..., Path], **knobs: object) -> EngineConfig:
