@@ -72,14 +72,15 @@ def predict(row: Row, engine: str | None = None) -> Outcome | Refused:
         return Refused(row.id, str(problem))
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: Outcome, *, foreign: bool) -> str:
     row, found = outcome
+    part = "other" if foreign else "fit" if row.fitted else "check"
     cells = [
         _cell(found.tpot * 1e3, None if row.tpot is None else row.tpot.seconds * 1e3),
         _cell(found.throughput, row.throughput),
         _cell(found.ttft * 1e3, None if row.ttft is None else row.ttft * 1e3),
     ]
-    return f"{row.id:<78} {'fit' if row.fitted else 'check':<5} " + " ".join(cells)
+    return f"{row.id:<78} {part:<5} " + " ".join(cells)
 
 
 def _cell(predicted: float, published: float | None) -> str:
@@ -110,7 +111,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=list(engines()), help="constants for all rows, whatever engine they are of")
     parser.add_argument("--workers", type=int, metavar="N", help="processes; default: one for each core")
     asked = parser.parse_args()
-    rows, refused = read_file(asked.measurements) if asked.measurements else (read_rows(), [])
+    try:
+        rows, refused = read_file(asked.measurements) if asked.measurements else (read_rows(), [])
+    except (OSError, UnicodeDecodeError) as problem:
+        parser.error(f"--measurements: {problem}")
+    foreign = asked.measurements is not None
     rows = [row for row in rows if any(part in row.id for part in asked.parts or [""])]
     print(f"{'':<84} {'TPOT ms':<29}{'output tokens/s':<29}TTFT ms")
     print(f"{'row':<84} " + f"{'predicted':>10} {'published':>10} {'error':>6} " * 3)
@@ -120,9 +125,9 @@ def main() -> None:
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 continue
-            print(line(outcome), flush=True)
+            print(line(outcome, foreign=foreign), flush=True)
             outcomes.append(outcome)
-    summarise(outcomes, foreign=asked.measurements is not None)
+    summarise(outcomes, foreign=foreign)
     if refused:
         print("\nnot predicted:")
         for name, reason in refused:
@@ -143,7 +148,7 @@ def summarise(outcomes: Sequence[Outcome], *, foreign: bool) -> None:
     for outcome in outcomes:
         errors = [error for error in (outcome.tpot_error, outcome.throughput_error) if error is not None]
         if (foreign or not outcome.row.fitted) and max(map(abs, errors), default=0) > 0.3:
-            print(line(outcome))
+            print(line(outcome, foreign=foreign))
 
 
 if __name__ == "__main__":

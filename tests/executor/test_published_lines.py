@@ -68,6 +68,7 @@ def test_a_config_may_lie_beside_the_file(tmp_path: Path) -> None:
         ({"num_gpus": 8}, "is of 8 GPUs; one is predicted"),
         ({"output_len": None}, "says no output_len"),
         ({"input_len": "long"}, "input_len is 'long'; a positive number is understood"),
+        ({"output_len": 1}, "has outputs of 1 tokens, which have no time per token"),
         ({"concurrency": "four"}, "concurrency is 'four'"),
         ({"request_rate": -1}, "request_rate is -1"),
         ({"metrics": {"smiles": 3}}, "publishes neither throughput nor a time per token that is known: smiles"),

@@ -155,6 +155,8 @@ def read_line(line: Mapping[str, Any], directory: Path = DATA) -> Row:
     )
     if row.tpot is None and row.throughput is None:
         raise RefusedError(f"publishes neither throughput nor a time per token that is known: {', '.join(metrics)}")
+    if row.tpot is not None and row.output_len < 2:
+        raise RefusedError(f"has outputs of {row.output_len:g} tokens, which have no time per token")
     return row
 
 

@@ -70,6 +70,8 @@ class Steps:
         )
 
     def _tpot(self, seconds: Floats, first: Floats, last: Floats, came: Floats, outputs: Ints) -> float:
+        if not (outputs > 1).any():  # one token has no time per token
+            return float("nan")
         kind = self.row.tpot.kind if self.row.tpot is not None else "token"
         if kind == "whole":
             return float(((last - came) / outputs).mean())
