@@ -119,7 +119,7 @@ def test_rounds_are_interleaved_and_each_has_other_requests() -> None:
         asked.append((name, workload.seed))
         if len(asked) == 4:
             raise InterruptedError
-        return Done(run_of((0, 1)), None, None, Meter())  # type: ignore[arg-type]
+        return Done(run_of((0, 1)), None, None)  # type: ignore[arg-type]
 
     task = Task(Workload(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
     with pytest.raises(InterruptedError):
