@@ -10,16 +10,17 @@ What misses by more than 30 % among the checks, and why as far as the sources te
 - 1,000 requests at once (gpustack-qwen3-32b-h100-2, -9, and others in the half that is fitted to): mean and P99 of TTFT
   tell that some 10 seconds passed before first tokens came, which counts against their throughput
 - prompts of 32,000 tokens of gpt-oss on an A100: its attention with sinks is much slower there than on an H100
-- gpustack-quant-*: TTFT shows that all 1,000 requests ran at once, so that max_num_seqs was not vLLM's default
+- gpustack-quant-* on an A100: TTFT shows that all 1,000 requests ran at once, so that max_num_seqs was not vLLM's
+  default
 - SGLang and TensorRT-LLM with prompts of 2,000 and 32,000 tokens (gpustack-qwen3-14b-h100-12, -14, 32b-h100-10): TPOT
   alone; they prefill in steps without decodes, here the two are mixed
 - gpustack-gpt-oss-20b-a100-9, four output tokens for each prompt: TPOT is then the time of three steps full of prefills
 - nim with 250 requests of 8,000 tokens: throughput alone; how many ran at a time is not published
 
-How far this carries (fit_published.py --leave-out): to a model that nothing was fitted to, with median errors of 9 %
-(TPOT) and 10 % (throughput) and P90 of 35 and 46 %; to a source, 11 and 12 %, 43 and 50 %. What carries badly is a
-version's kernels (fp8 KV in TensorRT-LLM 0.9 and NIM: -35 %), the H20, Mixtral against gpt-oss, and gpustack's own
-outliers above.
+How far this carries (fit_published.py --leave-out): to a source that nothing was fitted to, with median errors of 11 %
+(TPOT and throughput) and P90 of 39 and 50 %; to a model, 9 and 10 %, 35 and 46 %. Nine of 16 sources stay under 20 % at
+P90. What carries badly: kernels of other versions (fp8 KV in TensorRT-LLM 0.9 and NIM), the H20, Mixtral where only
+gpt-oss is known, and gpustack's outliers above.
 
 python tests/bench/bench_published.py [PART OF AN ID ...]       ten minutes on two cores
 python tests/bench/bench_published.py --measurements FILE       other results, see tests/support/published_lines.py
