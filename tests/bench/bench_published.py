@@ -18,7 +18,7 @@ What misses by more than 30 % among the checks, and why as far as the sources te
 - nim with 250 requests of 8,000 tokens: throughput alone; how many ran at a time is not published
 
 How far this carries (fit_published.py --leave-out): to a source that nothing was fitted to, with median errors of 11 %
-(TPOT and throughput) and P90 of 39 and 50 %; to a model, 9 and 10 %, 35 and 46 %. Nine of 16 sources stay under 20 % at
+(TPOT and throughput) and P90 of 39 and 50 %; to a model, 9 and 10 %, 34 and 46 %. Nine of 16 sources stay under 20 % at
 P90. What carries badly: kernels of other versions (fp8 KV in TensorRT-LLM 0.9 and NIM), the H20, Mixtral where only
 gpt-oss is known, and gpustack's outliers above.
 
