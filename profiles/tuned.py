@@ -123,8 +123,6 @@ def load_profile(name_or_path: str) -> TunedProfile:
     """Read a profile. Raises ProfileError when it is not there or not a profile, naming the key."""
     path = profile_path(name_or_path)
     try:
-        if path.is_char_device():
-            raise ProfileError(f"profile {path}: is a device, not a file")
         content = tomllib.loads(read_file(path))
     except FileNotFoundError as missing:
         known = ", ".join(list_profiles()) or "none yet; `llmsched tune` writes one"
@@ -187,9 +185,9 @@ def _check_kind(path: Path) -> None:
     """Raise ProfileError for what is there and is no file: to replace a device would be to remove it."""
     try:
         if path.exists() and not path.is_file():
-            raise ProfileError(f"profile {path}: is no file")
+            raise ProfileError(f"profile {path} cannot be written: is no file")
     except OSError as problem:
-        raise ProfileError(f"profile {path}: {problem.strerror}") from problem
+        raise ProfileError(f"profile {path} cannot be written: {problem.strerror}") from problem
 
 
 def write_file(path: Path, text: str) -> None:
