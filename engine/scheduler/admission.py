@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,38 +23,30 @@ RISK = 1.0
 HORIZON_POINTS = 16
 
 
-class Growth(NamedTuple):
-    """A sequence that runs (or might): tokens it holds now, and tokens that it will still add."""
-
-    held: int
-    remaining: int
+Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
-def future_peak(growths: Iterable[Growth]) -> int:
-    """The most tokens that are held at the same time until all have ended, if each adds a token per step.
+def future_peak(held: Tokens, remaining: Tokens) -> int:
+    """The most tokens that n sequences hold at the same time until all have ended, if each adds a token per step: held
+    [n] now, and remaining [n] that each will still add.
 
     For one group of layers that keeps all tokens; `saturating_peak` is for any layout.
 
     Sorted by what remains, longest first, the first i are those that still run when the i-th ends; together they then
     hold what they hold now and i times what remained to it (the admission rule of LightLLM).
     """
-    peak = held = 0
-    for count, growth in enumerate(sorted(growths, key=lambda g: -g.remaining), start=1):
-        held += growth.held
-        peak = max(peak, held + growth.remaining * count)
-    return peak
+    order = np.argsort(-remaining)
+    counts = np.arange(1, len(order) + 1)
+    return int((held[order].cumsum() + remaining[order] * counts).max())
 
 
-def saturating_peak(growths: Sequence[Growth], layout: KVLayout) -> int:
+def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
     """As future_peak, with what each holds counted by `layout`: at the end of each one, all that run until then."""
-    held, remaining = np.array(growths, dtype=np.int64).T
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
 
 
-def expected_peak(
-    held: npt.NDArray[np.int64], alive: npt.NDArray[np.float64], steps: npt.NDArray[np.int64], layout: KVLayout
-) -> float:
+def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, layout: KVLayout) -> float:
     """Like future_peak where lengths are uncertain: the largest, over `steps` ahead, of mean plus RISK deviations.
 
     held [n] tokens now, alive [n, len(steps)] the probability that each still runs after so many steps, independently.
@@ -107,24 +99,24 @@ class Admission:
 
     def _predicted_peak(self, request: Request, running: Sequence[Request]) -> int:
         """Blocks held at the peak, if the request shares none. Those that running requests share count once and pinned
-        ones as well, both as they are now.
+        ones as well, both as they are now. More than that where there is room for all to become as long as they may.
         """
-        size, layout = self._kv.block_size, self._kv.layout
-        tables = [table_of(other) for other in running]
-        held = [len(table) * size for table in tables] + [layout.width(request.num_tokens) * size]
-        everyone = [*running, request]
-        if any(self._predictor.knows(other) for other in everyone):
-            longest = max(other.sampling.max_tokens - other.num_output_tokens for other in everyone)
-            steps = np.unique(np.geomspace(1, max(2, longest), HORIZON_POINTS).astype(np.int64))
-            peak = expected_peak(np.array(held), self._predictor.survival(everyone, steps), steps, layout)
+        layout, tables = self._kv.layout, [table_of(other) for other in running]
+        held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size
+        others = self._kv.pool.num_used - sum(table.num_blocks for table in tables)
+        outlook = self._predictor.outlook([*running, request])
+        longest = -(-np.maximum(held, outlook.num_tokens + outlook.most) // layout.block_size) * layout.block_size
+        if (most := layout.width(int(layout.room(longest).sum())) + others) <= self._kv.pool.num_blocks:
+            return most
+        if outlook.learned:
+            horizon = max(2, int((outlook.limit - outlook.done).max()))
+            steps = np.unique(np.geomspace(1, horizon, HORIZON_POINTS).astype(np.int64))
+            peak = expected_peak(held, outlook.survival(steps), steps, layout)
         else:
-            growths = [
-                Growth(now, max(0, other.num_tokens + self._predictor.remaining(other) - 1 - now))
-                for other, now in zip(everyone, held, strict=True)
-            ]
+            remaining = np.maximum(0, outlook.num_tokens + outlook.most - 1 - held)
             simple = layout.full_groups == layout.num_groups == 1
-            peak = future_peak(growths) if simple else saturating_peak(growths, layout)
-        return layout.width(int(peak)) + self._kv.pool.num_used - sum(table.num_blocks for table in tables)
+            peak = future_peak(held, remaining) if simple else saturating_peak(held, remaining, layout)
+        return layout.width(int(peak)) + others
 
     def reserve(self, request: Request, running: Sequence[Request], shortage: int) -> Reservation:
         """When a request that lacks `shortage` blocks will fit: after enough of those that run have ended."""

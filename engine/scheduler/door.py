@@ -210,6 +210,8 @@ class Door:
             self._first_lacks = lacking
 
     def _bonus(self, request: Request) -> float:
+        if request.num_tokens <= MIN_BONUS_HIT:  # the last token is never taken from the cache
+            return 0.0
         hit = self._kv.find_prefix(request)
         return self._config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,38 @@ WINDOW = 512
 MIN_SAMPLES = 16
 #: Outputs are taken to be as long as this share of those that got as far.
 QUANTILE = 0.65
+
+_TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
+
+
+class Outlook(NamedTuple):
+    """What is known of n requests: their tokens now, how many of these are generated (`done`), and max_tokens
+    (`limit`), int64 [n] each; and what was `learned`: of which of them (bool [n]), and the sorted lengths of ended
+    outputs like theirs.
+    """
+
+    num_tokens: npt.NDArray[np.int64]
+    done: npt.NDArray[np.int64]
+    limit: npt.NDArray[np.int64]
+    learned: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]]
+
+    @property
+    def most(self) -> npt.NDArray[np.int64]:
+        """The most tokens [n] that each may generate still, at least 1."""
+        most: npt.NDArray[np.int64] = np.maximum(1, self.limit - self.done)
+        return most
+
+    def survival(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Probability [n, len(steps)] that each still generates after so many more tokens.
+
+        From the samples: of those that got as far, the share that got further by that much.
+        """
+        length = self.done[:, None] + steps
+        alive = (length <= self.limit[:, None]).astype(np.float64)
+        for told, ordered in self.learned:
+            as_far = len(ordered) - np.searchsorted(ordered, self.done[told], side="right")
+            alive[told] *= (len(ordered) - np.searchsorted(ordered, length[told])) / as_far[:, None]
+        return np.minimum(alive, 1.0)
 
 
 class OutputPredictor:
@@ -52,24 +86,19 @@ class OutputPredictor:
             limit = min(limit, ordered[longer + int(QUANTILE * (len(ordered) - longer - 1))])
         return max(1, limit - done)
 
-    def knows(self, request: Request) -> bool:
-        """Whether there is more to say about the request's length than its max_tokens."""
-        return self._samples(request) is not None
-
-    def survival(self, requests: Sequence[Request], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Probability [len(requests), len(steps)] that each request still generates after so many more tokens.
-
-        From the samples: of those that got as far, the share that got further by that much.
-        """
-        alive = np.empty((len(requests), len(steps)))
-        arrays = {priority: np.array(ordered) for priority, ordered in self._sorted.items()}
-        for row, request in zip(alive, requests, strict=True):
-            length = request.num_output_tokens + steps
-            row[:] = length <= request.sampling.max_tokens
-            if (ordered := self._samples(request)) is not None:
-                as_far = len(ordered) - bisect.bisect_right(ordered, request.num_output_tokens)
-                row *= (len(ordered) - np.searchsorted(arrays[request.priority], length)) / as_far
-        return np.minimum(alive, 1.0)
+    def outlook(self, requests: Sequence[Request]) -> Outlook:
+        """What is known of the lengths of all these together."""
+        num_tokens = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
+        done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
+        limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
+        learned = []
+        for priority, ordered in self._sorted.items():
+            if self._method == "learned" and len(ordered) >= MIN_SAMPLES:
+                alike = (request.priority == priority and not request.sampling.ignore_eos for request in requests)
+                told = np.fromiter(alike, np.bool_, len(requests)) & (done < ordered[-1])
+                if told.any():
+                    learned.append((told, np.array(ordered)))
+        return Outlook(num_tokens, done, limit, learned)
 
     def _samples(self, request: Request) -> list[int] | None:
         """Sorted lengths of comparable outputs, some of them longer than the request's; None if it is all guesswork."""

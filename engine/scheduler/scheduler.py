@@ -135,10 +135,13 @@ class Scheduler:
         self.expire_pins()
         self.door.new_step()
         preempted = self._secure_memory() or self._make_room_for_class()
-        behind = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
-        decodes = len(self.running) - len(behind)
-        step = Step(self.pacer.token_budget(self.token_budget, self.running, decodes), self.kv, self.ledger)
-        step.decode(r for r in self.running if r.num_tokens - r.num_computed_tokens == 1)
+        decodes: list[Request] = []
+        behind: list[Request] = []
+        for request in self.running:
+            one_behind = len(request.token_ids) - request.num_computed_tokens == 1
+            (decodes if one_behind else behind).append(request)
+        step = Step(self.pacer.token_budget(self.token_budget, self.running, len(decodes)), self.kv, self.ledger)
+        step.decode(decodes)
         behind.sort(key=lambda r: (r.rank, r.request_id))
         self._prefill(step, behind, admit=self.door.worth_trying and (not preempted or not self.running))
         self.door.waits.now_for(self._lacking(step))
@@ -151,7 +154,7 @@ class Scheduler:
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens, preempting until they suffice."""
-        growing = [request for request in self.running if request.num_tokens > table_of(request).capacity]
+        growing = [request for request in self.running if len(request.token_ids) > table_of(request).capacity]
         missing = sum(self.kv.num_growing(request) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
@@ -243,12 +246,14 @@ class Scheduler:
             self.finish(request, reason)
 
     def _reason_to_end(self, request: Request, token_id: int | None) -> FinishReason | None:
-        if token_id in request.stop_ids and request.num_output_tokens > request.sampling.min_tokens:
+        num_tokens, sampling = len(request.token_ids), request.sampling
+        num_output_tokens = num_tokens - request.num_prompt_tokens
+        if token_id in request.stop_ids and num_output_tokens > sampling.min_tokens:
             return FinishReason.STOP
-        complete = request.num_computed_tokens >= request.num_tokens or token_id is not None
-        if complete and request.num_output_tokens >= request.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        if num_output_tokens < sampling.max_tokens:
+            return None
+        complete = token_id is not None or request.num_computed_tokens >= num_tokens
+        return FinishReason.LENGTH if complete else None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in whatever state it is: its blocks are released, it is never scheduled again."""

@@ -52,7 +52,6 @@ class Step:
 
 
 def _row(request: Request, count: int) -> ScheduledRow:
-    start = request.num_computed_tokens
-    complete = start + count == request.num_tokens
-    sample = complete and request.num_output_tokens < request.sampling.max_tokens
+    start, end = request.num_computed_tokens, len(request.token_ids)
+    sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
     return ScheduledRow(request, start, count, table_of(request).ids, sample)

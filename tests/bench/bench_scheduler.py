@@ -1,8 +1,9 @@
 """CPU time of schedule() + update(), without a model, against batch and queue. MEASURED on this machine, medians.
 
 In a quiet step nobody arrives, ends or crosses a block boundary. Then steps as they come, one in 16 requests crossing a
-boundary in each. With turnover, one ends and one arrives before each step, which counts as a part of it. Last, how long
-a prompt of 32k tokens takes to be found in the prefix cache.
+boundary in each. With turnover, one ends and one arrives before each step, which counts as a part of it; scarce is the
+same where memory does not suffice for everyone's max_tokens, so that what is learned of lengths decides. Last, how
+long a prompt of 32k tokens takes to be found in the prefix cache.
 
 python tests/bench/bench_scheduler.py
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
@@ -22,7 +24,7 @@ from fakes import make_request
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, StepResult
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.request import FinishReason
+from llmsched.engine.request import FinishReason, Request
 from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.scheduler.scheduler import Scheduler
 
@@ -30,19 +32,33 @@ STEPS = 200
 LONG_PROMPT = 32_768
 
 
-def loaded_scheduler(running: int, waiting: int, policy: str = "fair", spread: int = BLOCK) -> Scheduler:
+def loaded_scheduler(
+    running: int, waiting: int, policy: str = "fair", spread: int = BLOCK, blocks_each: int = 64
+) -> Scheduler:
     """`running` requests that decode, all slots taken, and `waiting` more; lengths of prompts differ by up to `spread`
-    tokens.
+    tokens. The pool has `blocks_each` for each that runs.
     """
     config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)  # type: ignore[arg-type]
-    kv = KVManager(running * 64, 16)
+    kv = KVManager(running * blocks_each, 16)
     scheduler = make_scheduler(kv, config, time.monotonic)
+    for length in range(100, 400, 3):
+        ended = chat("ended", length, 0.0)
+        ended.token_ids += [7] * length
+        ended.finish_reason = FinishReason.STOP
+        scheduler.predictor.learn(ended)
     for i in range(running + waiting):
-        prompt = [(i * 31 + j) % 1000 for j in range(100 + i % spread)]
-        scheduler.add(make_request(f"r{i:06}", prompt, 600, arrival=float(i)))
+        scheduler.add(chat(f"r{i:06}", 100 + i % spread, float(i)))
     while len(scheduler.running) < running or any(r.num_output_tokens < 1 for r in scheduler.running):
         step(scheduler)
     return scheduler
+
+
+def chat(name: str, prompt_len: int, arrival: float) -> Request:
+    """A request of which lengths are learned."""
+    prompt = [(int(arrival) * 31 + j) % 1000 for j in range(prompt_len)]
+    request = make_request(name, prompt, 600, arrival=arrival)
+    request.sampling = replace(request.sampling, ignore_eos=False)
+    return request
 
 
 def step(scheduler: Scheduler) -> tuple[float, float]:
@@ -72,11 +88,11 @@ def quiet(running: int, waiting: int) -> list[tuple[float, float]]:
     return times
 
 
-def turnover(running: int, waiting: int) -> list[tuple[float, float]]:
-    scheduler = loaded_scheduler(running, waiting)
+def turnover(running: int, waiting: int, blocks_each: int = 64) -> list[tuple[float, float]]:
+    scheduler = loaded_scheduler(running, waiting, blocks_each=blocks_each)
     times = []
     for i in range(STEPS):
-        request = make_request(f"s{i:06}", [(i * 37 + j) % 1000 for j in range(100)], 600, arrival=1e6 + i)
+        request = chat(f"s{i:06}", 100, 1e6 + i)
         start = time.perf_counter()
         scheduler.finish(scheduler.running[i * 7 % running], FinishReason.STOP)
         scheduler.add(request)
@@ -86,10 +102,14 @@ def turnover(running: int, waiting: int) -> list[tuple[float, float]]:
     return times
 
 
+def scarce(running: int, waiting: int) -> list[tuple[float, float]]:
+    return turnover(running, waiting, blocks_each=40)
+
+
 def main() -> None:
     print("aim: under 0.5 ms at 256 that decode")
     print(f"{'step':>10} {'running':>8} {'waiting':>8} {'schedule ms':>12} {'update ms':>10} {'sum ms':>8}")
-    for kind in (quiet, decoding, turnover):
+    for kind in (quiet, decoding, turnover, scarce):
         sums = {}
         for running, waiting in ((32, 100), (256, 100), (256, 10_000)):
             schedule, update = (1e3 * statistics.median(part) for part in zip(*kind(running, waiting), strict=True))

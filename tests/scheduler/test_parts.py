@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,10 +17,17 @@ from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, RequestStatus
-from llmsched.engine.scheduler.admission import Growth, expected_peak, future_peak, saturating_peak
+from llmsched.engine.scheduler.admission import expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.pacing import LEAST_PREFILL, TOLD_AFTER, Pacer
 from llmsched.engine.scheduler.prediction import MIN_SAMPLES, WINDOW, OutputPredictor
+
+
+class Growth(NamedTuple):
+    """A sequence: tokens it holds now, and tokens that it will still add."""
+
+    held: int
+    remaining: int
 
 
 def simulated_peak(growths: list[Growth]) -> int:
@@ -41,7 +49,7 @@ def simulated_peak(growths: list[Growth]) -> int:
     ],
 )
 def test_peak_is_what_a_token_by_token_simulation_gives(growths: list[Growth]) -> None:
-    assert future_peak(growths) == simulated_peak(growths)
+    assert future_peak(*np.array(growths).T) == simulated_peak(growths)
 
 
 @given(
@@ -56,9 +64,10 @@ def test_peak_with_windows_is_what_a_token_by_token_simulation_gives(
     for step in range(max(g.remaining for g in growths) + 1):
         held = np.array([g.held + step for g in growths if g.remaining >= step])
         most = max(most, int(layout.room(held).sum()))
-    assert saturating_peak(growths, layout) == most
+    held, remaining = np.array(growths).T
+    assert saturating_peak(held, remaining, layout) == most
     if layout.num_groups == 1:
-        assert saturating_peak(growths, layout) == future_peak(growths)
+        assert saturating_peak(held, remaining, layout) == future_peak(held, remaining)
 
 
 def test_windows_let_more_in_where_lengths_are_predicted() -> None:
@@ -156,7 +165,7 @@ def test_survival_is_the_share_of_those_that_got_further() -> None:
     for length in range(1, 101):
         predictor.learn(ended(length))  # type: ignore[arg-type]
     steps = np.array([1, 10, 40, 41])
-    alive = predictor.survival([ended(0), ended(60), ended(60, max_tokens=70)], steps)  # type: ignore[list-item]
+    alive = predictor.outlook([ended(0), ended(60), ended(60, max_tokens=70)]).survival(steps)  # type: ignore[list-item]
     assert alive[0] == pytest.approx([1.0, 0.91, 0.61, 0.6])
     assert alive[1] == pytest.approx([1.0, 31 / 40, 1 / 40, 0.0])
     assert alive[2] == pytest.approx([1.0, 31 / 40, 0.0, 0.0])
@@ -166,9 +175,8 @@ def test_expected_peak_is_the_certain_one_where_nothing_is_uncertain() -> None:
     held, remaining = np.array([10, 3, 7]), np.array([5, 9, 1])
     steps = np.arange(1, 10)
     alive = (steps <= remaining[:, None]).astype(float)
-    growths = [Growth(int(h), int(r)) for h, r in zip(held, remaining, strict=True)]
-    assert expected_peak(held, alive, steps, KVLayout(16)) == future_peak(growths)
-    assert expected_peak(held, alive * 0.5, steps, KVLayout(16)) < future_peak(growths)
+    assert expected_peak(held, alive, steps, KVLayout(16)) == future_peak(held, remaining)
+    assert expected_peak(held, alive * 0.5, steps, KVLayout(16)) < future_peak(held, remaining)
 
 
 def test_expected_peak_leaves_room_for_chance() -> None:
