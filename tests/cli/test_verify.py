@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import CommandLine
 
-from llmsched.cli import verify
+from llmsched.cli import progress, verify
 from llmsched.engine.model import paged
 from llmsched.engine.parity.report import CheckResult, Parting
 
@@ -61,7 +61,9 @@ def test_the_json_contract(command: CommandLine, model: str) -> None:
     assert (answer["num_prompts"], answer["num_tokens"], answer["seed"]) == (2, 4, 5)
 
 
-def test_what_a_person_sees(command: CommandLine, model: str) -> None:
+def test_what_a_person_sees(command: CommandLine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
     outcome = command("verify", model, "--dtype", "float32", *SMALL)
     assert outcome.code == 0
     assert "in float32 on cpu, compared with plain transformers" in outcome.out

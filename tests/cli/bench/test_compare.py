@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from llmsched.cli import progress
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
 from llmsched.cli.bench.compare.run import Done, Task, compare, one_after_the_other, with_rates_of
@@ -249,8 +250,14 @@ def test_what_cannot_be_compared_is_exit_code_2(command: CommandLine, target: st
     ],
 )
 def test_a_variant_that_cannot_be_built_is_told_before_the_first_run(
-    command: CommandLine, tiny_model: Callable[..., Path], variant: str, message: str
+    command: CommandLine,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
     outcome = command(
         *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "10", "--device", "cpu"),
         *("--compare", f"fair max_model_len=100,{variant}"),
