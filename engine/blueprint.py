@@ -31,8 +31,8 @@ class Blueprint:
     `cost` is the time of a step, `swap_seconds` that of copying so many bytes of KV to or from host memory.
     `calibration_error` is the cost's relative error on the device that it was fitted to, `published_error` its median
     one of TPOT against published measurements; None where that is not known. `refusal` is why this engine would not
-    serve the model at all, None if it would. `where` is the device, with the class of
-    engines whose steps it computes if that is not this one. `notes` are for the user's eyes.
+    serve the model at all, None if it would. `where` is the device, with the class of engines whose steps it computes
+    if that is not this one. `notes` are for the user's eyes.
     """
 
     config: EngineConfig

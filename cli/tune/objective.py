@@ -57,10 +57,8 @@ class Trial:
 
 def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
     """One trial from the runs of a setting. Errors, empty outputs and a missed SLO make it infeasible."""
-    rounds, broken = (
-        sum(run.requests > 0 for run in runs),
-        next((run.problem for run in runs if run.problem is not None), None),
-    )
+    rounds = sum(run.requests > 0 for run in runs)
+    broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)
     runs = [run for run in runs if run.requests == longest]
     met = {name: sum(run.met.get(name, 0) for run in runs) for run in runs for name in run.met}
