@@ -10,14 +10,14 @@ import numpy as np
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options import MEMORY_KNOBS, EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.cli.options.engine import MEMORY_KNOBS, EngineOptions, ModelArgument, resolve_model, with_engine_options
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.kv.draft import ModelDraft, model_name, open_draft
+from llmsched.engine.memory.draft import ModelDraft, model_name, open_draft
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
 from llmsched.profiles.tuned import ProfileError, check_directory
 
 if TYPE_CHECKING:
-    from llmsched.engine.calibration.run import Measured
+    from llmsched.engine.calibration.measuring import Measured
 
 #: The engine flags that steps depend on; scheduling does not matter here.
 FLAGS = (*MEMORY_KNOBS, "swap_space")
@@ -49,7 +49,7 @@ def calibrate(
     spec = resolve_model(model)
     _check_directory()
     with render.progress_bar() as progress:
-        from llmsched.engine.calibration.run import measure_device
+        from llmsched.engine.calibration.measuring import measure_device
 
         draft = open_draft(spec, progress)
         measured = measure_device(engine_options.config(spec), repeats, progress)

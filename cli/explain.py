@@ -11,7 +11,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.bench.output.detailed import read_request
-from llmsched.cli.bench.output.story import saved_entries, seen
+from llmsched.cli.bench.output.saved_timeline import saved_entries, seen
 from llmsched.engine.errors import LlmschedError
 
 _URL = "http://127.0.0.1:8000"

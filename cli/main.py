@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from llmsched.cli import options, render
+from llmsched.cli import render
 from llmsched.cli.interrupt import INTERRUPTED
+from llmsched.cli.options import engine as options
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 

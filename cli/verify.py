@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options import EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.cli.options.engine import EngineOptions, ModelArgument, resolve_model, with_engine_options
 from llmsched.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from llmsched.engine.parity.report import CheckResult, ParityReport
-    from llmsched.engine.parity.run import Subject
+    from llmsched.engine.parity.verification import Subject
 
 #: The engine flags that mean something here; the checks choose the others themselves.
 FLAGS = {"dtype", "device", "block_size"}
@@ -51,7 +51,7 @@ def verify(
     """
     config = engine_options.config(resolve_model(model))
     with render.progress_bar() as progress:
-        from llmsched.engine.parity.run import check_parity, load_subject
+        from llmsched.engine.parity.verification import check_parity, load_subject
 
         subject = load_subject(config, progress)
         report = check_parity(subject, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, progress=progress)

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
 
+from llmsched.engine.architecture.work import model_work
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.fitted import fitted_cost
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.engine.executor.simulated import StepCost
-from llmsched.engine.kv.draft import ModelDraft, model_name
-from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.executor.simulated_executor import StepCost
 from llmsched.engine.kv.swap import plan_swap
-from llmsched.engine.kv.work import model_work
+from llmsched.engine.memory.draft import ModelDraft, model_name
+from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.model.refusal import refusal
-from llmsched.engine.simulation import SimulatedEngine
+from llmsched.engine.simulated_engine import SimulatedEngine
 from llmsched.profiles.calibrated import calibration_name, load_calibration
 from llmsched.profiles.engines import UnknownEngineError, find_engine
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.budget import MemoryPlan, model_shape, plan_memory
-from llmsched.engine.kv.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.measure import measured_memory, tensor_bytes
+from llmsched.engine.memory.budget import MemoryPlan, model_shape, plan_memory
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.open import OpenModel, open_model
 from llmsched.engine.out_of_memory import within_memory

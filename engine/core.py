@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
-from llmsched.engine.changes import PromptChange, PromptChanges
 from llmsched.engine.config import EngineConfig, Limits, check_limits
 from llmsched.engine.errors import ConfigError, RequestError
 from llmsched.engine.executor.base import Executor
@@ -24,6 +23,7 @@ from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
+from llmsched.engine.prompt_changes import PromptChange, PromptChanges
 from llmsched.engine.refusals import check_length, check_queue
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
@@ -32,7 +32,7 @@ from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.stats import Accounts, EngineStats
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.budget import MemoryPlan
+    from llmsched.engine.memory.budget import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

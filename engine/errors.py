@@ -1,5 +1,8 @@
 """Errors that are meant to be read by a person: one line that says what was wrong, the value, the range, what to do."""
 
+#: Characters of another library's message that are shown.
+_LINE = 300
+
 
 class LlmschedError(Exception):
     """Base of every error whose message is ready to be shown: CLI prints it in one line and exits with 2."""
@@ -39,3 +42,9 @@ class QueueFullError(LlmschedError):
 
 class EngineDeadError(LlmschedError):
     """The engine has stopped or is draining; nothing more will be computed (HTTP 503)."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line of bounded length, or its type if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LINE else f"{text[:_LINE]}..."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmsched.engine.kv.reconcile import MeasuredMemory
+from llmsched.engine.memory.plan import MeasuredMemory
 
 if TYPE_CHECKING:
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
-    from llmsched.engine.kv.plan import MemoryPlan
+    from llmsched.engine.memory.plan import MemoryPlan
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.misses import MissKind
-from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.kv.use import KVUse
+from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.request import FinishReason
 
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)

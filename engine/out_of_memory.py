@@ -10,7 +10,7 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.units import human_bytes
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.plan import MemoryPlan
+    from llmsched.engine.memory.plan import MemoryPlan
 
 #: What torch says where it has no error of its own for it: the allocators of the CPU and of pinned memory.
 _WORDS = ("DefaultCPUAllocator", "out of memory")

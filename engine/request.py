@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.engine.errors import RequestError
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.swap import Swapped
-    from llmsched.engine.kv.table import BlockTable
+    from llmsched.engine.kv.table import BlockTable, Swapped
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -157,6 +156,12 @@ class Request(Sequence):
     block_table: BlockTable | None = None
     swapped: Swapped | None = None
     encoded: bytes = b""
+
+    @property
+    def table(self) -> BlockTable:
+        """The block table of an admitted request."""
+        assert self.block_table is not None, f"request {self.request_id} has no blocks"
+        return self.block_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from llmsched.engine.changes import PromptChange
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, RequestError
@@ -19,12 +18,13 @@ from llmsched.engine.kv.pins import PinState
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.prompt_changes import PromptChange
 from llmsched.engine.refusals import check_queue
 from llmsched.engine.request import RequestOutput, SamplingParams
 from llmsched.engine.stats import EngineStats
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.budget import MemoryPlan
+    from llmsched.engine.memory.budget import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

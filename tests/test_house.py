@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ MAY_IMPORT = {
 NO_TORCH = ("engine/scheduler/", "engine/kv/pool.py", "engine/kv/prefix.py", "engine/kv/manager.py")
 HEAVY = ("torch", "transformers", "numba", "triton")
 FACES = {"typer", "click", "rich", "fastapi", "starlette", "uvicorn"}
+#: Rooms of the CLI that every command can use, whichever way it is shown.
+NO_TERMINAL = ("cli/load/", "cli/targets/", "cli/figures/")
 
 
 def modules() -> list[Path]:
@@ -29,12 +32,23 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
+    """Name every module that a file imports, inside functions and under TYPE_CHECKING too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            assert node.module is not None
+            yield node.module
+            yield from (name for alias in node.names if (name := f"{node.module}.{alias.name}") in MODULES)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("llmsched", *parts[: -1 if parts[-1] == "__init__" else None]))
+
+
+MODULES = {module_name(path): path for path in modules()}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -48,7 +62,15 @@ def test_arrows_point_one_way(path: Path) -> None:
             assert other == part or other in MAY_IMPORT.get(part, ()), f"{name} imports {target}"
         assert top not in PARTS, f"{name} imports {target}: say llmsched.{target}"
         assert part != "engine" or top not in FACES, f"{name} imports {target}"
+        assert not name.startswith(NO_TERMINAL) or top not in {"typer", "rich"}, f"{name} imports {target}"
         assert not name.startswith(NO_TORCH) or top not in {"torch", "transformers"}, f"{name} imports {target}"
+
+
+def test_imports_form_no_cycle() -> None:
+    arrows = {
+        name: {target for target in imports(path) if target in MODULES} - {name} for name, path in MODULES.items()
+    }
+    TopologicalSorter(arrows).prepare()  # raises CycleError, which shows the cycle
 
 
 @pytest.mark.parametrize("module", ["llmsched.engine", "llmsched.kernels", "llmsched.profiles", "llmsched.cli.main"])

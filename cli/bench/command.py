@@ -10,24 +10,24 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.bench.compare.mode import bench_variants, refuse_server
 from llmsched.cli.bench.knee.mode import bench_knee
-from llmsched.cli.bench.load.options import LoadOptions, with_load_options
 from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
-from llmsched.cli.bench.options import ServerFlags, simulate_option, with_server_options, with_slo_options
 from llmsched.cli.bench.output.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.mode import bench_self
-from llmsched.cli.bench.target.simulated import open_simulated
-from llmsched.cli.bench.target.targets import Plan, http_options, open_model, open_server, refuse_server_flags
 from llmsched.cli.interrupt import INTERRUPTED
-from llmsched.cli.options import (
+from llmsched.cli.options.engine import (
     EngineOptions,
     quantization_option,
     resolve_model,
     typed_options,
     with_engine_options,
 )
-from llmsched.cli.profile import found_for_others, with_profile
+from llmsched.cli.options.load import LoadOptions, with_load_options
+from llmsched.cli.options.target import ServerFlags, simulate_option, with_server_options, with_slo_options
+from llmsched.cli.profiles.apply import found_for_others, with_profile
+from llmsched.cli.targets.opening import Plan, http_options, open_model, open_server, refuse_server_flags
+from llmsched.cli.targets.simulated import open_simulated
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress

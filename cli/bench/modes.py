@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from llmsched.cli.bench.compare.variants import SYNTAX
-from llmsched.cli.options import fraction, with_options
+from llmsched.cli.options.engine import fraction, with_options
 from llmsched.engine.errors import LlmschedError
 
 R = TypeVar("R")

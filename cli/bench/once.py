@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from llmsched.cli.bench.figures.measure import measure
-from llmsched.cli.bench.figures.record import RequestFailed, RequestRecord
-from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.output.report import Subject, as_json, show
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.bench.target.client import TargetUnreachableError
-from llmsched.cli.bench.target.targets import Opened, Plan
+from llmsched.cli.figures.measure import measure
+from llmsched.cli.figures.record import RequestFailed, RequestRecord
+from llmsched.cli.load.load import Load
+from llmsched.cli.targets.client import TargetUnreachableError
+from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.engine.progress import Progress
 
 

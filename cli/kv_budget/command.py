@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget import compare, document, report, simulated
+from llmsched.cli.kv_budget import compare, document, report
+from llmsched.cli.kv_budget import simulated_serving as simulated
 from llmsched.cli.kv_budget.emit import Target, command_line
 from llmsched.cli.kv_budget.findings import Findings
-from llmsched.cli.options import (
+from llmsched.cli.options.engine import (
     MEMORY_KNOBS,
     MOST_TOKENS,
     EngineOptions,
@@ -25,19 +26,19 @@ from llmsched.cli.options import (
     tokens,
     with_engine_options,
 )
+from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.draft import open_draft
-from llmsched.engine.kv.weights import Weights
-from llmsched.engine.kv.whatif import Demand, asked_for, longest_context
+from llmsched.engine.memory.draft import open_draft
+from llmsched.engine.memory.whatif import Demand, asked_for, longest_context
 from llmsched.engine.model.refusal import refusal
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.lengths import Lengths
+    from llmsched.engine.memory.request_lengths import Lengths
 
 KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
 _ALL = "all"
@@ -229,7 +230,7 @@ def _lengths(config: EngineConfig, mean_len: int | None, cv_len: float | None, l
         raise ConfigError("--cv-len", "needs the mean it is about; give --mean-len as well")
     if not 0 <= cv_len <= _MAX_CV:
         raise ConfigError("--cv-len", f"{cv_len:g} is out of range; allowed is 0 to {_MAX_CV:g}")
-    from llmsched.engine.kv.lengths import lognormal_lengths
+    from llmsched.engine.memory.request_lengths import lognormal_lengths
 
     return lognormal_lengths(mean_len, cv_len)
 

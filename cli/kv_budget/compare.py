@@ -6,9 +6,9 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.findings import Findings
-from llmsched.cli.options import with_flags
+from llmsched.cli.options.engine import with_flags
 from llmsched.cli.render import human_bytes
-from llmsched.engine.kv.whatif import replicas
+from llmsched.engine.memory.whatif import replicas
 from llmsched.profiles.gpus import GpuSpec
 
 Compared = tuple[GpuSpec, Findings]

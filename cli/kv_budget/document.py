@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmsched.cli.kv_budget.findings import Concurrency, Findings
-from llmsched.cli.options import with_flags
-from llmsched.engine.kv.geometry import LayerGroup
-from llmsched.engine.kv.plan import MemoryPlan
-from llmsched.engine.kv.whatif import Change
+from llmsched.cli.options.engine import with_flags
+from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.whatif import Change
 
 
 def as_json(found: Findings) -> dict[str, Any]:

@@ -7,18 +7,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmsched.cli.render import human_bytes
+from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, gpu_device
-from llmsched.engine.kv import whatif
-from llmsched.engine.kv.draft import ModelDraft
-from llmsched.engine.kv.grouping import cache_layout
-from llmsched.engine.kv.plan import MemoryPlan
-from llmsched.engine.kv.shape import ModelShape
-from llmsched.engine.kv.whatif import Change, Demand
+from llmsched.engine.memory import whatif
+from llmsched.engine.memory.draft import ModelDraft
+from llmsched.engine.memory.grouping import cache_layout
+from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.whatif import Change, Demand
 from llmsched.profiles.gpus import gpus
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.lengths import Lengths
+    from llmsched.engine.memory.request_lengths import Lengths
 
 PERCENTILES = (50, 90, 95, 99)
 #: Preemption probabilities for which the most sequences are told.
@@ -115,7 +115,7 @@ class Findings:
         kept = self.lengths.within(plan.max_model_len)
         if kept is None:
             return None
-        from llmsched.engine.kv.concurrency import Occupancy
+        from llmsched.engine.memory.concurrency import Occupancy
 
         occupancy = Occupancy(kept, plan.layout, plan.num_blocks)
         rows = []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsched.cli.bench.load.traces.lines import TraceError
-from llmsched.cli.bench.load.traces.read import read_trace
+from llmsched.cli.load.traces.lines import TraceError
+from llmsched.cli.load.traces.read import read_trace
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.lengths import Lengths
+from llmsched.engine.memory.request_lengths import Lengths
 
 
 def read_lengths(path: Path) -> Lengths:

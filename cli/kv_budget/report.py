@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.findings import Concurrency, Findings
-from llmsched.cli.options import with_flags
+from llmsched.cli.options.engine import with_flags
 from llmsched.cli.render import human_bytes
-from llmsched.engine.kv.geometry import LayerGroup
-from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.engine.memory.plan import MemoryPlan
 
 #: Lengths for which capacity is shown besides max_model_len and the mean.
 _LENGTHS = (512, 2048, 8192, 32768, 131072)

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.profiles import differences, listing, one
+from llmsched.cli.profiles import differences, listing
+from llmsched.cli.profiles import show as one
 from llmsched.engine.errors import LlmschedError
 
 profiles = typer.Typer(

@@ -14,17 +14,17 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.auth import require_key
 from llmsched.cli.serve.body import read_body, until_disconnect
 from llmsched.cli.serve.cache import cache_routes
 from llmsched.cli.serve.choices import ChatStyle, CompletionStyle, Style
 from llmsched.cli.serve.classes import CLASS_HEADER, priority_of
-from llmsched.cli.serve.errors import ApiError, api_error, json_response
+from llmsched.cli.serve.event_stream import EventStream
 from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
-from llmsched.cli.serve.sse import EventStream
-from llmsched.cli.serve.timeline import timelines_of
+from llmsched.cli.serve.timelines import timelines_of
 from llmsched.cli.serve.tokens import TokenWriter
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import EngineDeadError, LlmschedError

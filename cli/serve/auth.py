@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import Request
 
-from llmsched.cli.serve.errors import ApiError
+from llmsched.cli.serve.api_errors import ApiError
 
 
 def require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from llmsched.cli.serve.errors import ApiError
+from llmsched.cli.serve.api_errors import ApiError
 
 T = TypeVar("T")
 

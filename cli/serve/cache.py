@@ -10,14 +10,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from llmsched.cli.serve.api_errors import ApiError, json_response
 from llmsched.cli.serve.body import read_body
-from llmsched.cli.serve.errors import ApiError, json_response
 from llmsched.cli.serve.prepare import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
-from llmsched.engine.changes import PromptChange
 from llmsched.engine.errors import EngineDeadError, RequestError
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.kv.pins import PinState
+from llmsched.engine.prompt_changes import PromptChange
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.stats import EngineStats
 

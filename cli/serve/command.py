@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
+from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def serve(
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    from llmsched.cli.profile import found_for_others, store_ratios, with_profile
+    from llmsched.cli.profiles.apply import found_for_others, store_ratios, with_profile
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.pinning import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmsched.cli.serve.api_errors import ApiError, api_error
 from llmsched.cli.serve.choices import Gain, Style
-from llmsched.cli.serve.errors import ApiError, api_error
-from llmsched.cli.serve.sse import DONE, event
+from llmsched.cli.serve.event_stream import DONE, event
 from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.service import AsyncEngine, RequestStream
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.load.options import LoadOptions, with_load_options
-from llmsched.cli.bench.options import simulate_option, with_slo_options
 from llmsched.cli.files import check_file, writing
-from llmsched.cli.options import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
+from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
+from llmsched.cli.options.load import LoadOptions, with_load_options
+from llmsched.cli.options.target import simulate_option, with_slo_options
 from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated
 from llmsched.cli.tune.objective import Goal
 from llmsched.cli.tune.report import as_json, make_profile, page, show
@@ -21,8 +21,8 @@ from llmsched.cli.tune.space import KNOBS, parse_knobs
 from llmsched.cli.tune.state import state_path
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.kv.draft import model_name
 from llmsched.engine.latency import Slo
+from llmsched.engine.memory.draft import model_name
 from llmsched.profiles.tuned import ProfileError, check_writable, profile_path, save_profile
 
 _SEARCH = "Search"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.tune.space import Demand, Setting
 from llmsched.engine.latency import RequestLatency, Summary, statistic, summarise
 

@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.load.load import Load
-from llmsched.cli.bench.load.prompts import COMMON_IDS, WordEncode
-from llmsched.cli.bench.target.simulated import TextEncode, make_blueprint
-from llmsched.cli.options import EngineOptions
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.targets.simulated import TextEncode, make_blueprint
 from llmsched.cli.tune.objective import Evidence, Goal
 from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
 from llmsched.cli.tune.runner import EngineRunner
 from llmsched.cli.tune.search import Space, search
-from llmsched.cli.tune.simulate import Asked, SimulatedRunner
+from llmsched.cli.tune.simulated_runner import Asked, SimulatedRunner
 from llmsched.cli.tune.space import KNOBS, Setting, largest_useful, powers_of_two
 from llmsched.cli.tune.state import Journal, Resumable, state_path
 from llmsched.cli.tune.subject import Subject, simulated_subject, subject_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
-from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
+from llmsched.engine.memory.draft import open_draft
 from llmsched.engine.progress import Progress
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.tuned import TunedProfile, latest_profile

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmsched.cli.bench.load.load import Load, PlannedRequest
-from llmsched.cli.bench.load.prompts import Encode
+from llmsched.cli.load.load import Load, PlannedRequest
+from llmsched.cli.load.prompts import Encode
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from llmsched.cli.bench.load.prompts import TokenizerEncode, usable_ids
-from llmsched.cli.bench.run import run_workload, warm_up
-from llmsched.cli.bench.target.inprocess import EngineTarget, running
+from llmsched.cli.load.prompts import TokenizerEncode, usable_ids
+from llmsched.cli.targets.inprocess import EngineTarget, running
+from llmsched.cli.targets.run import run_workload, warm_up
 from llmsched.cli.tune.evidence import Run, run_of
-from llmsched.cli.tune.simulate import Asked, simulated_run
+from llmsched.cli.tune.simulated_runner import Asked, simulated_run
 from llmsched.cli.tune.space import Setting
 from llmsched.cli.tune.watch import StepWatch
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.simulation import SimulatedEngine
+from llmsched.engine.simulated_engine import SimulatedEngine
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine

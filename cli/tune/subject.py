@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from llmsched.cli.profile import device_table
+from llmsched.cli.profiles.apply import device_table
 from llmsched.engine.blueprint import Blueprint
-from llmsched.engine.kv.draft import ModelDraft, model_name
-from llmsched.engine.kv.reconcile import ratios
+from llmsched.engine.memory.draft import ModelDraft, model_name
+from llmsched.engine.memory.reconcile import ratios
 from llmsched.profiles.tuned import Scalar
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
-    from llmsched.engine.simulation import SimulatedEngine
+    from llmsched.engine.simulated_engine import SimulatedEngine
 
 #: Steps that are kept to learn from.
 _KEPT = 4096

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.load.flags import (
+from llmsched.cli.load.prompts import Encode, TokenizerEncode
+from llmsched.cli.load.traces.read import read_trace
+from llmsched.cli.options.load import make_load
+from llmsched.cli.options.load_flags import (
     LimitOption,
     LoadFlags,
     TimestampUnitOption,
@@ -16,9 +19,6 @@ from llmsched.cli.bench.load.flags import (
     TraceFormatOption,
     TurnsOption,
 )
-from llmsched.cli.bench.load.options import make_load
-from llmsched.cli.bench.load.prompts import Encode, TokenizerEncode
-from llmsched.cli.bench.load.traces.read import read_trace
 from llmsched.cli.workload.advice import advise
 from llmsched.cli.workload.figures import arrival_figures, length_figures
 from llmsched.cli.workload.prefixes import prefix_figures

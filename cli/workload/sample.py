@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmsched.cli.bench.load.load import Load
-from llmsched.cli.bench.load.prompts import COMMON_IDS, Encode
-from llmsched.cli.bench.load.traces.trace import Trace
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import COMMON_IDS, Encode
+from llmsched.cli.load.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

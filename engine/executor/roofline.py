@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llmsched.engine.architecture.work import Arithmetic, Matrices, ModelWork
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import StepShape
-from llmsched.engine.kv.work import Arithmetic, Matrices, ModelWork
 from llmsched.profiles.engines import Efficiency, EngineSpec
 from llmsched.profiles.gpus import GpuSpec
 

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
+from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
 from llmsched.engine.executor.sampler import Sampler
-from llmsched.engine.executor.swap import HostBlocks
-from llmsched.engine.kv.budget import LOGITS_BYTES
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.memory.budget import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.paths import paged_model
 from llmsched.engine.model.probe import position_limit

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from llmsched.engine.kv.in_flight import Writers
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import TOKEN_BYTES, PrefixNode, PrefixTree, encode
-from llmsched.engine.kv.writers import Writers
 from llmsched.engine.request import Request
 
 #: A partly matching block is copied if that saves at least this many tokens. Fewer are what chat templates make any two

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.kv.use import num_empty
 from llmsched.engine.request import Request
 
@@ -23,7 +22,7 @@ class Held:
 
     def add(self, request: Request) -> None:
         """Keep the blocks of a request that is about to end."""
-        blocks = table_of(request).held_blocks()
+        blocks = request.table.held_blocks()
         self._pool.acquire(blocks)
         self._blocks.append(blocks)
         self.num_empty += num_empty(request)

@@ -8,15 +8,15 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.copies import Copies
 from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
 from llmsched.engine.kv.held import Held
+from llmsched.engine.kv.in_flight import Writers
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.misses import Miss, Misses
 from llmsched.engine.kv.pins import Pins, most_pinned_blocks
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix import PrefixTree, encode
-from llmsched.engine.kv.swap import Swapped, SwapSpace
-from llmsched.engine.kv.table import BlockTable, table_of
+from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.kv.table import BlockTable, Swapped
 from llmsched.engine.kv.use import KVUse, num_empty
-from llmsched.engine.kv.writers import Writers
 from llmsched.engine.request import Request
 
 
@@ -145,7 +145,7 @@ class KVManager:
 
         Returns how many blocks that is.
         """
-        table, end = table_of(request), self.layout.width(swapped.num_tokens)
+        table, end = request.table, self.layout.width(swapped.num_tokens)
         slots = swapped.slots[self.layout.full_groups * (start - swapped.first) :] + swapped.window_slots
         blocks = table.full_blocks(start, end)
         if self.layout.window_groups:
@@ -155,7 +155,7 @@ class KVManager:
 
     def num_growing(self, request: Request) -> int:
         """Blocks still missing for the request's tokens; 0 or less without them while num_tokens <= table.capacity."""
-        layout, table = self.layout, table_of(request)
+        layout, table = self.layout, request.table
         width = layout.width(request.num_tokens)
         growing = layout.full_groups * (width - len(table))
         if layout.window_groups:
@@ -168,7 +168,7 @@ class KVManager:
 
     def grow(self, request: Request) -> None:
         """Add the blocks that the request's tokens need; the caller has checked that they are available."""
-        table = table_of(request)
+        table = request.table
         if request.num_tokens <= table.capacity:
             return
         width = self.layout.width(request.num_tokens)
@@ -179,7 +179,7 @@ class KVManager:
 
     def reserve(self, request: Request, num_tokens: int) -> None:
         """Add blocks as if the request had so many tokens, as far as there are any beyond what windows may need."""
-        layout, table = self.layout, table_of(request)
+        layout, table = self.layout, request.table
         spare = self.pool.num_available - layout.window_groups * (layout.num_behind + 1)
         if layout.full_groups:
             width = min(layout.width(num_tokens), len(table) + max(0, spare) // layout.full_groups)
@@ -191,7 +191,7 @@ class KVManager:
         That is `end`, unless groups with a window find no more blocks for a chunk: it is shorter then. At least one
         token can always be computed.
         """
-        table = table_of(request)
+        table = request.table
         if end > table.capacity:
             wanted = self.layout.width(end) - table.window_end
             count = min(wanted, self.pool.num_available // self.layout.window_groups)
@@ -203,7 +203,7 @@ class KVManager:
 
         Where another request has written the same prefix first, its blocks take the place of ours.
         """
-        table = table_of(request)
+        table = request.table
         if request.num_computed_tokens < table.commit_at:
             return
         num_whole = request.num_computed_tokens // self.block_size
@@ -250,7 +250,7 @@ class KVManager:
         """Take back all blocks of a request that has ended or is preempted; what was written stays findable."""
         if self.enable_prefix_caching:
             self._writers.remove(request)
-        self.pool.release(table_of(request).held_blocks())
+        self.pool.release(request.table.held_blocks())
         request.block_table = None
         request.num_computed_tokens = 0
 
@@ -264,7 +264,7 @@ class KVManager:
         """
         if not self._may_share(request):
             return 0
-        findable = table_of(request).num_findable
+        findable = request.table.num_findable
         if demand is not None and demand <= self.pool.num_available:
             return findable
         if self.layout.window_groups:
@@ -278,7 +278,7 @@ class KVManager:
         return len(self._blocks_with_kv(request, self._num_held_by_others(request)))
 
     def _blocks_with_kv(self, request: Request, first: int) -> list[int]:
-        table, end = table_of(request), self.layout.width(request.num_computed_tokens)
+        table, end = request.table, self.layout.width(request.num_computed_tokens)
         blocks = table.full_blocks(first, end)
         return blocks + table.window_blocks(table.window_start, end) if self.layout.window_groups else blocks
 
@@ -288,7 +288,7 @@ class KVManager:
         The caller has checked that there are `num_swapped` slots, and that it was in a step since it was admitted:
         before, its blocks do not hold what they are taken to hold.
         """
-        table = table_of(request)
+        table = request.table
         assert request.num_computed_tokens > table.num_initial, "what is not written cannot be saved"
         first, num_tokens = self._num_held_by_others(request), request.num_computed_tokens
         slots = self.swap.save(self._blocks_with_kv(request, first))
@@ -300,7 +300,7 @@ class KVManager:
         """How many of the first findable blocks that are kept for all tokens others hold as well: requests or pins."""
         if not self._may_share(request) or not self.layout.full_groups:
             return 0
-        table = table_of(request)
+        table = request.table
         blocks = table.ids[0, : table.num_findable].tolist()
         return next((i for i, block in enumerate(blocks) if self.pool.ref_count(block) == 1), len(blocks))
 
@@ -345,7 +345,7 @@ class KVManager:
         held = self.pins.holds() + self.held.holds()
         holders = list(holders)
         for request in holders:
-            held.update(table_of(request).held_blocks())
+            held.update(request.table.held_blocks())
         self.pool.check_integrity(held)
         if self.enable_prefix_caching:
             assert set(holders) == set(self._writers.requests()), "a request is not where it writes"

@@ -6,9 +6,9 @@ from collections import Counter, OrderedDict
 from enum import StrEnum
 from typing import NamedTuple
 
+from llmsched.engine.kv.changing_prompts import PromptWatch
 from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.prefix import PrefixNode, PrefixTree, encode
-from llmsched.engine.kv.watch import PromptWatch
 from llmsched.engine.request import Request
 
 #: Evicted blocks that are remembered.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.request import Request
@@ -26,25 +25,6 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
             f"{human_bytes(max(0, free_bytes))}; set less",
         )
     return SwapSpace(swap_space // block_bytes, block_bytes)
-
-
-class Swapped(NamedTuple):
-    """What host memory holds of a preempted request: the KV of its tokens up to `num_tokens`.
-
-    slots[i] has the i-th block of those from index `first` on, of groups that keep all tokens. The blocks in front were
-    held by others too, and are left to the prefix cache. `window_slots` have those of groups with a window, from index
-    `window_start` on.
-    """
-
-    first: int
-    num_tokens: int
-    slots: list[int]
-    window_start: int = 0
-    window_slots: list[int] = []  # noqa: RUF012 (never changed)
-
-    @property
-    def all_slots(self) -> list[int]:
-        return self.slots + self.window_slots
 
 
 class SwapSpace:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.prefix import PrefixNode
-from llmsched.engine.request import Request
 
 NEVER = sys.maxsize
 
@@ -148,7 +148,20 @@ class BlockTable:
         self.num_findable += 1
 
 
-def table_of(request: Request) -> BlockTable:
-    """The block table of an admitted request."""
-    assert request.block_table is not None, f"request {request.request_id} has no blocks"
-    return request.block_table
+class Swapped(NamedTuple):
+    """What host memory holds of a preempted request: the KV of its tokens up to `num_tokens`.
+
+    slots[i] has the i-th block of those from index `first` on, of groups that keep all tokens. The blocks in front were
+    held by others too, and are left to the prefix cache. `window_slots` have those of groups with a window, from index
+    `window_start` on.
+    """
+
+    first: int
+    num_tokens: int
+    slots: list[int]
+    window_start: int = 0
+    window_slots: list[int] = []  # noqa: RUF012 (never changed)
+
+    @property
+    def all_slots(self) -> list[int]:
+        return self.slots + self.window_slots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 
 
@@ -22,4 +21,4 @@ class KVUse(NamedTuple):
 
 def num_empty(request: Request) -> int:
     """Tokens that the blocks of an admitted request have room for, and no KV of."""
-    return table_of(request).num_empty(request.num_computed_tokens)
+    return request.table.num_empty(request.num_computed_tokens)

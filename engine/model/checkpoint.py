@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmsched.engine.errors import ModelError
-from llmsched.engine.model.source import one_line
+from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.progress import Progress
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"

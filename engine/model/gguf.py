@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import dequantize
 
-from llmsched.engine.errors import ModelError
+from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.model.gguf_header import GGUFTensor, parse_gguf
-from llmsched.engine.model.source import one_line
 
 Array = npt.NDArray[np.float32]
 

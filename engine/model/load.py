@@ -9,9 +9,9 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.errors import ModelError, RequestError
+from llmsched.engine.errors import ModelError, RequestError, one_line
 from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.model.source import ModelSource, locate, one_line
+from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams

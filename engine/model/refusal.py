@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmsched.engine.architecture.fields import transformers_config
 from llmsched.engine.errors import ModelError
-from llmsched.engine.kv.draft import ModelDraft
-from llmsched.engine.kv.fields import transformers_config
+from llmsched.engine.memory.draft import ModelDraft
 from llmsched.engine.model.support import check_stated, check_supported
 
 _ANY = "any"  # the name in messages that are told without it

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmsched.engine.errors import ModelError
+from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.progress import Progress, silent
 
 #: Files of a hub repository that serving needs. Other formats of the same weights, often in folders, stay there.
@@ -18,7 +18,6 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 #: Fetched only where a repository has no safetensors.
 HUB_PICKLES = ("pytorch_model*.bin",)
-_LINE = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,3 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
     finally:
         log.setLevel(level)
     raise ModelError(f"model {repo_id}: {reason}")
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message on one line of bounded length, or its type if it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LINE else f"{text[:_LINE]}..."

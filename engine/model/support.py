@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from llmsched.engine.architecture.fields import nested_text
 from llmsched.engine.errors import ModelError
-from llmsched.engine.kv.fields import nested_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,11 +9,10 @@ from typing import NamedTuple, Unpack
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.request import FinishReason, Request, RequestStatus
+from llmsched.engine.scheduler.admission import Door
 from llmsched.engine.scheduler.counters import SchedulerCounters
-from llmsched.engine.scheduler.door import Door
 from llmsched.engine.scheduler.ledger import Ledger
 from llmsched.engine.scheduler.pacing import Pacer
 from llmsched.engine.scheduler.prediction import OutputPredictor
@@ -154,7 +153,7 @@ class Scheduler:
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens, preempting until they suffice."""
-        growing = [request for request in self.running if len(request.token_ids) > table_of(request).capacity]
+        growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
         missing = sum(self.kv.num_growing(request) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
@@ -238,7 +237,7 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR)
             return
         request.num_computed_tokens += row.num_tokens
-        if request.num_computed_tokens >= table_of(request).commit_at:
+        if request.num_computed_tokens >= request.table.commit_at:
             self.kv.commit(request)
         if result.token_id is not None:
             request.token_ids.append(result.token_id)

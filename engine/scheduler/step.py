@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from llmsched.engine.executor.base import ScheduledRow
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
 
@@ -54,4 +53,4 @@ class Step:
 def _row(request: Request, count: int) -> ScheduledRow:
     start, end = request.num_computed_tokens, len(request.token_ids)
     sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
-    return ScheduledRow(request, start, count, table_of(request).ids, sample)
+    return ScheduledRow(request, start, count, request.table.ids, sample)

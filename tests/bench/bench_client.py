@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import httpx
 
-from llmsched.cli.bench.load.prompts import COMMON_IDS
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.run import send_workload
 from llmsched.cli.bench.selfcheck.run import scripted_server
-from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.run import send_workload
 from llmsched.engine.latency import Slo, Summary, summarise
 from llmsched.engine.progress import silent
 

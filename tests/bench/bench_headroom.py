@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from bench_scenarios import BLOCK, Run, request
 
-from llmsched.cli.bench.load.flags import LoadFlags
-from llmsched.cli.bench.load.options import make_load
-from llmsched.cli.bench.load.prompts import COMMON_IDS
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.options.load import make_load
+from llmsched.cli.options.load_flags import LoadFlags
 from llmsched.cli.workload.advice import headroom, held
 from llmsched.profiles.shipped import workloads
 

@@ -23,7 +23,6 @@ import torch
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import SamplingParams
 
 ROUNDS = 2
@@ -116,7 +115,7 @@ class Bench:
     def note_waste(self, engine: Engine, outcome: Outcome) -> None:
         running = engine.scheduler.running
         if len(running) >= 4:
-            held = sum(len(table_of(request)) for request in running) * engine.config.block_size
+            held = sum(len(request.table) for request in running) * engine.config.block_size
             outcome.waste.append(1 - sum(request.num_computed_tokens for request in running) / held)
 
     def compare(self, make: Callable[[], list[Load]], settings: dict[str, dict[str, Any]]) -> dict[str, Outcome]:

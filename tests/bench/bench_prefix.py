@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request, SamplingParams
 
 BLOCK = 16
@@ -108,7 +107,7 @@ def decode_steps() -> None:
 def decode(kv: KVManager, running: list[Request], advance: int) -> float:
     started = time.perf_counter()
     for request in running:
-        table = table_of(request)
+        table = request.table
         if request.num_tokens > table.capacity:
             kv.grow(request)
         request.num_computed_tokens += advance

@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 import numpy as np
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.executor.simulated import LinearCost, SimulatedExecutor, VirtualClock
+from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request, SamplingParams
-from llmsched.engine.scheduler import door, waiting
+from llmsched.engine.scheduler import admission as door
+from llmsched.engine.scheduler import waiting
 from llmsched.engine.scheduler.policies import make_scheduler
-from llmsched.engine.simulation import SimulatedTimes, simulate
+from llmsched.engine.simulated_engine import SimulatedTimes, simulate
 
 COST = LinearCost(8e-3, 25e-6, 30e-6, 40e-9)
 BLOCK = 16
@@ -53,7 +53,7 @@ class Run:
 
         def watch(_: object) -> None:
             if len(self.scheduler.running) >= 8:
-                held = sum(len(table_of(r)) for r in self.scheduler.running) * BLOCK
+                held = sum(len(r.table) for r in self.scheduler.running) * BLOCK
                 self.waste.append(1 - sum(r.num_computed_tokens for r in self.scheduler.running) / held)
 
         self.times = simulate(requests, self.scheduler, executor, clock, watch)

@@ -28,12 +28,12 @@ from tiny_models import build_tokenizer
 from transformers import BloomConfig, BloomForCausalLM
 
 from llmsched.cli.bench.compare.mode import bench_variants
-from llmsched.cli.bench.load.lengths import parse_lengths
-from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.bench.target.targets import Plan
-from llmsched.cli.options import EngineOptions
+from llmsched.cli.load.lengths import parse_lengths
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.options.engine import EngineOptions
 from llmsched.cli.render import human_bytes
+from llmsched.cli.targets.opening import Plan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

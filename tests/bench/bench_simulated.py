@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.load.lengths import parse_lengths
-from llmsched.cli.bench.load.prompts import usable_ids
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.run import run_workload, warm_up
-from llmsched.cli.bench.target.inprocess import EngineTarget, running
-from llmsched.cli.bench.target.simulated import simulate_workload
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.load.lengths import parse_lengths
+from llmsched.cli.load.prompts import usable_ids
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.inprocess import EngineTarget, running
+from llmsched.cli.targets.run import run_workload, warm_up
+from llmsched.cli.targets.simulated import simulate_workload
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit
-from llmsched.engine.calibration.run import Measured, Serving, measure_engine, while_serving
+from llmsched.engine.calibration.measuring import Measured, Serving, measure_engine, while_serving
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.latency import Slo

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.tune.objective import Evidence, Trial, rate_in_words
 from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
 from llmsched.cli.tune.runner import EngineRunner
 from llmsched.cli.tune.search import Space, search
-from llmsched.cli.tune.simulate import Asked, SimulatedRunner
+from llmsched.cli.tune.simulated_runner import Asked, SimulatedRunner
 from llmsched.cli.tune.space import Setting, describe, powers_of_two
 from llmsched.engine.blueprint import Blueprint
-from llmsched.engine.calibration.run import measure_device
+from llmsched.engine.calibration.measuring import measure_device
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent

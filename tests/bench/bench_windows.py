@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from fakes import make_request
 
+from llmsched.engine.architecture.geometry import Geometry, LayerGroup
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.executor.simulated import LinearCost, SimulatedExecutor, VirtualClock
-from llmsched.engine.kv.geometry import Geometry, LayerGroup
-from llmsched.engine.kv.grouping import cache_layout
+from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.memory.grouping import cache_layout
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.policies import make_scheduler
-from llmsched.engine.simulation import simulate
+from llmsched.engine.simulated_engine import simulate
 
 BLOCK = 16
 MEMORY = 60_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmsched.engine.calibration.fit import KNEES, Sample, fit, non_negative
-from llmsched.engine.calibration.run import Serving, while_serving
+from llmsched.engine.calibration.measuring import Serving, while_serving
 from llmsched.engine.calibration.shapes import Room, Rows, choose_steps, describe
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import StepShape, shape_of

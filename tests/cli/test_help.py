@@ -18,7 +18,7 @@ from llmsched.cli.main import COMMANDS, EPILOG, load
 from llmsched.cli.tune import command as tune
 from llmsched.cli.workload import command as workload
 from llmsched.engine import build
-from llmsched.engine.parity import run as parity
+from llmsched.engine.parity import verification as parity
 from llmsched.profiles.tuned import TunedProfile, save_profile
 
 CONFIG = Path(__file__).parent.parent / "data/model_configs/meta-llama--Meta-Llama-3.1-8B_config.json"

@@ -11,8 +11,8 @@ from command_line import CommandLine
 
 from llmsched.cli.main import COMMANDS, load
 from llmsched.engine import build
-from llmsched.engine.calibration import run as calibration
-from llmsched.engine.parity import run as parity
+from llmsched.engine.calibration import measuring as calibration
+from llmsched.engine.parity import verification as parity
 
 CONFIG = str(Path(__file__).parent.parent / "data/model_configs/meta-llama--Meta-Llama-3.1-8B_config.json")
 SIMULATED = (CONFIG, "--simulate", "h100")

@@ -8,7 +8,7 @@ import pytest
 
 from llmsched.cli.kv_budget.lengths import read_lengths
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.lengths import Lengths
+from llmsched.engine.memory.request_lengths import Lengths
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

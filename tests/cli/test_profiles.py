@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli import profile as profile_module
-from llmsched.cli.options import EngineOptions
-from llmsched.cli.profile import device_table, found_for_others, with_profile
+from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.profiles import apply as profile_module
+from llmsched.cli.profiles.apply import device_table, found_for_others, with_profile
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.draft import model_name, open_draft
+from llmsched.engine.memory.draft import model_name, open_draft
 from llmsched.profiles.calibrated import Calibration, save_calibration
 from llmsched.profiles.tuned import TunedProfile, latest_profile, save_profile
 

@@ -6,8 +6,8 @@ import pytest
 from exposition import samples
 
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.plan import MemoryParts
 from llmsched.engine.kv.use import KVUse
+from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
 

@@ -18,11 +18,11 @@ from llmsched.engine.kv import manager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model import paged
 from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.parity import run
+from llmsched.engine.parity import verification as run
 from llmsched.engine.parity.prompts import make_prompts
 from llmsched.engine.parity.reference import Continuation, Reference
 from llmsched.engine.parity.report import ParityReport, Parting, Tolerance, _parting
-from llmsched.engine.parity.run import Subject, check_parity
+from llmsched.engine.parity.verification import Subject, check_parity
 from llmsched.engine.scheduler.scheduler import Scheduler
 
 CHECKS = (

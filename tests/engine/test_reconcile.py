@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from llmsched.cli.profile import profile_settings, store_ratios
+from llmsched.cli.profiles.apply import profile_settings, store_ratios
 from llmsched.cli.serve.banner import start_rows, told
 from llmsched.engine import AsyncEngine
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.plan import MemoryPlan
-from llmsched.engine.kv.reconcile import MeasuredMemory, Reconciled, ratios, reconcile
 from llmsched.engine.measure import tensor_bytes
+from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
+from llmsched.engine.memory.reconcile import Reconciled, ratios, reconcile
 from llmsched.engine.request import SamplingParams
 from llmsched.profiles.tuned import TunedProfile, load_profile, save_profile
 

@@ -19,7 +19,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from llmsched.engine.executor.base import StepPlan, StepResult
-from llmsched.engine.executor.simulated import VirtualClock
+from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
 from llmsched.engine.service import MAX_PENDING_OUTPUTS, AsyncEngine, RequestStream

@@ -10,9 +10,9 @@ import pytest
 from engines import layout_of, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
-from llmsched.engine.executor.simulated import LinearCost, SimulatedExecutor, VirtualClock
+from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.simulation import SimulatedEngine
+from llmsched.engine.simulated_engine import SimulatedEngine
 
 COST = LinearCost(1.0, 0.01, 0.02, 1e-4)
 PER_SWAPPED_BLOCK = 0.3

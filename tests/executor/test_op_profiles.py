@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from llmsched.engine.kv.work import model_work
+from llmsched.engine.architecture.work import model_work
 from llmsched.profiles.gpus import find_gpu
 
 FILE = Path(__file__).parent.parent / "data" / "op_profiles.jsonl"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.work import ModelWork, model_work
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.engine.kv.fields import read_config_file
-from llmsched.engine.kv.work import ModelWork, model_work
 from llmsched.profiles.engines import engine_spec, find_engine
 from llmsched.profiles.gpus import find_gpu
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.quantised import quantised_config
+from llmsched.engine.architecture.work import ModelWork, model_work
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.engine.kv.fields import read_config_file
-from llmsched.engine.kv.quantised import quantised_config
-from llmsched.engine.kv.work import ModelWork, model_work
 from llmsched.profiles.engines import engines
 from llmsched.profiles.gpus import GpuSpec, find_gpu, gpus
 

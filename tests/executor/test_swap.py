@@ -8,7 +8,7 @@ import torch
 from tiny_models import build_model
 
 from llmsched.engine.executor.base import StepPlan
-from llmsched.engine.executor.swap import MAX_GATHERED, HostBlocks, _runs
+from llmsched.engine.executor.host_blocks import MAX_GATHERED, HostBlocks, _runs
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, LayerShape

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.engine.kv.fields import read_config_file
-from llmsched.engine.kv.geometry import Geometry, LayerGroup, kv_geometry
-from llmsched.engine.kv.grouping import MAX_GROUPS, cache_layout
+from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.geometry import Geometry, LayerGroup, kv_geometry
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.memory.grouping import MAX_GROUPS, cache_layout
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 BF16 = 2

@@ -10,7 +10,6 @@ from kv_driver import KVDriver
 
 from llmsched.engine.kv.finder import MIN_COPIED, NO_HIT
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.table import table_of
 
 
 def find(driver: KVDriver, prompt: list[int], salt: str = "") -> int:
@@ -106,7 +105,7 @@ def test_source_that_is_evicted_in_the_same_step_and_written_by_another_is_still
     other = driver.come(tokens(48, seed=1))  # takes all that is left, and with it the source
     assert driver.kv.pool.num_available == 0
     source, _ = next(iter(driver.next_copies()))
-    assert source in table_of(other).held_blocks()
+    assert source in other.table.held_blocks()
     driver.step({other: 48, one: 1})
 
 
@@ -217,7 +216,7 @@ def test_two_comparisons_tell_that_a_decode_has_nothing_to_do() -> None:
     driver = KVDriver(64)
     request = driver.come(tokens(40))
     for _ in range(60):
-        table = table_of(request)
+        table = request.table
         missing, findable = driver.kv.num_growing(request), table.num_findable
         assert (missing > 0) == (request.num_tokens > table.capacity)
         driver.step({request: 100})
@@ -263,7 +262,7 @@ def test_block_is_shared_only_with_all_in_front_of_it() -> None:
     late.num_preemptions += 1
     assert driver.admit(late).num_tokens == 16, "written by another, but found on a return"
     driver.step({first: 32, late: 32})
-    assert table_of(first).held_blocks() == table_of(late).held_blocks()
+    assert first.table.held_blocks() == late.table.held_blocks()
     driver.leave(first)
     driver.leave(late)
     driver.serve(tokens(12 * 16, seed=5))

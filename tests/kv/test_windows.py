@@ -11,7 +11,6 @@ from llmsched.engine.kv.finder import blocks_of
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.kv.prefix import encode
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 
 #: Of a window of 40 tokens, three whole blocks of 16 are kept besides the one that is being filled.
@@ -28,7 +27,7 @@ def hit(driver: KVDriver, prompt: list[int]) -> int:
 
 def held(request: Request) -> tuple[int, int]:
     """Blocks that each group that keeps all tokens holds, and each with a window."""
-    table = table_of(request)
+    table = request.table
     return len(table), table.window_end - table.window_start
 
 
@@ -150,7 +149,7 @@ def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() 
     forget_windows(driver, tokens(400), 0, 22)
     assert hit(driver, tokens(400)) == 0
     driver.admit(request)
-    assert (request.num_computed_tokens, table_of(request).num_findable) == (320, 20), "24 are known"
+    assert (request.num_computed_tokens, request.table.num_findable) == (320, 20), "24 are known"
     driver.step({request: 80, other: 1})
     assert driver.kv.swap.num_free == 40
 
@@ -166,7 +165,7 @@ def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_gr
     driver.admit(request)
     assert request.num_computed_tokens == 320
     driver.step({request: 1})
-    assert table_of(request).num_findable == 20
+    assert request.table.num_findable == 20
     assert hit(driver, [*tokens(320), 1]) == 320
     assert hit(driver, [*tokens(304), 1]) == 0
 

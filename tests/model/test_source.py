@@ -9,9 +9,8 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from llmsched.engine.errors import ModelError
+from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.model.load import load_config, locate
-from llmsched.engine.model.source import one_line
 
 
 @pytest.fixture

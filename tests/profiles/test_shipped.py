@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmsched.cli.bench.load.lengths import parse_lengths
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.load.traces.read import read_trace
+from llmsched.cli.load.lengths import parse_lengths
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.traces.read import read_trace
 from llmsched.profiles.shipped import UnknownWorkloadError, find_workload, workloads
 
 

@@ -15,11 +15,10 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import FinishReason, RequestStatus
-from llmsched.engine.scheduler.admission import expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.pacing import LEAST_PREFILL, TOLD_AFTER, Pacer
+from llmsched.engine.scheduler.peak_memory import expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.prediction import MIN_SAMPLES, WINDOW, OutputPredictor
 
 
@@ -353,7 +352,7 @@ def test_a_member_of_a_static_batch_that_fails_amid_a_chunk_keeps_nothing_that_o
         result = execute(plan)
         for row, found in zip(plan.rows, result.rows, strict=True):
             if row.sequence is failing and row.sample:
-                held, found.error = table_of(failing).num_blocks, "not a number"
+                held, found.error = failing.table.num_blocks, "not a number"
         return result
 
     harness.executor.execute = fails  # type: ignore[method-assign]

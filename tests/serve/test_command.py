@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from llmsched.cli.main import main
-from llmsched.cli.profile import profile_settings
+from llmsched.cli.profiles.apply import profile_settings
 from llmsched.cli.serve import banner
 from llmsched.cli.serve.lifecycle import listen
 from llmsched.engine.errors import ConfigError

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
+from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.kv.geometry import kv_geometry
-from llmsched.engine.kv.grouping import cache_layout
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.memory.grouping import cache_layout
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from llmsched.engine.text.tokenizer import Tokenizer

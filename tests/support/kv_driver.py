@@ -10,7 +10,6 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.prefix import PrefixNode
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.kv.table import table_of
 from llmsched.engine.request import Request
 
 
@@ -60,7 +59,7 @@ class KVDriver:
             count = self.kv.reach(request, start + min(chunk, request.num_tokens - start)) - start
             assert count > 0
             sample = start + count == request.num_tokens
-            rows.append(ScheduledRow(request, start, count, table_of(request).ids, sample))
+            rows.append(ScheduledRow(request, start, count, request.table.ids, sample))
         results = self.executor.execute(StepPlan(rows, (), self.kv.take_copies(), *self.kv.take_swaps())).rows
         for row, result in zip(rows, results, strict=True):
             request = row.sequence
@@ -86,7 +85,7 @@ class KVDriver:
 
     def may_swap(self, request: Request) -> bool:
         """Whether the request has been in a step since it was admitted, and host memory has room for it."""
-        written = request.num_computed_tokens > table_of(request).num_initial
+        written = request.num_computed_tokens > request.table.num_initial
         return written and self.kv.num_swapped(request) <= self.kv.swap.num_free
 
     def serve(self, prompt: list[int], salt: str = "") -> Request:

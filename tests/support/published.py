@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.quantised import QUANTIZATIONS, quantised_config
+from llmsched.engine.architecture.work import ModelWork, model_work
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.kv.draft import ModelDraft
-from llmsched.engine.kv.fields import read_config_file
-from llmsched.engine.kv.plan import MemoryPlan
-from llmsched.engine.kv.quantised import QUANTIZATIONS, quantised_config
-from llmsched.engine.kv.work import ModelWork, model_work
+from llmsched.engine.memory.draft import ModelDraft
+from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.profiles.gpus import GpuSpec
 
 DATA = Path(__file__).parent.parent / "data"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from published import DATA, Row
 
+from llmsched.engine.architecture.quantised import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.kv.quantised import QUANTIZATIONS
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu
 
 #: Files of model_configs by a part of the model's name, the more special ones first.

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from llmsched.cli.bench.compare.run import Done, Task
-from llmsched.cli.bench.load.load import Load
-from llmsched.cli.bench.load.prompts import usable_ids
+from llmsched.cli.bench.compare.comparison import Done, Task
 from llmsched.cli.bench.output.report import Subject
-from llmsched.cli.bench.run import send_workload, warm_up
-from llmsched.cli.bench.target.inprocess import EngineTarget, running
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import usable_ids
+from llmsched.cli.targets.inprocess import EngineTarget, running
+from llmsched.cli.targets.run import send_workload, warm_up
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress
 
@@ -34,10 +34,10 @@ class Engines:
 
     def check(self) -> None:
         """Raise ConfigError or ModelError, before the first run and not after it, for what cannot be built."""
+        from llmsched.engine.architecture.dtypes import check_servable
         from llmsched.engine.blueprint import resolve
         from llmsched.engine.device import device_memory
-        from llmsched.engine.kv.draft import open_draft
-        from llmsched.engine.kv.dtypes import check_servable
+        from llmsched.engine.memory.draft import open_draft
         from llmsched.engine.model.placement import resolve_device
 
         configs = list(self._configs.values())
@@ -95,6 +95,6 @@ class Engines:
 def _with_budget(config: EngineConfig) -> EngineConfig:
     """max_num_batched_tokens as it will be: what one variant leaves to the device must not follow from another's."""
     from llmsched.engine.device import device_memory
-    from llmsched.engine.kv.budget import token_budget
+    from llmsched.engine.memory.budget import token_budget
 
     return replace(config, max_num_batched_tokens=token_budget(config, device_memory(config.device).kind))

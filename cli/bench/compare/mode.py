@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from llmsched.cli.bench.compare.comparison import Perform, Task, compare
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json, charts, notes, show, table
-from llmsched.cli.bench.compare.run import Perform, Task, compare
 from llmsched.cli.bench.compare.simulated import Blueprints
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
-from llmsched.cli.bench.target.simulated import refuse_warmup
-from llmsched.cli.bench.target.targets import Plan
-from llmsched.cli.options import EngineOptions
+from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.targets.opening import Plan
+from llmsched.cli.targets.simulated import refuse_warmup
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 

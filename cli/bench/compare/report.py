@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.run import Compared, Task
+from llmsched.cli.bench.compare.comparison import Compared, Task
 from llmsched.cli.bench.output import report
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series, distribution

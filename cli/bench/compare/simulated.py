@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.run import Done, Task
-from llmsched.cli.bench.load.load import Load
+from llmsched.cli.bench.compare.comparison import Done, Task
 from llmsched.cli.bench.output.report import Subject
-from llmsched.cli.bench.target.simulated import make_blueprint, simulate_run
+from llmsched.cli.load.load import Load
+from llmsched.cli.targets.simulated import make_blueprint, simulate_run
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress

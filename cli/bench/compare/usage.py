@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmsched.cli.bench.target.meter import Meter, kv_waste
-from llmsched.engine.kv.plan import MemoryPlan
+from llmsched.cli.targets.meter import Meter, kv_waste
+from llmsched.engine.memory.plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
+from llmsched.cli.bench.knee.exploration import Wish, check, explore
 from llmsched.cli.bench.knee.report import as_json, charts, notes, show, table
-from llmsched.cli.bench.knee.run import Wish, check, explore
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.bench.target.client import TargetUnreachableError
-from llmsched.cli.bench.target.targets import Opened, Plan
+from llmsched.cli.targets.client import TargetUnreachableError
+from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.knee.run import Found, Point
+from llmsched.cli.bench.knee.exploration import Found, Point
 from llmsched.cli.bench.output import report
 from llmsched.cli.bench.output.tables import Table
-from llmsched.cli.bench.target.targets import Plan
 from llmsched.cli.chart import Chart, Series
+from llmsched.cli.targets.opening import Plan
 
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
 _KEEPS_UP = 0.95

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.target.sampling import Sample
 from llmsched.cli.chart import Chart, Point, Series, distribution
-from llmsched.engine.kv.plan import MemoryParts
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.targets.sampling import Sample
 from llmsched.engine.latency import Slo
+from llmsched.engine.memory.plan import MemoryParts
 
 _TIME = "s after the start"
 _GIB = 1 << 30

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.figures.placing import Served
-from llmsched.cli.bench.figures.record import RequestRecord
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.figures.token_times import Served
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo

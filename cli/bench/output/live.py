@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import chain
 
 from llmsched.cli import render
-from llmsched.cli.bench.figures.placing import served
-from llmsched.cli.bench.figures.record import RequestRecord
-from llmsched.cli.bench.load.load import PlannedRequest, Send
+from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.figures.token_times import served
+from llmsched.cli.load.load import PlannedRequest, Send
 from llmsched.engine.latency import RequestLatency, statistic
 
 #: The latest requests, from which the figures are taken.

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from llmsched.cli import render
-from llmsched.cli.bench.figures import memory
-from llmsched.cli.bench.figures.measure import Measurement, Reading, RequestStall
-from llmsched.cli.bench.load.load import Load
 from llmsched.cli.bench.output import tables
 from llmsched.cli.bench.output.charts import distributions, latency_over_time
+from llmsched.cli.figures import memory
+from llmsched.cli.figures.measure import Measurement, Reading, RequestStall
+from llmsched.cli.load.load import Load
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
 #: Requests from which on a chart shows more than the table does.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmsched.cli import render
-from llmsched.cli.bench.figures import memory
-from llmsched.cli.bench.figures.measure import Measurement
+from llmsched.cli.figures import memory
+from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from llmsched.cli.bench.figures.lateness import LAG_LIMIT_S
-from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
+from llmsched.cli.figures.lateness import LAG_LIMIT_S
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.load.synthetic import Workload
 from llmsched.engine.latency import Arrival, request_latency, steady_rate, summarise
 
 #: How far a typical figure and one of the tail may be off, in seconds: about what a loaded machine's scheduler takes.

@@ -14,15 +14,15 @@ from functools import partial
 
 import httpx
 
-from llmsched.cli.bench.figures.lag import loop_lags
-from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.load.prompts import COMMON_IDS
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.run import run_workload
 from llmsched.cli.bench.selfcheck.check import PROBES, TYPICAL_S, Check, Outcome, Probe, checks_of
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
-from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.cli.figures.lag import loop_lags
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.run import run_workload
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent

@@ -11,17 +11,17 @@ import pytest
 from command_line import CommandLine
 
 from llmsched.cli import progress
+from llmsched.cli.bench.compare.comparison import Done, Task, compare, one_after_the_other, with_rates_of
 from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
-from llmsched.cli.bench.compare.run import Done, Task, compare, one_after_the_other, with_rates_of
 from llmsched.cli.bench.compare.usage import usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
-from llmsched.cli.bench.figures.lag import Lag
-from llmsched.cli.bench.figures.record import Chunk, RequestRecord
-from llmsched.cli.bench.load.load import Load
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.run import Run
-from llmsched.cli.bench.target.meter import Meter
+from llmsched.cli.figures.lag import Lag
+from llmsched.cli.figures.record import Chunk, RequestRecord
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.meter import Meter
+from llmsched.cli.targets.run import Run
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.use import KVUse

@@ -12,12 +12,12 @@ from command_line import CommandLine
 from fake_server import FakeServer, steady
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.figures.measure import Measurement
-from llmsched.cli.bench.load.prompts import COMMON_IDS
-from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.output.live import LiveFigures
-from llmsched.cli.bench.run import run_workload
-from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.run import run_workload
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
@@ -95,6 +95,6 @@ def test_a_simulated_run_ends_at_once(
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 
-    monkeypatch.setattr("llmsched.cli.bench.target.simulated.simulate_load", endless)
+    monkeypatch.setattr("llmsched.cli.targets.simulated.simulate_load", endless)
     outcome = command("bench", str(tiny_model("llama")), "--simulate", "l4", "--num-prompts", "3")
     assert (outcome.code, outcome.out) == (130, "")

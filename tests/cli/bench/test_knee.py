@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.bench.knee.exploration import SLACK, Found, Wish, check, explore
 from llmsched.cli.bench.knee.report import as_json, show, verdict
-from llmsched.cli.bench.knee.run import SLACK, Found, Wish, check, explore
-from llmsched.cli.bench.load.load import Load
-from llmsched.cli.bench.load.prompts import COMMON_IDS
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.target.targets import Opened, Plan
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord
-from llmsched.cli.bench.load.load import PlannedRequest, run_load
-from llmsched.cli.bench.load.prompts import COMMON_IDS
-from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.output.live import LiveFigures
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord
+from llmsched.cli.load.load import PlannedRequest, run_load
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
 
 
 def test_rate_running_and_medians_so_far() -> None:

@@ -12,16 +12,16 @@ from command_line import CommandLine
 from fake_server import FakeServer, Script, event, steady, token
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.record import Chunk, RequestRecord, Usage
-from llmsched.cli.bench.load.prompts import COMMON_IDS
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.options import ItlTarget, parse_itl_target
 from llmsched.cli.bench.output.csv_file import COLUMNS, append_csv
 from llmsched.cli.bench.output.detailed import detailed_lines
 from llmsched.cli.bench.output.report import Subject, as_json
-from llmsched.cli.bench.run import run_workload
-from llmsched.cli.bench.target.client import HttpOptions, HttpTarget
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import Chunk, RequestRecord, Usage
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.options.target import ItlTarget, parse_itl_target
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.run import run_workload
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo

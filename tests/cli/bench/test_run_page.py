@@ -9,9 +9,6 @@ from itertools import pairwise
 import pytest
 from html_pages import parsed
 
-from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.load.synthetic import Workload
 from llmsched.cli.bench.output.charts import (
     distributions,
     latency_over_time,
@@ -25,12 +22,15 @@ from llmsched.cli.bench.output.report import Subject, as_json
 from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.output.tables import definitions, totals_table
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.bench.target.meter import Meter
-from llmsched.cli.bench.target.sampling import Sample
 from llmsched.cli.chart import Series, axes
-from llmsched.engine.kv.plan import MemoryParts
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.meter import Meter
+from llmsched.cli.targets.sampling import Sample
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.latency import Slo
+from llmsched.engine.memory.plan import MemoryParts
 
 GIB = 1 << 30
 MEMORY = MemoryParts(weights=2 * GIB, activations=GIB, other=0, kv=8 * GIB)

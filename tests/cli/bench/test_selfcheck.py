@@ -8,13 +8,13 @@ import pytest
 from command_line import CommandLine
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.bench.selfcheck import mode, run
 from llmsched.cli.bench.selfcheck.check import PROBES, Check, Outcome, Probe, Verdict, checks_of
 from llmsched.cli.bench.selfcheck.run import tried
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.engine.latency import Slo
 
 BY_NAME = {probe.name: probe for probe in PROBES}

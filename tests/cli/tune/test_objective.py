@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from surface import made_run
 
-from llmsched.cli.bench.figures.measure import Measurement, measure
-from llmsched.cli.bench.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.tune.evidence import Run, failed_run, run_of
 from llmsched.cli.tune.objective import Evidence, Goal, Trial, explain, judge
 from llmsched.cli.tune.race import Race, Rules

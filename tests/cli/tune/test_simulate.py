@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine, Outcome
 
-from llmsched.cli.bench.load.synthetic import Workload
-from llmsched.cli.bench.target.simulated import simulate_workload
-from llmsched.cli.tune import simulate
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.simulated import simulate_workload
+from llmsched.cli.tune import simulated_runner as simulate
 from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.simulate import Asked, SimulatedRunner, simulated_run
+from llmsched.cli.tune.simulated_runner import Asked, SimulatedRunner, simulated_run
 from llmsched.cli.tune.space import Setting
 from llmsched.engine.blueprint import gpu_blueprint
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.draft import open_draft
 from llmsched.engine.latency import Slo
+from llmsched.engine.memory.draft import open_draft
 from llmsched.profiles.tuned import list_profiles, load_profile
 
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"

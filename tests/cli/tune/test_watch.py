@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from fakes import Harness, make_request, tokens
 
-from llmsched.cli.bench.load.synthetic import Workload
+from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.tune.runner import EngineRunner
-from llmsched.cli.tune.simulate import Asked
+from llmsched.cli.tune.simulated_runner import Asked
 from llmsched.cli.tune.space import Demand, Setting
 from llmsched.cli.tune.watch import StepWatch
 from llmsched.engine.config import EngineConfig

@@ -9,7 +9,7 @@ from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
 from gpu_suite.rows import Row, failure
 from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.parity.run import Subject, check_parity
+from llmsched.engine.parity.verification import Subject, check_parity
 from llmsched.engine.text.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss", "bloom")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from gpu_suite.rows import Row
-from llmsched.engine.executor.swap import HostBlocks
+from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, LayerShape
 

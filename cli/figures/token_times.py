@@ -1,0 +1,75 @@
+"""The tokens of a request placed in time, by the best that its target told of their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from llmsched.cli.figures.record import RequestRecord
+from llmsched.engine.latency import Arrival, RequestLatency, request_latency
+
+CountTokens = Callable[[str], int]
+
+#: Where the number of output tokens of a request came from, best first.
+EXACT = "exact per chunk"
+USAGE = "usage, spread evenly over chunks"
+RETOKENISED = "re-tokenised text"
+CHUNKS = "one token per chunk assumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A completed request, its tokens placed in time."""
+
+    record: RequestRecord
+    arrivals: Sequence[Arrival]
+    latency: RequestLatency
+    counted_by: str
+
+
+def served(record: RequestRecord, count_tokens: CountTokens | None) -> Served | None:
+    """The request with its figures; None if it did not complete or had no token."""
+    if not record.completed:
+        return None
+    placed, counted_by = arrivals(record, count_tokens)
+    latency = request_latency(record.scheduled, placed)
+    return Served(record, placed, latency, counted_by) if latency else None
+
+
+def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
+    """When the tokens of a request came, and where their number is known from."""
+    chunks = record.chunks
+    told = sum(chunk.tokens or 0 for chunk in chunks)
+    times = [chunk.time for chunk in chunks if chunk.text]
+    stated = record.usage.output_tokens
+    if (
+        told
+        and all(chunk.tokens is not None for chunk in chunks if chunk.text)
+        and (stated in (told, None) or not times)
+    ):
+        return [Arrival(chunk.time, chunk.tokens or 0) for chunk in chunks], EXACT
+    if stated:
+        return _spread(stated, times), USAGE
+    if count_tokens is not None:
+        return _spread(max(1, count_tokens(_whole("".join(chunk.text for chunk in chunks)))), times), RETOKENISED
+    return _spread(len(times), times), CHUNKS
+
+
+def _whole(text: str) -> str:
+    """The text with letters that were split over chunks put together, and what is half of one replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def worst_source(requests: Sequence[Served]) -> str | None:
+    """The least reliable of the sources that token counts of a run came from."""
+    used = {one.counted_by for one in requests}
+    return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
+
+
+def _spread(tokens: int, times: Sequence[float]) -> list[Arrival]:
+    """Share tokens out over chunks as evenly as whole numbers allow; the first chunk has at least one."""
+    if not times:
+        return []
+    ends = [-(-tokens * (index + 1) // len(times)) for index in range(len(times))]
+    return [Arrival(time, after - before) for time, (before, after) in zip(times, pairwise([0, *ends]), strict=True)]

@@ -1,0 +1,180 @@
+"""Reading the file of a trace line by line, and saying in which line something is wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any, TextIO
+
+from llmsched.cli.options.engine import MOST_TOKENS
+from llmsched.engine.errors import LlmschedError
+
+_GZIP = b"\x1f\x8b"
+_SHOWN = 80
+_CHUNK = 1 << 20
+
+#: What stands between the elements of a JSON array, and the longest of its words (-Infinity, an escaped character).
+_BETWEEN = re.compile(r"[\s,]*")
+_LONGEST_WORD = 12
+
+
+class TraceError(LlmschedError):
+    """A trace that cannot be read or used; the message names the file, and the line where there is one."""
+
+
+class Row:
+    """One record of a trace: its fields by name, and where it stands."""
+
+    def __init__(self, path: Path, line: int, values: Mapping[str, Any], word: str = "line") -> None:
+        self.line = line
+        self.values = values
+        self._where = f"{path}, {word} {line}"
+
+    def inside(self, values: Mapping[str, Any]) -> Row:
+        """A record that is a field of this one."""
+        inner = copy(self)
+        inner.values = values
+        return inner
+
+    def wrong(self, message: str) -> TraceError:
+        """The error that this record is wrong."""
+        return TraceError(f"{self._where}: {message}")
+
+    def length(self, name: str) -> int:
+        """The field `name` as a number of tokens. Raises TraceError unless it is a whole one, 0 to MOST_TOKENS."""
+        value = self.values.get(name)
+        try:
+            count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+        except (ValueError, OverflowError):
+            count = math.nan
+        if not 0 <= count <= MOST_TOKENS or not count.is_integer():
+            raise self.wrong(f"{name} is {shown(value)}; allowed is a whole number of tokens, 0 to {MOST_TOKENS}")
+        return int(count)
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, on one line and not too long; "missing" for None and blanks."""
+    if value is None or value == "":
+        return "missing"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """The file as text, unpacked if it is gzip, without a byte order mark; whatever goes wrong is a TraceError."""
+    try:
+        if path.is_char_device():
+            raise TraceError(f"{path} is a device, not a file")
+        with path.open("rb") as raw:
+            packed = raw.read(2) == _GZIP
+        opener = gzip.open if packed else open
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as text:
+            yield text
+    except UnicodeDecodeError as problem:
+        raise TraceError(f"{path} is no UTF-8 text: {problem.reason} at byte {problem.start}") from problem
+    except (OSError, EOFError, zlib.error) as problem:
+        raise TraceError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem
+
+
+def first_line(path: Path) -> str:
+    """The first line that is not blank, without blanks around; empty if there is none. Long ones are cut."""
+    with opened(path) as text:
+        while line := text.readline(_CHUNK):
+            if stripped := line.strip():
+                return stripped
+    return ""
+
+
+def names_of(line: str) -> list[str]:
+    """The names of the columns where the line is the header of a CSV; none where it cannot be one."""
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error:
+        return []
+
+
+def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
+    """The records of a CSV with a header; `needed` maps the name of each column, in small letters, to its field."""
+    with opened(path) as text:
+        reader = csv.reader(text)
+        try:
+            header = next((row for row in reader if any(cell.strip() for cell in row)), [])
+            names = [cell.strip().lower() for cell in header]
+            if missing := [name for name in needed if name not in names]:
+                raise TraceError(f"{path}: no column {', '.join(missing)} in the header {shown(', '.join(header))}")
+            places = {field: names.index(name) for name, field in needed.items()}
+            for cells in reader:
+                if any(cell.strip() for cell in cells):
+                    values = {field: cells[at].strip() if at < len(cells) else "" for field, at in places.items()}
+                    yield Row(path, reader.line_num, values)
+        except csv.Error as problem:
+            raise TraceError(f"{path}, line {reader.line_num}: {problem}") from problem
+
+
+def json_objects(path: Path) -> Iterator[Row]:
+    """The objects of a file: one a line, or all in one array."""
+    return _elements(path) if first_line(path).startswith("[") else _one_a_line(path)
+
+
+def _one_a_line(path: Path) -> Iterator[Row]:
+    with opened(path) as text:
+        for number, line in enumerate(text, start=1):
+            if not line.strip():
+                continue
+            row = Row(path, number, {})
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as problem:
+                raise row.wrong(f"no JSON ({_reason(problem)}): {shown(line)}") from problem
+            if not isinstance(value, dict):
+                raise row.wrong(f"{shown(line)}; allowed is a JSON object per line")
+            yield Row(path, number, value)
+
+
+def _elements(path: Path) -> Iterator[Row]:
+    """Reads only as far as objects are asked for."""
+    decoder = json.JSONDecoder()
+    with opened(path) as text:
+        waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK
+        while not waiting.strip():
+            waiting = text.read(_CHUNK)
+        at = waiting.index("[") + 1
+        while True:
+            at = _BETWEEN.match(waiting, at).end()  # type: ignore[union-attr]  # matches nothing as well
+            row = Row(path, number + 1, {}, "entry")
+            if waiting.startswith("]", at):
+                return
+            try:
+                value, at = decoder.raw_decode(waiting, at)
+            except (ValueError, RecursionError) as problem:
+                more = "" if _is_broken(problem, waiting) else text.read(wanted)
+                if not more:
+                    raise row.wrong(f"no JSON ({_reason(problem)}): {shown(waiting[at : at + _CHUNK])}") from problem
+                waiting, at, wanted = waiting[at:] + more, 0, 2 * wanted
+                continue
+            if not isinstance(value, dict):
+                raise row.wrong(f"{shown(value)}; allowed is a JSON object")
+            number, wanted = number + 1, _CHUNK
+            yield Row(path, number, value, "entry")
+
+
+def _is_broken(problem: Exception, text: str) -> bool:
+    """Whether JSON is wrong whatever may follow: the fault is not at the end of the text, nor an open string."""
+    if not isinstance(problem, json.JSONDecodeError):
+        return True
+    return not problem.msg.startswith("Unterminated") and problem.pos < len(text) - _LONGEST_WORD
+
+
+def _reason(problem: Exception) -> str:
+    """What is wrong with JSON, without the places that the decoder counts in a part of the file."""
+    return problem.msg if isinstance(problem, json.JSONDecodeError) else str(problem)

@@ -1,0 +1,84 @@
+"""Timestamps of traces: which unit they are in, and when each request came after the first.
+
+A number alone does not tell its unit. It is that of `--timestamp-unit`, else the format's own, unless the size tells
+another: times since 1970, between 2001 and 2100, in seconds, milliseconds, microseconds and nanoseconds are a
+thousandfold apart and do not overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from llmsched.cli.load.traces.lines import Row, TraceError, shown
+
+TimestampUnit = Literal["s", "ms", "us", "ns"]
+
+#: How many of a unit are a second.
+UNITS: dict[TimestampUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+
+#: Seconds since 1970 of what is taken for a date: 2001-09-09 to 2099-12-31.
+_EPOCH = (1e9, 4.1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A timestamp as the file states it; a date is in microseconds since 1970, without time zone taken as UTC."""
+
+    value: float
+    is_date: bool = False
+
+
+def read_stamp(row: Row, name: str) -> Stamp:
+    """The timestamp in the field `name`. Raises TraceError if it is missing, no time, not finite, or negative."""
+    value = row.values.get(name)
+    stamp = _parse(value)
+    if stamp is None or not math.isfinite(stamp.value) or stamp.value < 0:
+        raise row.wrong(f"{name} is {shown(value)}; allowed is a time: a number of 0 or more, or ISO 8601")
+    return stamp
+
+
+def _parse(value: Any) -> Stamp | None:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return None
+    try:
+        return Stamp(float(value))
+    except (ValueError, OverflowError):
+        pass
+    try:
+        moment = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
+    return Stamp(float(since.days * 86_400_000_000 + since.seconds * 1_000_000 + since.microseconds), is_date=True)
+
+
+def offsets(stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
+    """Seconds after the earliest stamp. `unit` is what the user says, `stated` what the format says.
+
+    Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit must be guessed.
+    """
+    values = [stamp.value for stamp in stamps]
+    dates = sum(stamp.is_date for stamp in stamps)
+    if 0 < dates < len(stamps):
+        raise TraceError(f"{where}: {dates} of {len(stamps)} timestamps are dates, the others numbers")
+    if dates and unit is not None:
+        raise TraceError(f"{where}: --timestamp-unit {unit} is given, but the timestamps are dates")
+    per_second = UNITS["us" if dates else unit or _unit(values, stated, where)]
+    first = min(values)
+    return [(value - first) / per_second for value in values]
+
+
+def _unit(values: Sequence[float], stated: TimestampUnit, where: str) -> TimestampUnit:
+    """The unit of numbers: a stated one gives way to a finer one that their sizes make unmistakable, to no other."""
+    low, high = min(values), max(values)
+    seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), stated)
+    if UNITS[seen] >= UNITS[stated]:
+        return seen
+    raise TraceError(
+        f"{where}: timestamps from {low:.15g} to {high:.15g} are {stated} by the format, but look like {seen} since "
+        "1970; say which with --timestamp-unit s, ms, us or ns"
+    )

@@ -1,0 +1,276 @@
+"""What can be loaded: the protocol of a target, and any OpenAI-compatible server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import quote
+
+import httpx
+
+from llmsched.cli.figures.record import RequestFailed, RequestRecord
+from llmsched.cli.load.load import PlannedRequest
+from llmsched.cli.load.prompts import Encode
+from llmsched.cli.targets.answer import read_answer
+from llmsched.cli.targets.chunks import shorten
+from llmsched.cli.targets.connections import Connections
+from llmsched.cli.targets.meter import Meter
+from llmsched.cli.targets.sampling import Sample
+from llmsched.cli.targets.server_metrics import ServerMetrics
+from llmsched.cli.timeline import read_timeline
+from llmsched.engine.memory.plan import MemoryParts
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Timeline
+
+#: An llmsched server keeps the decisions about so many requests.
+_MOST_TIMELINES = 2000
+
+#: Seconds between two looks at the state of an llmsched server, which takes 1.4 ms to tell.
+_OWN_SAMPLE_INTERVAL_S = 0.25
+
+#: Paths of the API that a URL may have been copied with.
+_ENDPOINTS = ("/chat/completions", "/completions", "/models")
+
+#: Compressed chunks would come late, and be work; and there are gateways that refuse who does not say what it is.
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "llmsched"}
+
+#: Of what is asked beside the load.
+_ONE_CONNECTION = httpx.Limits(max_connections=1)
+
+Endpoint = Literal["completions", "chat"]
+
+#: What makes a server tell how many tokens each chunk holds, by `owned_by` in its /v1/models.
+_COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
+    "llmsched": {"return_token_ids": True},
+    "vllm": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "sglang": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+}
+
+
+class Target(Protocol):
+    """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag.
+
+    `encode` is how it sees the texts of a trace; None: it is sent them as they are. `sample_interval` is how often
+    (seconds) its state may be asked for without being in the way, `meter` what sees its every step; None: nothing can.
+    """
+
+    name: str
+    in_process: bool
+    encode: Encode | None
+    sample_interval: float
+    meter: Meter | None
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
+        ...
+
+    async def preemptions(self) -> int | None:
+        """Preemptions since the target started; None where it does not tell."""
+        ...
+
+    async def state(self) -> Sample | None:
+        """What it does now, by the event loop's clock; None where it does not tell."""
+        ...
+
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
+        """What its scheduler decided about each of these requests; None for one that it does not tell about.
+
+        Times are those of the records' clock. A target forgets what is long past.
+        """
+        ...
+
+    def memory(self) -> MemoryParts | None:
+        """What its memory is divided into, as it told last; None where it does not tell."""
+        ...
+
+
+class TargetUnreachableError(Exception):
+    """No connection to the server can be made, so there is no use in sending it anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """How to talk to a server. `url` may end in /v1, or in an endpoint there, or not; `model` None asks the server for
+    its first.
+
+    `lookup_timeout` (seconds) is for what is asked beside the load: the models and the metrics. `timelines`: ask an
+    llmsched server, after the load, what its scheduler decided.
+    """
+
+    url: str
+    endpoint: Endpoint = "completions"
+    model: str | None = None
+    api_key: str | None = None
+    ignore_eos: bool = True
+    ask_usage: bool = True
+    lookup_timeout: float = 10.0
+    timelines: bool = False
+
+    @property
+    def root(self) -> str:
+        """What stands before /v1."""
+        root = self.url.rstrip("/")
+        for endpoint in _ENDPOINTS:
+            root = root.removesuffix(endpoint)
+        return root.rstrip("/").removesuffix("/v1")
+
+
+class HttpTarget:
+    """An OpenAI-compatible server. Call `connect` first, `close` last."""
+
+    in_process = False
+    encode: Encode | None = None
+    sample_interval = 1.0
+    meter: Meter | None = None
+
+    def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.name = options.model or options.url
+        self._options = options
+        self._root = options.root
+        self._model = options.model
+        self._count_chunks: Mapping[str, Any] = {}
+        self._answers_lookups = True
+        self._is_ours = False
+        self._memory: MemoryParts | None = None
+        key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._headers = {**_HEADERS, **key}
+        self._lookups = httpx.AsyncClient(
+            headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
+        )
+        self._connections = Connections(options.url, transport)
+
+    async def connect(self) -> None:
+        """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""
+        try:
+            response = await self._look_up("/v1/models")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
+            raise TargetUnreachableError(_detail(problem)) from problem
+        except (httpx.RequestError, TimeoutError):
+            self._answers_lookups = False
+            return
+        first = _first_model(response)
+        owner = str(first.get("owned_by"))
+        self._count_chunks = _COUNT_CHUNKS.get(owner, {})
+        self._is_ours = owner == "llmsched"
+        if self._is_ours:
+            self.sample_interval = _OWN_SAMPLE_INTERVAL_S
+        if self._model is None and isinstance(name := first.get("id"), str):
+            self._model, self.name = name, shorten(name)
+
+    async def close(self) -> None:
+        await self._lookups.aclose()
+        await self._connections.close()
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        now = asyncio.get_running_loop().time
+
+        async def trace(event: str, info: dict[str, Any]) -> None:
+            if event == "connection.connect_tcp.started":
+                record.connecting = now()
+            elif event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                record.connected = now()
+            elif event == "http11.send_request_headers.started":
+                record.sent = now()
+
+        path = "chat/completions" if self._options.endpoint == "chat" else "completions"
+        outgoing = httpx.Request(
+            "POST",
+            f"{self._root}/v1/{path}",
+            headers=self._headers,
+            json=self._body(request),
+            extensions={"trace": trace},
+        )
+        record.asked_tokens = request.output_len if self._options.ignore_eos else None
+        try:
+            async with self._connections.lend() as transport:
+                response = await transport.handle_async_request(outgoing)
+                try:
+                    await read_answer(response, record, now)
+                finally:
+                    await response.aclose()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
+            raise RequestFailed("connect", _detail(problem)) from problem
+        except httpx.RequestError as problem:
+            reason = "cut without [DONE]" if record.chunks else "connection lost"
+            raise RequestFailed(reason, _detail(problem)) from problem
+
+    def _body(self, request: PlannedRequest) -> dict[str, Any]:
+        prompt = request.prompt
+        body: dict[str, Any] = {
+            "max_tokens": request.output_len,
+            "temperature": 0,
+            "stream": True,
+        }
+        body |= {"stream_options": {"include_usage": True}, **self._count_chunks}
+        if not self._options.ask_usage:
+            del body["stream_options"]
+        if self._model is not None:
+            body["model"] = self._model
+        if self._options.ignore_eos:
+            body["ignore_eos"] = True
+        if self._options.endpoint == "chat":
+            body["messages"] = prompt.messages
+        else:
+            token_ids = prompt.token_ids
+            body["prompt"] = prompt.text if token_ids is None else token_ids
+        return body
+
+    async def preemptions(self) -> int | None:
+        return None if (metrics := await self._metrics()) is None else metrics.preemptions()
+
+    async def state(self) -> Sample | None:
+        metrics = await self._metrics()
+        return None if metrics is None else metrics.sample(asyncio.get_running_loop().time())
+
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
+        if not (self._options.timelines and self._is_ours):
+            return [None] * len(records)
+        first = max(0, len(records) - _MOST_TIMELINES)
+        return [None] * first + [await self._timeline(record) for record in records[first:]]
+
+    async def _timeline(self, record: RequestRecord) -> Timeline | None:
+        """What an llmsched server has to explain; it is taken to have arrived when it was sent."""
+        if record.request_id is None or record.sent is None:
+            return None
+        try:
+            response = await self._look_up(f"/v1/requests/{quote(record.request_id, safe='')}/explain")
+            return read_timeline(response.json(), record.sent)
+        except (httpx.RequestError, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+
+    def memory(self) -> MemoryParts | None:
+        return self._memory
+
+    async def _look_up(self, path: str) -> httpx.Response:
+        """What the server answers beside the load. Raises TimeoutError if that does not come to its end in time."""
+        async with asyncio.timeout(self._options.lookup_timeout):
+            return await self._lookups.get(f"{self._root}{path}")
+
+    async def _metrics(self) -> ServerMetrics | None:
+        if not self._answers_lookups:
+            return None
+        try:
+            response = await self._look_up("/metrics")
+        except (httpx.RequestError, TimeoutError):
+            return None
+        metrics = ServerMetrics.of(response.text) if response.status_code == httpx.codes.OK else None
+        if metrics is not None:
+            self._memory = metrics.memory()
+        return metrics
+
+
+def _first_model(response: httpx.Response) -> dict[str, Any]:
+    """The first entry of a list of models; empty if the answer is none."""
+    try:
+        first = response.json()["data"][0]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return first if isinstance(first, dict) else {}
+
+
+def _detail(problem: Exception) -> str:
+    said = shorten(str(problem)) or type(problem).__name__
+    return f"{said} (SSL_CERT_FILE names certificates to trust)" if "CERTIFICATE_VERIFY_FAILED" in said else said

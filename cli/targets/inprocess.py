@@ -1,0 +1,108 @@
+"""The engine in this process as a target: no HTTP in between, token counts exact."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.load.load import PlannedRequest
+from llmsched.cli.load.prompts import Encode, TokenizerEncode
+from llmsched.cli.targets.meter import Meter
+from llmsched.cli.targets.sampling import Sample, sample_of
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.memory.plan import MemoryParts
+from llmsched.engine.progress import Progress
+from llmsched.engine.request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Engine, Timeline
+    from llmsched.engine.service import AsyncEngine
+
+
+@asynccontextmanager
+async def running_engine(config: EngineConfig, progress: Progress) -> AsyncIterator[AsyncEngine]:
+    """Build an engine and run it. Raises ModelError and ConfigError."""
+    from llmsched.engine.build import build_engine
+
+    async with running(build_engine(config, progress)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
+    """Run an engine in its thread until the block ends."""
+    from llmsched.engine.service import AsyncEngine
+
+    service = AsyncEngine(engine)
+    service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+
+
+class EngineTarget:
+    """Loads an AsyncEngine with prompts of token ids. No two requests of this process have the same id."""
+
+    _numbers = itertools.count()
+
+    in_process = True
+    sample_interval = 0.1
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.name = engine.model.name
+        self.encode: Encode | None = TokenizerEncode(engine.tokenizer)
+        self.meter: Meter | None = Meter()
+        self._engine = engine
+        engine.watch_steps(self.meter)
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        now = asyncio.get_running_loop().time
+        token_ids = request.prompt.token_ids
+        assert token_ids is not None
+        sampling = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+        record.asked_tokens = request.output_len
+        record.sent = now()
+        try:
+            record.request_id = f"bench-{next(self._numbers)}"
+            stream = self._engine.submit(record.request_id, token_ids, sampling)
+            async with stream:
+                async for output in stream:
+                    record.chunks.append(Chunk(now(), output.text, len(output.token_ids)))
+                    record.usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+                    record.finish_reason = output.finish_reason
+                    if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                        raise RequestFailed(f"ended by {output.finish_reason}", output.error or "")
+        except EngineDeadError as problem:
+            raise RequestFailed("engine failed", str(problem)) from problem
+        except LlmschedError as problem:
+            raise RequestFailed("refused", str(problem)) from problem
+        record.end = now()
+        if not record.usage.output_tokens:
+            raise RequestFailed("empty stream", "the request ended without a token")
+
+    async def preemptions(self) -> int:
+        return self._engine.stats().num_preemptions
+
+    async def state(self) -> Sample | None:
+        try:
+            use = await self._engine.kv_use()
+        except EngineDeadError:
+            return None
+        stats, now = self._engine.stats(), asyncio.get_running_loop().time()
+        return sample_of(now, stats.num_running, stats.num_waiting, use)
+
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
+        try:
+            told = await self._engine.explain([record.request_id or "" for record in records])
+        except EngineDeadError:
+            return [None] * len(records)
+        return [choices[0] if choices else None for choices in told]
+
+    def memory(self) -> MemoryParts | None:
+        return None if self._engine.plan is None else self._engine.plan.parts

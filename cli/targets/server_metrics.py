@@ -1,0 +1,84 @@
+"""What a server's /metrics tell of its state: llmsched's and vLLM's names, and those of SGLang, llama.cpp and TGI.
+
+Of KV memory llmsched tells what it is divided into, in bytes; vLLM, SGLang and older llama.cpp only which share of it
+requests hold; TGI nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from llmsched.cli.targets.sampling import Sample
+from llmsched.engine.memory.plan import MemoryParts
+
+#: Names without the prefix that is the server's, first match counts.
+_RUNNING = ("num_requests_running", "num_running_reqs", "requests_processing", "tgi_batch_current_size")
+_WAITING = ("num_requests_waiting", "num_queue_reqs", "requests_deferred", "tgi_queue_size")
+_KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage", "kv_cache_usage_ratio")
+_PREEMPTIONS = ("num_preemptions_total", "num_preemptions")
+
+#: What only llmsched tells, in bytes: the parts of its memory, and how that for KV is used.
+_PARTS = ("memory_weights_bytes", "memory_activations_bytes", "memory_other_bytes", "kv_cache_bytes")
+_KV_USE = ("kv_cache_used_bytes", "kv_cache_empty_bytes", "kv_cache_cached_bytes")
+
+_NAMES = "|".join((*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_PARTS, *_KV_USE))
+_LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
+
+
+class ServerMetrics:
+    """The values of each name, one for each set of labels; names without what stands before the colon."""
+
+    def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
+        self._values = values
+
+    @classmethod
+    def of(cls, text: str) -> Self | None:
+        """The metrics in a Prometheus exposition; None if it is none."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        # Parsing all of it would keep the client from its streams for some 10 ms.
+        known = "\n".join(line for line in text.split("\n") if _LINE.match(line))
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        try:
+            for family in text_string_to_metric_families(known):
+                for sample in family.samples:
+                    if math.isfinite(sample.value):
+                        values[sample.name.rpartition(":")[2]].append(sample.value)
+        except (ValueError, IndexError):
+            return None
+        return cls(values)
+
+    def preemptions(self) -> int | None:
+        value = self._first(_PREEMPTIONS)
+        return None if value is None else int(value)
+
+    def memory(self) -> MemoryParts | None:
+        """What the server's memory is divided into; None where it does not tell."""
+        parts = [self._first((name,)) for name in _PARTS]
+        known = [int(size) for size in parts if size is not None]
+        return MemoryParts(*known) if len(known) == len(parts) else None
+
+    def sample(self, time: float) -> Sample | None:
+        """The state at `time`; None if not even who runs and waits is told."""
+        running, waiting = self._first(_RUNNING), self._first(_WAITING)
+        if running is None or waiting is None:
+            return None
+        total, used = self._first(("kv_cache_bytes",)), [self._first((name,)) for name in _KV_USE]
+        if total:
+            shares = [None if size is None else size / total for size in used]
+            return Sample(time, int(running), int(waiting), *shares)
+        return Sample(time, int(running), int(waiting), kv_held=self._share(_KV_USAGE))
+
+    def _first(self, names: Sequence[str]) -> float | None:
+        """The sum over all labels."""
+        total = next((sum(self._values[name]) for name in names if name in self._values), None)
+        return None if total is None or not math.isfinite(total) else total
+
+    def _share(self, names: Sequence[str]) -> float | None:
+        """The mean over all labels: an engine's several pools are alike."""
+        found = next((self._values[name] for name in names if name in self._values), None)
+        return None if found is None else sum(found) / len(found)

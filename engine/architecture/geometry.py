@@ -1,0 +1,307 @@
+"""What one token, and one sequence, costs in KV memory: the layers of a model in groups of equal cost.
+
+Sources: Ainslie et al. 2023 (grouped-query attention: 2 x kv_heads x head_dim per layer), DeepSeek-V2 2024 (MLA: one
+latent and one rope vector per layer).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmsched.engine.architecture.fields import Fields, read_fields
+from llmsched.engine.architecture.recurrent import state_bytes
+from llmsched.engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Kind = Literal["full", "window", "mla", "state"]
+Confidence = Literal["exact", "estimate"]
+
+_KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "full_attention": ("full",),
+    "attention": ("full",),
+    "sliding_attention": ("window",),
+    "window_attention": ("window",),
+    "hybrid_sliding": ("window", "state"),
+    "chunked_attention": ("window",),
+    "linear_attention": ("state",),
+    "mamba": ("state",),
+    "mamba2": ("state",),
+    "recurrent": ("state",),
+    "conv": ("state",),
+    "hybrid": ("full", "state"),
+    "moe": (),
+    "mlp": (),
+}
+_PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+
+#: Families in which `sliding_window` without layer_types applies to every layer.
+_WINDOW_EVERYWHERE = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})
+
+#: Settings that change what is cached and that the arithmetic below does not know.
+_NOT_UNDERSTOOD = re.compile(
+    r"^(swa_|cla_|use_cla|kda_|index_(topk|head|n_)|indexer|cross_attention_layers|block_configs|rwkv|lightning)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """`layers` layers that cost the same.
+
+    full: KV of every token. window: KV of every token is written, that of the last `window` is read. mla: one latent
+    per token of head_dim_k numbers (kv_lora_rank + rope), no V. state: nothing per token, `state_bytes` per layer and
+    sequence. `expanded` is, for mla, the numbers per token and layer that an engine caches which does not work in the
+    latent space: heads x (head_dim_k + head_dim_v).
+    """
+
+    kind: Kind
+    layers: int
+    kv_heads: int = 0
+    head_dim_k: int = 0
+    head_dim_v: int = 0
+    window: int | None = None
+    state_bytes: int = 0
+    expanded: int = 0
+
+    @property
+    def kv_widths(self) -> tuple[int, int]:
+        """Numbers of one token's keys and of its values as this engine caches them, in one layer."""
+        if self.expanded:
+            return self.expanded - self.expanded // 2, self.expanded // 2
+        return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """What one token of context costs in all layers of the group; a state costs nothing per token."""
+        return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
+
+    def cached_bytes_per_token(self, dtype_bytes: int) -> int:
+        """What this engine writes for one token: like bytes_per_token, except that MLA is cached expanded."""
+        return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The groups of a model; `notes` say what was assumed, and any assumption makes the whole an estimate."""
+
+    groups: tuple[LayerGroup, ...]
+    confidence: Confidence
+    notes: tuple[str, ...]
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes per token of layers whose KV grows with the context for ever."""
+        return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind in ("full", "mla"))
+
+    def kv_bytes_per_token_window(self, dtype_bytes: int) -> int:
+        """Bytes per token of layers that need only the last `window` tokens."""
+        return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
+
+    def cached_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes that this engine writes for one token."""
+        return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
+
+    def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
+        """What a sequence of `length` tokens needs at rest where nothing outside a window is kept, state included."""
+        tokens = ((group, min(length, group.window or length)) for group in self.groups)
+        return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
+
+    @property
+    def caches_kv(self) -> bool:
+        """Whether any layer is more than a recurrence."""
+        return any(group.kind != "state" for group in self.groups)
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of the window layers, in tokens."""
+        return max((g.window for g in self.groups if g.window is not None), default=None)
+
+    @property
+    def state_bytes_per_seq(self) -> int:
+        return sum(g.layers * g.state_bytes for g in self.groups)
+
+
+def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
+    """Group the layers of a model by what they cache. `dtype_bytes` is that of recurrent state kept in model type.
+
+    Raises ModelError for encoder-decoders and for configs that lack layers or heads or whose heads do not divide.
+    """
+    fields = config if isinstance(config, Fields) else read_fields(config)
+    return ConfigReader(fields, dtype_bytes).geometry()
+
+
+class ConfigReader:
+    """Reads the layers of one config and collects what had to be assumed. Its methods raise ModelError."""
+
+    def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
+        self.fields = fields
+        self.dtype_bytes = dtype_bytes
+        self.assumed: list[str] = []
+        self.facts: list[str] = []
+
+    def geometry(self) -> Geometry:
+        if not self.fields.known:
+            model_type = self.fields.model_type or "not given"
+            self.assumed.append(f"model_type is {model_type}: transformers knows no defaults for what the config omits")
+        counted: Counter[LayerGroup] = Counter()
+        for layer, kinds in enumerate(self._cached_layers()):
+            counted.update(self._one_layer(kind, layer) for kind in kinds)
+        unread = [name for name in self.fields.values if _NOT_UNDERSTOOD.match(name) and self.fields.values[name]]
+        if unread:
+            self.assumed.append(f"not taken into account: {', '.join(sorted(unread))}")
+        groups = tuple(replace(group, layers=count) for group, count in counted.items())
+        notes = tuple(dict.fromkeys(self.assumed + self.facts))
+        return Geometry(groups, "estimate" if self.assumed else "exact", notes)
+
+    def _cached_layers(self) -> list[tuple[Kind, ...]]:
+        """What each layer caches, without the last layers that use the KV of earlier ones."""
+        kinds = [self.kinds(name) for name in self.layer_names()]
+        sharing = self.fields.get("num_kv_shared_layers", default=0)
+        if sharing:
+            self.facts.append(f"the last {sharing} of {len(kinds)} layers use the KV of earlier ones")
+        return kinds[: len(kinds) - sharing]
+
+    def layer_names(self) -> list[str]:
+        """The kind of every layer, in the words of the configs."""
+        fields = self.fields
+        if pattern := fields.get("hybrid_override_pattern"):
+            return [_PATTERN.get(letter, letter) for letter in pattern]
+        layers = fields.get("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        if listed := fields.get("layer_types", "layers_block_type"):
+            if isinstance(layers, int) and layers != len(listed):
+                contradiction = f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}"
+                if fields.known:
+                    raise ModelError(f"config contradicts itself: {contradiction}")
+                self.assumed.append(f"{contradiction}: those count")
+            return [str(name) for name in listed]
+        if not isinstance(layers, int) or layers < 1:
+            raise ModelError(
+                f"config has no layers (num_hidden_layers is {layers!r}): it does not describe a language model"
+            )
+        if interval := fields.get("full_attention_interval"):
+            return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+        if cycle := fields.get("block_types"):
+            return [cycle[layer % len(cycle)] for layer in range(layers)]
+        if attention_at := fields.get("attn_layer_indices"):
+            return ["attention" if layer in attention_at else "mamba" for layer in range(layers)]
+        if period := fields.get("attn_layer_period"):
+            offset = fields.get("attn_layer_offset", default=0)
+            return ["attention" if layer % period == offset else "mamba" for layer in range(layers)]
+        if fields.model_type == "falcon_h1":
+            return ["hybrid"] * layers
+        return self._attention_names(layers)
+
+    def _attention_names(self, layers: int) -> list[str]:
+        """Layers of a model that lists none: all full, all with a window, or every n-th full."""
+        fields = self.fields
+        window = fields.get("sliding_window", "attention_window_size")
+        if not window or fields.get("use_sliding_window") is False:
+            return ["full_attention"] * layers
+        if pattern := fields.get("sliding_window_pattern", "_sliding_window_pattern"):
+            if not isinstance(pattern, int):
+                raise ModelError(f"config has sliding_window_pattern {pattern!r}; a number of layers is understood")
+            return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+        if fields.model_type in _WINDOW_EVERYWHERE:
+            return ["sliding_attention"] * layers
+        self.assumed.append(f"sliding_window {window} without layer_types: all layers counted at full length")
+        return ["full_attention"] * layers
+
+    def kinds(self, name: str) -> tuple[Kind, ...]:
+        """What a layer of this name caches."""
+        if name not in _KINDS:
+            self.assumed.append(f"layers of the unknown kind {name!r} counted as full attention")
+            return ("full",)
+        if self.fields.get("attention_window_size") and name == "attention":
+            return ("window",)
+        return _KINDS[name]
+
+    def _one_layer(self, kind: Kind, layer: int) -> LayerGroup:
+        if kind == "state":
+            return self._state_layer()
+        if kind == "full" and self.fields.get("kv_lora_rank"):
+            return self._mla_layer()
+        kv_heads, head_dim = self.kv_heads(kind, layer), self.head_dim(kind, layer)
+        head_dim_v = self.fields.get("v_head_dim", default=head_dim)
+        if min(kv_heads, head_dim, head_dim_v) < 1:
+            raise ModelError(
+                f"config has layers of {kv_heads} KV heads with keys of {head_dim} and values of {head_dim_v} numbers; "
+                "each is 1 or more"
+            )
+        window = self._window() if kind == "window" else None
+        return LayerGroup(kind, 1, kv_heads, head_dim, head_dim_v, window)
+
+    def _state_layer(self) -> LayerGroup:
+        size = state_bytes(self.fields, self.dtype_bytes)
+        if size is None:
+            self.assumed.append("the recurrent state of some layers is of an unknown kind and is not counted")
+        return LayerGroup("state", 1, state_bytes=size or 0)
+
+    def _mla_layer(self) -> LayerGroup:
+        latent, rope = self.fields.get("kv_lora_rank"), self.fields.get("qk_rope_head_dim")
+        if rope is None:
+            raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
+        key = self.fields.get("qk_nope_head_dim", default=0) + rope
+        value = self.fields.get("v_head_dim", default=key)
+        return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self.heads() * (key + value))
+
+    def heads(self) -> int:
+        """Heads of a query."""
+        heads = self.fields.get("num_attention_heads", "n_head", "n_heads", "num_heads")
+        if not isinstance(heads, int) or heads < 1:
+            raise ModelError(f"config has no attention heads (num_attention_heads is {heads!r})")
+        return heads
+
+    def kv_heads(self, kind: Kind, layer: int) -> int:
+        """Heads of a key or value in this layer."""
+        fields = self.fields
+        if (own := self._override("num_key_value_heads", layer)) is not None:
+            return int(own)
+        if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+            return 1
+        if fields.model_type == "falcon" and not fields.get("new_decoder_architecture"):
+            return self.heads()
+        if kind == "full" and fields.get("attention_k_eq_v") and fields.get("num_global_key_value_heads"):
+            return int(fields.get("num_global_key_value_heads"))
+        nested = fields.get("attn_config", default={})
+        given = fields.get("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+        given = given if given is not None else nested.get("kv_n_heads")
+        if isinstance(given, list):
+            given = given[layer]
+        if given is None:
+            if not fields.known:
+                self.assumed.append("num_key_value_heads is not given: as many KV heads as heads")
+            return self.heads()
+        return int(given)
+
+    def head_dim(self, kind: Kind, layer: int) -> int:
+        """Width of one head of a query or key in this layer."""
+        fields = self.fields
+        if (own := self._override("head_dim", layer)) is not None:
+            return int(own)
+        if kind == "full" and fields.get("global_head_dim"):
+            return int(fields.get("global_head_dim"))
+        if given := fields.get("head_dim", "attention_head_dim", "kv_channels"):
+            return int(given)
+        hidden, heads = fields.get("hidden_size", "n_embd", "d_model"), self.heads()
+        if not isinstance(hidden, int):
+            raise ModelError("config has neither head_dim nor hidden_size")
+        if hidden % heads:
+            raise ModelError(f"config has no head_dim, and hidden_size {hidden} does not divide into {heads} heads")
+        return hidden // heads
+
+    def _window(self) -> int:
+        window = self.fields.get("sliding_window", "attention_window_size", "attention_chunk_size")
+        if not isinstance(window, int):
+            raise ModelError(f"config has layers with a window, but sliding_window is {window!r}")
+        return window
+
+    def _override(self, name: str, layer: int) -> Any:
+        """A value that the config sets for one layer alone."""
+        overrides = self.fields.get("per_layer_config")
+        if not isinstance(overrides, Mapping):
+            return None
+        own = {int(key): value for key, value in overrides.items()}.get(layer, {})
+        return own.get(name)

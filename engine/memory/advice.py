@@ -1,0 +1,115 @@
+"""What to say when memory does not suffice: the figures, and changes that would really make it fit."""
+
+from __future__ import annotations
+
+import math
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.units import human_bytes
+
+#: Utilisation beyond which fragmentation and other programs make running out of memory likely: never advised.
+MAX_ADVISED_UTILISATION = 0.95
+
+
+def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
+    """Not a single token's blocks are left beside weights and activations."""
+    blocks = plan.blocks_for(config.max_model_len or 1)
+    need = plan.fixed_bytes + blocks * plan.block_bytes
+    figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
+    if plan.device.kind == "cpu":
+        return ConfigError("model", f"{figures}, {human_bytes(plan.device.free)} is free; {_or(_smaller(plan, need))}")
+    budget = f"the budget is {human_bytes(plan.budget_bytes)} ({_budget(plan)})"
+    return ConfigError("gpu_memory_utilization", f"{figures}, {budget}; {_or(_more_memory(plan, need))}")
+
+
+def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigError:
+    """KV of a size that was asked for does not fit into free memory."""
+    need, free = plan.fixed_bytes + wanted, human_bytes(plan.device.free)
+    figures = f"{_parts(plan, wanted)} need {human_bytes(need)}, {free} is free on {plan.device.name}"
+    if plan.num_blocks == 0:
+        return ConfigError("model", f"{figures}; {_or(_smaller(plan, need))}")
+    if config.num_gpu_blocks_override is not None:
+        return ConfigError("num_gpu_blocks_override", f"{figures}; use at most {plan.num_blocks}")
+    most = f"{plan.available_kv_bytes >> 20}MiB"
+    return ConfigError("kv_cache_memory_bytes", f"{figures}; use at most {most}")
+
+
+def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
+    """One request of max_model_len tokens does not fit into the KV memory."""
+    blocks = plan.blocks_for(plan.max_model_len)
+    need = blocks * plan.block_bytes
+    figures = (
+        f"one request of {plan.max_model_len} tokens needs {human_bytes(need)} of KV, "
+        f"{human_bytes(plan.available_kv_bytes)} is available"
+    )
+    remedies = [f"use at most {plan.longest}"]
+    if config.num_gpu_blocks_override is not None:
+        remedies.append(f"raise num_gpu_blocks_override to at least {blocks}")
+    elif config.kv_cache_memory_bytes is not None or plan.device.kind == "cpu":
+        if plan.fixed_bytes + need <= plan.device.free:
+            remedies.append(f"raise kv_cache_memory_bytes to at least {math.ceil(need / (1 << 20))}MiB")
+    else:
+        remedies += _more_memory(plan, plan.fixed_bytes + need)
+    return ConfigError("max_model_len", f"{figures}; {_or(remedies)}")
+
+
+def beyond_model(max_model_len: int, max_position: int) -> ConfigError:
+    """More tokens than the model has positions."""
+    return ConfigError(
+        "max_model_len", f"{max_model_len} is beyond the {max_position} positions that the model can be served with"
+    )
+
+
+def _parts(plan: MemoryPlan, kv_bytes: int) -> str:
+    parts = {
+        "weights": plan.weights_bytes,
+        "activations": plan.activation_bytes,
+        "CUDA context": plan.context_bytes,
+        "recurrent state": plan.state_bytes,
+        "KV": kv_bytes,
+    }
+    return " + ".join(f"{name} {human_bytes(count)}" for name, count in parts.items() if count)
+
+
+def _budget(plan: MemoryPlan) -> str:
+    """Where the budget of a GPU comes from."""
+    share = f"{plan.utilisation:g} of {human_bytes(plan.device.total)}"
+    if plan.budget_bytes < math.floor(plan.device.total * plan.utilisation):
+        return f"{share}, but others hold {human_bytes(plan.device.used_by_others)}"
+    return share
+
+
+def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
+    """Ways to give a GPU's plan `need` bytes."""
+    device = plan.device
+    utilisation = math.ceil(100 * need / device.total) / 100
+    remedies = []
+    if utilisation <= MAX_ADVISED_UTILISATION:
+        if utilisation > plan.utilisation:
+            remedies.append(f"raise gpu_memory_utilization to at least {utilisation:.2f}")
+        if need > device.free:
+            names = ", ".join(f"{holder.name} {holder.pid}" for holder in device.holders)
+            remedies.append(f"free memory that others hold{f' ({names})' if names else ''}")
+        return [" and ".join(remedies)]
+    room = MAX_ADVISED_UTILISATION * device.total - (need - plan.activation_bytes)
+    if room > 0:
+        remedies.append("lower max_num_batched_tokens and max_num_seqs")
+    remedies += _smaller(plan, need)
+    remedies[-1] += f" or a GPU with at least {human_bytes(need / MAX_ADVISED_UTILISATION)}"
+    return remedies
+
+
+def _smaller(plan: MemoryPlan, need: int) -> list[str]:
+    """A narrower type, if that makes `need` fit, and the last resort."""
+    device = plan.device
+    room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
+    unscaled = plan.context_bytes + plan.state_bytes
+    if plan.dtype_bytes > 2 and unscaled + (need - unscaled) / 2 <= room:
+        return [f"set dtype to {'bfloat16' if device.computes_bf16 else 'float16'}", "use a smaller model"]
+    return ["use a smaller model"]
+
+
+def _or(remedies: list[str]) -> str:
+    return remedies[0] if len(remedies) == 1 else f"{', '.join(remedies[:-1])} or {remedies[-1]}"

@@ -1,0 +1,106 @@
+"""How many sequences of mixed lengths a pool of blocks serves, and how likely they need more blocks than it has.
+
+The model: the running sequences are independent, and each is seen at a random step of its life. A request of p prompt
+and o output tokens holds p, p + 1, ... p + o - 1 tokens in its o steps, so long outputs are seen more often: in
+proportion to o. Prefill is one step, no prefix is shared. The blocks that n sequences hold are then a sum of n
+independent draws, whose distribution is computed exactly by convolution: no sampling, no normal approximation.
+
+Where only total lengths are known, a sequence holds all of its tokens from its first step on, and every request is seen
+equally often: that errs on the side of too few sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.memory.request_lengths import Lengths
+
+Masses = npt.NDArray[np.float64]
+
+#: Pools larger than this are counted in coarser units, so that a convolution takes a millisecond.
+_MAX_UNITS = 1 << 14
+
+
+class Occupancy:
+    """What sequences of some lengths hold of a pool of `num_blocks` blocks."""
+
+    def __init__(self, lengths: Lengths, layout: KVLayout, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        unit = max(1, -(-num_blocks // _MAX_UNITS))
+        self._units = num_blocks // unit
+        #: Powers of two of the distribution of one sequence, cut off above the pool: [k] is that of 2^k sequences.
+        self._doubled = [_cut(_in_units(_held(lengths, layout), unit), self._units)]
+
+    def preemption_probability(self, num_seqs: int) -> float:
+        """The probability that `num_seqs` running sequences need more blocks than the pool has."""
+        total = _nothing(self._units)
+        for power in range(num_seqs.bit_length()):
+            if num_seqs >> power & 1:
+                total = _sum(total, self._power(power))
+        return _missing(total)
+
+    def most_seqs(self, probability: float, limit: int) -> int:
+        """The most sequences, up to `limit`, whose preemption probability is at most `probability`."""
+        total, count = _nothing(self._units), 0
+        for power in reversed(range(limit.bit_length())):
+            tried = _sum(total, self._power(power))
+            if count + (1 << power) <= limit and _missing(tried) <= probability:
+                total, count = tried, count + (1 << power)
+        return count
+
+    def _power(self, power: int) -> Masses:
+        while len(self._doubled) <= power:
+            self._doubled.append(_sum(self._doubled[-1], self._doubled[-1]))
+        return self._doubled[power]
+
+
+def _held(lengths: Lengths, layout: KVLayout) -> Masses:
+    """Probability that one sequence, at a random step of its life, holds 0, 1, 2, ... blocks."""
+    outputs = np.ones_like(lengths.prompts) if lengths.outputs is None else lengths.outputs
+    # The last token of a sequence is sampled and never computed, so it takes no room.
+    first = np.maximum(1, lengths.prompts - 1) if lengths.outputs is None else lengths.prompts
+    changes = np.zeros(int((first + outputs).max()) + 1, dtype=np.int64)
+    np.add.at(changes, first, 1)
+    np.add.at(changes, first + outputs, -1)
+    steps_with_tokens = np.cumsum(changes)
+    width = -(-np.arange(len(steps_with_tokens)) // layout.block_size)
+    blocks = layout.room(width * layout.block_size) // layout.block_size
+    steps_with_blocks = np.bincount(blocks, weights=steps_with_tokens)
+    return np.asarray(steps_with_blocks / steps_with_blocks.sum(), dtype=np.float64)
+
+
+def _in_units(masses: Masses, unit: int) -> Masses:
+    """The distribution in units of `unit` blocks; what lies between two is shared so that the mean stays."""
+    if unit == 1:
+        return masses
+    whole, part = np.divmod(np.arange(len(masses)), unit)
+    size = int(whole[-1]) + 2
+    share = part / unit
+    coarse = np.bincount(whole, masses * (1 - share), size) + np.bincount(whole + 1, masses * share, size)
+    return np.asarray(coarse, dtype=np.float64)
+
+
+def _cut(masses: Masses, most: int) -> Masses:
+    """[0] to [most] of the distribution; what is above is left out, and so counts as too much."""
+    return np.pad(masses[: most + 1], (0, max(0, most + 1 - len(masses))))
+
+
+def _nothing(most: int) -> Masses:
+    masses = np.zeros(most + 1)
+    masses[0] = 1.0
+    return masses
+
+
+def _sum(one: Masses, other: Masses) -> Masses:
+    """The distribution of the sum of two, cut off like them: exact, since no mass can come down from above the cut."""
+    size = 1 << (2 * len(one) - 1).bit_length()
+    product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
+    return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
+
+
+def _missing(masses: Masses) -> float:
+    """The mass above the cut; rounding of the transforms is about 1e-15."""
+    missing = 1 - float(masses.sum())
+    return missing if missing > 1e-12 else 0.0

@@ -1,0 +1,143 @@
+"""The result of planning memory: what goes where, and how much that serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from llmsched.engine.architecture.geometry import Confidence
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.layout import KVLayout
+
+if TYPE_CHECKING:
+    from llmsched.engine.config import Device, DType, KVDType
+
+
+class MemoryParts(NamedTuple):
+    """Bytes that an engine's memory is divided into while it serves: what is reserved, used or not."""
+
+    weights: int
+    activations: int
+    other: int
+    kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Bytes that the parts of an engine really take; None where the device does not tell."""
+
+    weights: int
+    kv: int
+    activations: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What goes where, in bytes. `problem` is the reason why it cannot be served, None if it can. `measured`
+    is what was really taken, once an engine has started by this plan.
+
+    kv_bytes_per_token counts layers whose KV grows for ever, kv_bytes_per_token_window those that read only the last
+    `window` tokens. `layout` says in which groups the layers are cached: a block holds block_size tokens of one of
+    them. `state_bytes` is reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission
+    leaves free. max_model_len is the resolved one.
+    """
+
+    device: DeviceMemory
+    utilisation: float
+    budget_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    context_bytes: int
+    state_bytes: int
+    available_kv_bytes: int
+    dtype_bytes: int
+    kv_dtype_bytes: int
+    layout: KVLayout
+    block_bytes: int
+    num_blocks: int
+    headroom: float
+    kv_bytes_per_token: int
+    kv_bytes_per_token_window: int
+    window: int | None
+    state_bytes_per_seq: int
+    max_position: int | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs_limit: int
+    confidence: Confidence
+    notes: tuple[str, ...] = ()
+    problem: ConfigError | None = None
+    measured: MeasuredMemory | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but KV blocks."""
+        return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
+
+    @property
+    def parts(self) -> MemoryParts:
+        """What memory is divided into: weights as measured where they were, all else as planned."""
+        weights = self.measured.weights if self.measured else self.weights_bytes
+        other = self.context_bytes + self.state_bytes
+        return MemoryParts(weights, self.activation_bytes, other, self.num_blocks * self.block_bytes)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self.layout.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV all blocks hold in every layer; with windows, long sequences can have more than that."""
+        return self.num_blocks // self.layout.num_groups * self.block_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits."""
+        return self.layout.longest(self.num_blocks)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences of max_model_len tokens that fit at the same time."""
+        return self.num_seqs_at(self.max_model_len)
+
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks that admission leaves free for running sequences to grow into."""
+        return int(self.headroom * self.num_blocks)
+
+    def settle(self, config: EngineConfig, dtype: str, kv_dtype: str) -> EngineConfig:
+        """The settings with every value filled in, as planned and with these types of weights and of KV."""
+        return replace(
+            config,
+            device=cast("Device", self.device.kind),
+            dtype=cast("DType", dtype),
+            kv_cache_dtype=cast("KVDType", kv_dtype),
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks of a sequence that ends with `length` tokens, prompt and output."""
+        return self.layout.num_blocks(max(1, length - 1))
+
+    def num_seqs_at(self, length: int) -> int:
+        """Sequences of `length` tokens each that fit at the same time; recurrent state bounds them as well."""
+        fitting = self.num_blocks // self.blocks_for(length)
+        return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
+
+    def num_admitted_at(self, length: int) -> int:
+        """Sequences that admission lets in together when each brings all of its `length` tokens as its prompt.
+
+        It keeps the headroom and max_num_seqs_limit; what fits alone always comes in.
+        """
+        fitting = self.num_seqs_at(length)
+        above = (self.num_blocks - self.headroom_blocks) // self.blocks_for(length)
+        return min(fitting, max(1, above), self.max_num_seqs_limit)

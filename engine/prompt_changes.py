@@ -1,0 +1,83 @@
+"""Prompts that change at one early token, told to a person in text."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmsched.engine.kv.changing_prompts import SPREAD, WINDOW, ChangingPrompts, PromptWatch
+from llmsched.engine.metrics import EngineMetrics
+
+if TYPE_CHECKING:
+    from llmsched.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: Admitted requests between two looks; a look takes milliseconds.
+LOOK_EVERY = WINDOW // 2
+
+
+class Example(NamedTuple):
+    """The text around the place, as far as one prompt has it: what others have too, and what they have not."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChange:
+    """`count` of the last `window` requests differ at token `position` and go on alike, which no cache can help.
+
+    `private`: an example came with a cache_salt, so that its text is for the operator alone.
+    """
+
+    position: int
+    count: int
+    window: int
+    examples: tuple[Example, Example]
+    private: bool
+
+    def __str__(self) -> str:
+        one, two = (f"{example.before!r} + {example.after!r}" for example in self.examples)
+        return (
+            f"prompts change at token {self.position}: {self.count} of the last {self.window} requests differ there "
+            f"and go on alike, so what follows is computed anew each time; put what changes (a time, an id) behind "
+            f"what does not. Two of them: {one} and {two}"
+        )
+
+
+class PromptChanges:
+    """Looks at the watch now and then; `latest` is what it saw. Logs a place when it is not the last one logged."""
+
+    def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
+        self.latest: PromptChange | None = None
+        self._watch = watch
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._next_look = LOOK_EVERY
+        self._told = -SPREAD
+
+    def update(self) -> None:
+        """Look again if enough requests have been admitted since the last time."""
+        if self._watch.num_seen >= self._next_look:
+            self.look()
+
+    def look(self) -> PromptChange | None:
+        """Look now."""
+        self._next_look = self._watch.num_seen + LOOK_EVERY
+        found = self._watch.report()
+        self.latest = self._in_words(found) if found is not None else None
+        self._metrics.changing_prompts(found.count if found is not None else 0, WINDOW)
+        if self.latest is not None and abs(self.latest.position - self._told) >= SPREAD:
+            self._told = self.latest.position
+            logger.warning("%s", self.latest)
+        return self.latest
+
+    def _in_words(self, found: ChangingPrompts) -> PromptChange:
+        cut = found.position - found.start
+        one, two = (Example(self._text(ids[:cut]), self._text(ids[cut:])) for ids in found.examples)
+        return PromptChange(found.position, found.count, found.window, (one, two), found.private)
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,124 @@
+"""Bytes of quantised checkpoints without their files, and whether they mean an fp8 KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.parameters import Parameters
+from llmsched.engine.architecture.quantised import (
+    QUANTIZATIONS,
+    kv_is_fp8,
+    quantised_config,
+    weight_bytes,
+    weight_format,
+)
+from llmsched.engine.architecture.weights import model_weights
+from llmsched.engine.errors import ConfigError
+
+CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+GIB = 1 << 30
+COUNTED = Parameters(linear=1 << 20, experts=1 << 21, embeddings=1000, other=100, tower=10)
+PLAIN = 2 * (1000 + 100 + 10)
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "linear_bits", "expert_bits"),
+    [
+        ({"quant_method": "mxfp4"}, 16, 4.25),
+        ({"quant_method": "fp8"}, 8, 8),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8 + 32 / 128**2, 8 + 32 / 128**2),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4 + 20 / 128, 4 + 20 / 128),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8, 8),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5, 4.5),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 4.125, 4.125),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8, 8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5, 4.5),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8, 8),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128, "symmetric": True}}},
+            },
+            4.125,
+            4.125,
+        ),
+    ],
+)
+def test_bits_of_each_format(settings: dict[str, Any], linear_bits: float, expert_bits: float) -> None:
+    form = weight_format(settings)
+    assert form is not None
+    packed = ((1 << 20) * linear_bits + (1 << 21) * expert_bits) / 8
+    assert weight_bytes(COUNTED, form, dtype_bytes=2) == PLAIN + round(packed)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quant_method": "hqq"}, {"quant_method": "awq"}, {"quant_method": "compressed-tensors"}],
+)
+def test_a_format_that_is_not_known_is_not_guessed(settings: dict[str, Any]) -> None:
+    assert weight_format(settings) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "gib"),
+    [
+        ("openai--gpt-oss-20b", 12.82),  # 13,761,264,768 bytes of safetensors on the hub
+        ("deepseek-ai--DeepSeek-V3", 626.9),
+        (
+            LLAMA_70B
+            | {
+                "quantization_config": {"quant_method": "compressed-tensors"}
+                | {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}
+            },
+            67.72,
+        ),
+    ],
+)
+def test_published_quantised_models(config: dict[str, Any] | str, gib: float) -> None:
+    content = config if isinstance(config, dict) else read_config_file(CONFIGS / f"{config}_config.json")
+    weights = model_weights(None, content, dtype_bytes=2)
+    assert weights.count == pytest.approx(gib * GIB, rel=0.002)
+    assert not weights.exact
+    assert any("quantised" in note for note in weights.notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"quant_method": "fp8"}, False),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, True),
+        ({"kv_cache_scheme": {"num_bits": 8}}, True),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"kv_cache_quant_algo": None}, False),
+    ],
+)
+def test_fp8_weights_alone_do_not_mean_an_fp8_cache(settings: dict[str, Any], wanted: bool) -> None:
+    assert kv_is_fp8(settings) == wanted
+
+
+def test_a_plain_config_is_read_as_a_quantised_one() -> None:
+    plain = {"model_type": "llama", "hidden_size": 64}
+    for name, settings in QUANTIZATIONS.items():
+        assert weight_format(settings) is not None
+        assert quantised_config(plain, name) == plain | {"quantization_config": settings}
+    with pytest.raises(ConfigError, match=r"--quantization: must be one of fp8, .*, got 'fp7'"):
+        quantised_config(plain, "fp7")
+    with pytest.raises(ConfigError, match=r"awq is asked for, but the checkpoint is quantised already \(fp8\)"):
+        quantised_config(quantised_config(plain, "fp8"), "awq")

@@ -1,0 +1,588 @@
+"""The whole way from a server with known times to the figures: each one exact, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from fake_server import FakeServer, Script, end, event, steady, token, usage
+from virtual_time import run_virtual
+
+from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.tables import slo_table
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.run import run_workload, warm_up
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+ONE = Workload(num_prompts=1, input_len=8, output_len=5)
+VLLM = {"data": [{"id": "served", "owned_by": "vllm"}]}
+
+
+def bench(
+    server: FakeServer,
+    workload: Workload = ONE,
+    slo: Slo | None = None,
+    *,
+    timeout: float | None = None,
+    count_tokens: CountTokens | None = None,
+    ids: range | None = COMMON_IDS,
+    **options: Any,
+) -> Measurement:
+    async def main() -> Measurement:
+        target = HttpTarget(HttpOptions("http://fake/v1/", **options), transport=server)
+        await target.connect()
+        try:
+            return await run_workload(
+                target,
+                workload,
+                slo or Slo(),
+                ids=ids,
+                timeout=timeout,
+                progress=silent,
+                count_tokens=count_tokens,
+            )
+        finally:
+            await target.close()
+
+    return run_virtual(main())
+
+
+def always(script: Script) -> Callable[[int], Script]:
+    return lambda number: script
+
+
+def json_of(figures: Measurement, workload: Workload = ONE, slo: Slo | None = None) -> dict[str, Any]:
+    """The JSON report, as a script would read it."""
+    report = as_json(Subject("m", "u", workload, slo or Slo()), figures)
+    parsed: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
+    return parsed
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(1.0 * n, token(" x" * 10)) for n in range(1, 6)],
+        [(0.1 * n, token()) for n in range(1, 51)],
+    ],
+    ids=["5 chunks of 10", "50 chunks of 1"],
+)
+def test_itl_is_per_token_not_per_chunk(parts: list[tuple[float, bytes]]) -> None:
+    """F01."""
+    figures = bench(FakeServer(always(Script([*parts, (5.0, end(50))]))))
+    assert figures.output_tokens == 50
+    assert figures.itl.mean == pytest.approx(0.1)
+    assert figures.itl.p99 == pytest.approx(0.1)
+    assert figures.tpot.mean == pytest.approx((figures.e2e.mean - figures.ttft.mean) / 49)  # type: ignore[operator]
+    assert figures.worst_stall == pytest.approx(1.0 if len(parts) == 5 else 0.1)
+    assert figures.token_counts == USAGE
+
+
+def test_role_and_empty_chunks_are_no_token() -> None:
+    """F02."""
+
+    def delta(content: dict[str, Any]) -> bytes:
+        return event({"choices": [{"index": 0, "delta": content, "finish_reason": None}]})
+
+    parts = [
+        (0.01, delta({"role": "assistant", "content": ""})),
+        (0.02, delta({"content": ""})),
+        *((0.5 + 0.1 * n, delta({"content": "x"})) for n in range(5)),
+        (0.95, event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})),
+        (1.5, end(5)),
+    ]
+    server = FakeServer(always(Script(parts)))
+    figures = bench(server, endpoint="chat", ids=None)
+    assert server.paths == ["/v1/chat/completions"]
+    assert figures.ttft.mean == pytest.approx(0.5)
+    assert figures.itl.count == 4
+    assert figures.itl.mean == figures.tpot.mean == pytest.approx(0.1)
+    assert figures.e2e.mean == pytest.approx(0.9)
+    assert figures.output_tokens == 5
+
+
+def test_tokens_are_counted_by_usage_not_by_their_text() -> None:
+    """F03."""
+    figures = bench(FakeServer(always(steady(100, first=1.0, gap=0.1))), count_tokens=lambda text: 7)
+    assert figures.output_tokens == 100
+    assert figures.tpot.mean == pytest.approx((10.9 - 1.0) / 99)
+    assert figures.token_counts == USAGE
+
+
+def test_without_usage_the_count_is_a_guess_and_says_so() -> None:
+    """F03."""
+    silent_server = FakeServer(always(Script([(0.1, token(" a b")), (0.5, token(" c d")), (0.5, end())])))
+    counted = bench(silent_server, count_tokens=lambda text: len(text.split()))
+    assert (counted.output_tokens, counted.token_counts) == (4, RETOKENISED)
+    assert any("re-tokenised" in warning for warning in counted.warnings)
+    assert counted.prefix_hit_rate is None
+
+    uncounted = bench(silent_server)
+    assert (uncounted.output_tokens, uncounted.token_counts) == (2, CHUNKS)
+    assert any("one token per chunk" in warning for warning in uncounted.warnings)
+
+
+def test_a_server_that_counts_each_chunk_is_taken_at_its_word() -> None:
+    """Chunks of 1, 3 and 2 tokens, one of them without text; usage comes with each and once more at the end."""
+    parts = [
+        (0.1, token("", **usage(0))),
+        (0.2, token("a", **usage(1))),
+        (0.5, token("", **usage(4))),
+        (0.9, token("b", **usage(6))),
+        (0.9, end(6)),
+    ]
+    server = FakeServer(always(Script(parts)), models=VLLM)
+    figures = bench(server)
+    assert server.bodies[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert figures.token_counts == EXACT
+    assert figures.output_tokens == 6
+    assert figures.ttft.mean == pytest.approx(0.2)
+    assert figures.itl.count == 5
+    assert figures.itl.max == pytest.approx(0.2)
+    assert figures.itl.mean == pytest.approx(0.7 / 5)
+
+
+def test_counts_of_chunks_that_do_not_add_up_to_the_usage_are_not_taken() -> None:
+    parts = [(0.1, token("a", **usage(1))), (0.5, token("b", **usage(2))), (0.9, end(8))]
+    figures = bench(FakeServer(always(Script(parts)), models=VLLM))
+    assert (figures.output_tokens, figures.token_counts) == (8, USAGE)
+
+
+def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
+    """An id without text is a token; the role chunk of a chat is none."""
+
+    def delta(content: str, ids: list[int], **more: Any) -> bytes:
+        return event(
+            {"choices": [{"index": 0, "delta": {"content": content, **more}, "token_ids": ids}], "usage": None}
+        )
+
+    parts = [
+        (0.1, delta("", [], role="assistant")),
+        (0.3, delta("", [5])),
+        (0.6, delta("ü", [6, 7])),
+        (0.6, end(3)),
+    ]
+    server = FakeServer(always(Script(parts)), models={"data": [{"id": "m", "owned_by": "llmsched"}]})
+    figures = bench(server, endpoint="chat", ids=None)
+    assert server.bodies[0]["return_token_ids"] is True
+    assert server.bodies[0]["stream_options"] == {"include_usage": True}
+    assert (figures.token_counts, figures.output_tokens) == (EXACT, 3)
+    assert figures.ttft.mean == pytest.approx(0.3)
+    assert figures.itl.mean == pytest.approx(0.15)
+
+
+def test_what_is_sent() -> None:
+    server = FakeServer(always(steady(5, 0.1, 0.1)), models={"data": [{"id": "served", "owned_by": "someone"}]})
+    bench(server)
+    body = server.bodies[0]
+    assert len(body.pop("prompt")) == 8
+    assert body == {
+        "model": "served",
+        "max_tokens": 5,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    bench(server, model="mine", ignore_eos=False)
+    assert server.bodies[1]["model"] == "mine"
+    assert "ignore_eos" not in server.bodies[1]
+
+
+def test_failures_are_counted_by_reason_and_kept_out_of_the_latencies() -> None:
+    """F04: ten requests, four of them good."""
+    good = steady(5, first=0.5, gap=0.1)
+    broken = event({"error": {"message": "out of memory", "type": "server_error"}})
+    scripts = [
+        *[Script()] * 2,
+        Script([(0.1, end())]),
+        Script([(0.1, end(0))]),
+        Script([(0.1, token()), (0.2, broken)]),
+        Script([(0.1, token()), (0.2, token())]),
+        *[good] * 4,
+    ]
+    work = replace(ONE, num_prompts=10)
+    figures = bench(FakeServer(lambda number: scripts[number]), work)
+    assert (figures.completed, figures.failed) == (4, 6)
+    assert figures.failures == {"empty stream": 4, "error event": 1, "cut without [DONE]": 1}
+    assert "out of memory" in figures.failure_examples["error event"]
+    assert figures.ttft.count == figures.e2e.count == 4
+    assert figures.ttft.mean == pytest.approx(0.5)
+    assert figures.output_tokens == 20
+    assert figures.requests_per_s == pytest.approx(4 / 0.9)
+    assert json_of(figures)["failures"] == figures.failures
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (Script([(0.1, b'{"error": "bad"}')], status=500), "http 500"),
+        (Script([(0.1, b"slow down")], status=429), "http 429"),
+        (Script([(0.1, token())], cut=True), "cut without [DONE]"),
+        (Script([], cut=True), "connection lost"),
+        (Script([(0.1, b"data: {no json\n\n")]), "not understood"),
+        (Script([(0.1, b"data: 3\n\n")]), "not understood"),
+        (Script([(0.1, b"event: error\ndata: boom\n\n")]), "error event"),
+        (Script([(0.1, event({"object": "error", "message": "boom"}))]), "error event"),
+        (Script([(0.1, token())], hang=True), "timeout"),
+        (Script([], hang=True), "timeout"),
+    ],
+)
+def test_every_way_to_fail_has_its_reason(script: Script, reason: str) -> None:
+    """F04, F10."""
+    figures = bench(FakeServer(always(script)), timeout=2.0)
+    assert (figures.completed, figures.failed) == (0, 1)
+    assert figures.failures == {reason: 1}
+    report = json_of(figures)
+    nothing = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0, "p99_ci95": None}
+    assert [report[name] for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")] == [nothing] * 4
+    assert report["valid"] is False
+
+
+def test_a_server_that_never_answers_ends_with_the_timeout() -> None:
+    """F10."""
+    work = replace(ONE, num_prompts=3)
+    figures = bench(FakeServer(always(Script(hang=True))), work, timeout=2.0)
+    assert figures.failures == {"timeout": 3}
+    assert figures.duration == pytest.approx(2.0)
+    assert figures.requests_per_s == 0.0
+
+
+def test_one_token_has_no_tpot_and_no_itl() -> None:
+    """F10."""
+    report = json_of(bench(FakeServer(always(steady(1, first=0.5, gap=0)))))
+    assert report["completed"] == 1
+    assert report["ttft_ms"]["mean"] == report["e2e_ms"]["mean"] == pytest.approx(500)
+    assert report["tpot_ms"]["mean"] is report["itl_ms"]["p99"] is report["worst_stall_ms"] is None
+
+
+def test_goodput_of_zero_is_not_dropped() -> None:
+    """F06."""
+    slo = Slo(ttft=0.0)
+    missed = bench(FakeServer(always(steady(5, 0.5, 0.1))), slo=slo)
+    assert json_of(missed, slo=slo)["goodput_rps"] == 0.0
+    assert json_of(missed, slo=slo)["attainment"] == {"ttft": 0.0, "all": 0.0}
+    assert json_of(missed, slo=slo)["slo"] == {"ttft_ms": 0.0}
+    assert json_of(bench(FakeServer(always(steady(5, 0.5, 0.1)))))["goodput_rps"] is None
+
+
+def test_goodput_counts_failures_as_missed() -> None:
+    scripts = [steady(5, 0.5, 0.1), steady(5, 2.0, 0.1), Script([], status=500), steady(5, 0.5, 0.3)]
+    slo = Slo(ttft=1.0, itl=0.2)
+    figures = bench(FakeServer(lambda number: scripts[number]), replace(ONE, num_prompts=4), slo)
+    assert figures.goodput is not None
+    assert figures.duration == pytest.approx(2.4)
+    assert figures.goodput.requests_per_s == pytest.approx(1 / 2.4)
+    assert figures.goodput.attainment == {"ttft": 0.5, "itl": 0.5, "all": 0.25}
+    table = slo_table(slo, figures)
+    assert table is not None
+    assert table.rows == [
+        ["TTFT", "1000 ms", "50.0%", "1", "1"],
+        ["ITL p99", "200 ms", "50.0%", "1", "1"],
+        ["not served", "", "", "1", ""],
+        ["all", "", "25.0%", "3", ""],
+    ]
+
+
+def test_ttft_counts_from_when_the_request_should_have_been_sent() -> None:
+    """A slot that is free only after 0.9 s, and a connection that takes 0.2 s, are both part of it."""
+    work = replace(ONE, num_prompts=2, request_rate=10.0, arrivals="constant", max_concurrency=1)
+    figures = bench(FakeServer(always(replace(steady(5, 0.5, 0.1), connect=0.2))), work)
+    assert figures.connect.mean == pytest.approx(0.2)
+    assert figures.ttft.max == pytest.approx((1.1 - 0.1) + 0.2 + 0.5)
+    assert figures.client_lag.max == 0.0
+    assert figures.valid
+
+
+def test_concurrency_is_held() -> None:
+    server = FakeServer(always(steady(5, 0.5, 0.1)))
+    figures = bench(server, replace(ONE, num_prompts=20, max_concurrency=3))
+    assert server.most_running == 3
+    assert figures.completed == 20
+
+
+def test_throughput_whole_and_steady() -> None:
+    """F12: four requests that end at 10.0, 10.5, 11.0 and 11.5 s."""
+    figures = bench(FakeServer(lambda n: steady(1, 10 + 0.5 * n, 0)), replace(ONE, num_prompts=4))
+    assert figures.requests_per_s == pytest.approx(4 / 11.5)
+    assert figures.requests_per_s_steady == pytest.approx(2.0)
+    assert figures.output_tokens_per_s == pytest.approx(4 / 11.5)
+    assert figures.output_tokens_per_s_steady == pytest.approx(2.0)
+
+
+def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
+    """Two at a time, 1 s per request of 10 tokens, all ends in pairs: what two streams of 10 tokens/s are."""
+    work = replace(ONE, num_prompts=10, max_concurrency=2)
+    figures = bench(FakeServer(always(steady(10, 0.1, 0.1))), work)
+    assert figures.duration == pytest.approx(5.0)
+    assert figures.output_tokens_per_s == pytest.approx(100 / 5.0)
+    assert figures.output_tokens_per_s_steady == pytest.approx(20.0)
+    assert figures.requests_per_s_steady == pytest.approx(2.0)
+    assert figures.steady_window == pytest.approx((1.0, 5.0))
+
+
+def test_ramp_and_drain_are_trimmed() -> None:
+    """19 short answers at 10/s that take 0.55 s each, then a long one with nobody beside it.
+
+    The level begins after the median E2E and ends with the first end after the last was sent (at 1.9 s).
+    """
+    scripts = [steady(5, 0.15, 0.1)] * 19 + [steady(50, 0.15, 0.1)]
+    work = replace(ONE, num_prompts=20, request_rate=10.0, arrivals="constant")
+    figures = bench(FakeServer(lambda number: scripts[number]), work)
+    assert figures.duration == pytest.approx(1.9 + 5.05)
+    assert figures.steady_window == pytest.approx((0.55, 1.95))
+    assert figures.requests_per_s_steady == pytest.approx(10.0)
+    assert figures.output_tokens_per_s_steady == pytest.approx(50.0)
+    assert figures.output_tokens_per_s == pytest.approx((19 * 5 + 50) / 6.95)
+
+
+def test_ends_that_fall_together_have_no_steady_rate() -> None:
+    """Ten requests that end within a millisecond after 10 s were not served at 9,000 requests/s."""
+    figures = bench(FakeServer(lambda n: steady(1, 10 + 0.0001 * n, 0)), replace(ONE, num_prompts=10))
+    assert figures.requests_per_s == pytest.approx(1.0, rel=1e-3)
+    assert figures.requests_per_s_steady is None
+    assert figures.output_tokens_per_s_steady is None
+
+
+@pytest.mark.parametrize(
+    "after",
+    [Script(hang=True), Script(refused=True)],
+    ids=["hangs until the timeout", "takes no connection any more"],
+)
+def test_a_target_that_goes_silent_is_not_taken_for_its_best_moments(after: Script) -> None:
+    """Ten requests at 10/s are served in 0.5 s each; of the next twenty none is."""
+    work = replace(ONE, num_prompts=30, request_rate=10.0, arrivals="constant")
+    figures = bench(FakeServer(lambda n: steady(5, 0.1, 0.1) if n < 10 else after), work, timeout=3.0)
+    assert (figures.completed, figures.failed) == (10, 20)
+    assert figures.steady_window is not None
+    until = figures.steady_window[1]
+    assert until == pytest.approx(figures.duration if after.refused else 4.0)
+    assert figures.requests_per_s_steady == pytest.approx(9 / (until - 0.5))
+    assert figures.output_tokens_per_s_steady == pytest.approx((50 - 15) / (until - 0.5))
+
+
+def test_asked_and_achieved_rate() -> None:
+    """F08."""
+    work = replace(ONE, num_prompts=1000, request_rate=200.0, arrivals="constant")
+    server = FakeServer(always(steady(1, 0.0, 0)))
+    report = json_of(bench(server, work), work)
+    assert report["asked_rate"] == 200.0
+    assert report["achieved_rate"] == pytest.approx(200.0)
+    assert server.times[-1] == pytest.approx(4.995)
+    at_once = json_of(bench(server, replace(ONE, num_prompts=2)))
+    assert at_once["asked_rate"] is at_once["achieved_rate"] is None
+
+
+def test_the_drawn_schedule_has_a_rate_of_its_own() -> None:
+    """100 requests of a day of 10 min come at night; and a cap of one at a time holds them back."""
+    work = replace(ONE, num_prompts=100, request_rate=5.0, arrivals="daynight")
+    due = [request.offset for request in work.plan(COMMON_IDS)]
+    report = json_of(bench(FakeServer(always(steady(1, 0.0, 0))), work), work)
+    assert report["asked_rate"] == 5.0
+    assert report["achieved_rate"] == pytest.approx(report["scheduled_rate"])
+    assert report["scheduled_rate"] == pytest.approx(99 / due[-1])
+    assert report["scheduled_rate"] < 2.0
+
+    capped = replace(work, max_concurrency=1)
+    report = json_of(bench(FakeServer(always(steady(1, 2.0, 0))), capped), capped)
+    assert report["scheduled_rate"] == pytest.approx(99 / due[-1])
+    assert report["achieved_rate"] == pytest.approx(0.5, rel=0.05)
+
+    closed = replace(ONE, num_prompts=4, max_concurrency=1)
+    assert json_of(bench(FakeServer(always(steady(1, 1.0, 0))), closed), closed)["scheduled_rate"] is None
+
+
+def test_hit_rate_and_preemptions() -> None:
+    preempted = iter([3, 10])
+    server = FakeServer(
+        lambda n: steady(5, 0.5, 0.1, prompt=100, cached=[0, 50, 64][n]),
+        metrics=lambda: (
+            "# TYPE vllm:num_preemptions counter\n"
+            'vllm:num_preemptions_total{model_name="a"} 1.0\n'
+            f'vllm:num_preemptions_total{{model_name="b"}} {next(preempted)}.0\n'
+        ),
+    )
+    figures = bench(server, replace(ONE, num_prompts=3))
+    assert figures.prefix_hit_rate == pytest.approx(114 / 300)
+    assert figures.preemptions == 7
+    assert figures.input_tokens == 300
+
+
+def test_a_server_that_tells_hits_alone_has_its_misses_counted() -> None:
+    """As vLLM does: no cached_tokens where there are none."""
+    scripts = [steady(5, 0.5, 0.1, prompt=100, cached=cached) for cached in (None, 64, None)]
+    assert bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=3)).prefix_hit_rate == 64 / 300
+
+
+@pytest.mark.parametrize("metrics", ["", "free memory: lots\n", "other_total 3\n"])
+def test_what_the_server_does_not_tell_is_null(metrics: str) -> None:
+    report = json_of(bench(FakeServer(always(steady(5, 0.5, 0.1)), metrics=lambda: metrics)))
+    assert report["preemptions"] is None
+    assert report["prefix_hit_rate"] is None
+
+
+def test_a_stream_that_comes_byte_by_byte_has_the_same_tokens() -> None:
+    """F16; a token's time is that of its event's last byte."""
+    stream = b"".join([token(" ü\N{SLIGHTLY SMILING FACE}") for _ in range(5)]) + b":ping\r\n\r\n" + end(5).rstrip()
+    parts = [(0.001 * (index + 1), stream[index : index + 1]) for index in range(len(stream))]
+    figures = bench(FakeServer(always(Script(parts))))
+    one = len(token(" ü\N{SLIGHTLY SMILING FACE}"))
+    assert figures.output_tokens == 5
+    assert figures.ttft.mean == pytest.approx(0.001 * one)
+    assert figures.itl.mean == pytest.approx(0.001 * one)
+
+
+def test_many_events_in_one_write() -> None:
+    """F16."""
+    figures = bench(FakeServer(always(Script([(0.5, token() * 5 + end(5))]))))
+    assert (figures.output_tokens, figures.ttft.mean) == (5, pytest.approx(0.5))
+
+
+def test_a_connection_left_open_after_done_costs_nothing() -> None:
+    figures = bench(FakeServer(always(replace(steady(5, 0.5, 0.1), hang=True))), timeout=30)
+    assert figures.completed == 1
+    assert figures.duration == pytest.approx(0.9)
+
+
+def test_weak_percentiles_are_named() -> None:
+    figures = bench(FakeServer(always(steady(5, 0.5, 0.1))), replace(ONE, num_prompts=250))
+    assert figures.warnings == (
+        "P99 of TTFT, TPOT and E2E rests on 3 of 250 samples; from 1,000 on it can be relied upon",
+    )
+
+
+def test_warm_up_is_sent_and_not_measured() -> None:
+    server = FakeServer(always(steady(5, 0.5, 0.1)))
+
+    async def main() -> None:
+        target = HttpTarget(HttpOptions("http://fake"), transport=server)
+        await warm_up(target, replace(ONE, request_rate=0.001), 3, ids=COMMON_IDS, timeout=None)
+        await warm_up(target, ONE, 0, ids=COMMON_IDS, timeout=None)
+        await target.close()
+
+    run_virtual(main())
+    assert len(server.bodies) == 3
+    assert server.times == [0.0] * 3
+
+
+def test_text_prompts_go_as_text() -> None:
+    server = FakeServer(always(steady(5, 0.5, 0.1)))
+    bench(server, ids=None)
+    bench(server, ids=None, endpoint="chat")
+    assert len(server.bodies[0]["prompt"].split()) == 8
+    assert [message["role"] for message in server.bodies[1]["messages"]] == ["user"]
+
+
+def test_reasoning_and_tool_calls_are_tokens() -> None:
+    def delta(**content: Any) -> bytes:
+        return event({"choices": [{"index": 0, "delta": content}]})
+
+    parts = [
+        (0.1, delta(role="assistant", content=None)),
+        (0.2, delta(reasoning_content="hm")),
+        (0.3, delta(tool_calls=[{"index": 0, "function": {"name": "f", "arguments": ""}}])),
+        (0.4, delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])),
+        (0.4, end(3)),
+    ]
+    figures = bench(FakeServer(always(Script(parts))), endpoint="chat", ids=None)
+    assert figures.ttft.mean == pytest.approx(0.2)
+    assert figures.itl.count == 2
+
+
+def test_models_that_answer_nonsense_do_no_harm() -> None:
+    for nonsense in ({"data": []}, {"data": ["x"]}, {"data": 3}, {}):
+        server = FakeServer(always(steady(5, 0.5, 0.1)), models=nonsense)
+        assert bench(server).completed == 1
+        assert "model" not in server.bodies[0]
+
+
+def test_an_unreachable_lookup_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer(always(steady(5, 0.5, 0.1)))
+    answer = server.handle_async_request
+
+    async def flaky(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            raise httpx.ReadError("reset")
+        return await answer(request)
+
+    monkeypatch.setattr(server, "handle_async_request", flaky)
+    figures = bench(server)
+    assert figures.completed == 1
+    assert figures.preemptions is None
+
+
+def test_stalls_have_their_request_length_and_time() -> None:
+    """Two streams that begin at 0 and at 0.5 s; the second stalls for 2 s after its third token."""
+    stalled = Script([*((0.5 + 0.1 * n, token()) for n in range(3)), (2.7, token()), (2.8, token() + end(5))])
+    scripts = [steady(5, 0.5, 0.1), stalled]
+    work = replace(ONE, num_prompts=2, request_rate=2.0, arrivals="constant")
+    report = json_of(bench(FakeServer(lambda number: scripts[number]), work), work)
+    assert report["worst_stall_ms"] == pytest.approx(2000)
+    worst, other = report["worst_stalls"]
+    assert (worst["request"], worst["tokens_before"], other["request"]) == (1, 3, 0)
+    assert [worst["ms"], worst["at_s"], other["ms"]] == pytest.approx([2000, 1.2, 100])
+
+
+def test_what_a_reader_would_have_noticed() -> None:
+    """At 10 tokens/s: not a stream of 20/s that stalls for 0.3 s with more than that ahead; one of 5/s; a failure."""
+    ahead = Script([*((0.05 * n, token()) for n in range(15)), (1.0, token() + end(16))])
+    scripts = [ahead, steady(5, 0.5, 0.2), Script(status=500)]
+    work, slo = replace(ONE, num_prompts=3), Slo(reader_speed=10.0)
+    reading = json_of(bench(FakeServer(lambda number: scripts[number]), work, slo), work, slo)["reading"]
+    assert reading["tokens_per_s"] == 10.0
+    assert reading["interrupted_requests"] == pytest.approx(2 / 3)
+    assert reading["late_tokens"] == pytest.approx(4 / 21)
+    assert reading["waits_ms"]["mean"] == pytest.approx(100)
+    assert reading["waits_ms"]["count"] == 4
+
+
+def test_the_interval_of_p99_is_in_the_report() -> None:
+    scripts = [steady(5, 0.5 + 0.01 * n, 0.1) for n in range(100)]
+    first, again = (json_of(bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=100))) for _ in range(2))
+    low, high = first["ttft_ms"]["p99_ci95"]
+    assert 500 < low < first["ttft_ms"]["p99"] <= high == pytest.approx(1490)
+    assert first["ttft_ms"]["p99_ci95"] == again["ttft_ms"]["p99_ci95"]
+    assert json_of(bench(FakeServer(always(steady(5, 0.5, 0.1)))))["ttft_ms"]["p99_ci95"] is None
+
+
+def test_an_slo_names_its_statistic_and_its_misses() -> None:
+    """One gap of 1 s among nine of 0.1 s misses the maximum, not the median."""
+    stalled = Script([*((0.5 + 0.1 * n, token()) for n in range(10)), (2.4, token() + end(11))])
+    for name, missed in (("p50", 0), ("max", 1)):
+        slo = Slo(itl=0.2, itl_statistic=name)
+        report = json_of(bench(FakeServer(always(stalled)), slo=slo), slo=slo)
+        assert report["slo"] == {"itl_ms": 200.0, "itl_statistic": name}
+        assert report["slo_missed"] == report["slo_missed_alone"] == {"itl": missed}
+        assert report["attainment"] == {"itl": 1.0 - missed, "all": 1.0 - missed}
+
+
+def test_the_decisions_of_our_server_are_asked_for_after_the_load() -> None:
+    entry = {"at_ms": 250.0, "until_ms": 250.0, "what": "admitted", "count": 1, "details": {"running": 1}}
+
+    def answer(path: str) -> httpx.Response:
+        if path.endswith("cmpl-0/explain"):
+            return httpx.Response(200, json={"id": "cmpl-0", "choices": [{"index": 0, "entries": [entry]}]})
+        return httpx.Response(404, json={"error": {"message": "forgotten"}})
+
+    def script(number: int) -> Script:
+        return Script([(0.5, token(id=f"cmpl-{number}")), (0.5, end(1))])
+
+    work = replace(ONE, num_prompts=2, output_len=1, max_concurrency=1)
+    for owner, timelines, told in (("llmsched", True, 1), ("llmsched", False, 0), ("vllm", True, 0)):
+        models = {"data": [{"id": "m", "owned_by": owner}]}
+        records = bench(FakeServer(script, models=models, other=answer), work, timelines=timelines).records
+        assert [record.request_id for record in records] == ["cmpl-0", "cmpl-1"]
+        assert sum(record.timeline is not None for record in records) == told
+        if told:
+            timeline = records[0].timeline
+            assert timeline is not None
+            assert (timeline.start, timeline.entries[0].time) == (0.0, 0.25)
+            assert timeline.entries[0].details == {"running": 1}

@@ -1,0 +1,344 @@
+"""F14 and the formats: what a trace file means, and what is wrong with it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsched.cli.load.traces import lines
+from llmsched.cli.load.traces.lines import TraceError
+from llmsched.cli.load.traces.read import read_trace
+from llmsched.cli.load.traces.trace import Trace, digest
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+MINUTE = "2023-11-16 18:17:"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "trace"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def mooncake(*stamps: Any) -> str:
+    """A line per timestamp; one of None has none."""
+    lines = []
+    for stamp in stamps:
+        fields = {"timestamp": stamp, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+        lines.append(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    return "\n".join(lines)
+
+
+def log(*stamps: Any) -> str:
+    return "\n".join(json.dumps({"prompt": "a b", "max_tokens": 5, "timestamp": stamp}) for stamp in stamps)
+
+
+def offsets(trace: Trace) -> list[float]:
+    return [request.offset for request in trace.requests]
+
+
+def lengths(trace: Trace) -> list[tuple[int | None, int | None]]:
+    return [(request.input_len, request.output_len) for request in trace.requests]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (mooncake(1.7e15, 1.7e15 + 2_500_000), [0, 2.5]),
+        (mooncake(27482, 30482), [0, 3]),
+        (mooncake(0, 0, 7), [0, 0, 0.007]),
+        (mooncake(5000, 1000, 3000), [0, 2, 4]),
+        (mooncake(1_700_000_000_000, 1_700_000_000_500), [0, 0.5]),
+        (log(1_700_000_000, 1_700_000_060.5), [0, 60.5]),
+        (log(1_700_000_000_000, 1_700_000_000_500), [0, 0.5]),
+        (log(1.7e15, 1.7e15 + 500_000), [0, 0.5]),
+        (log(1.7e18, 1.7e18 + 5e9), [0, 5]),
+        (log("1700000000", "1700000001"), [0, 1]),
+        (log(5.5, 7), [0, 1.5]),
+        (log("2024-05-10T00:00:00Z", "2024-05-10T02:00:01+02:00"), [0, 1]),
+    ],
+)
+def test_offsets_are_seconds_after_the_first(write: Any, text: str, expected: list[float]) -> None:
+    """F14: microseconds since 1970, milliseconds from anywhere, unsorted, equal ones, seconds, dates."""
+    trace = read_trace(write(text))
+    assert trace.timed
+    assert offsets(trace) == expected
+
+
+def test_equal_timestamps_keep_the_order_of_the_file(write: Any) -> None:
+    text = AZURE + "".join(f"{MINUTE}{second:02},{tokens},1\n" for second, tokens in ((5, 1), (3, 2), (5, 3), (3, 4)))
+    assert lengths(read_trace(write(text))) == [(2, 1), (4, 1), (1, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (mooncake(0, None, 5), "trace, line 2: timestamp is missing"),
+        (mooncake(0, 1, -5), "trace, line 3: timestamp is -5"),
+        (mooncake(0, float("nan")), "trace, line 2: timestamp is NaN"),
+        (mooncake(0, float("inf")), "trace, line 2: timestamp is Infinity"),
+        (mooncake(0, "soon"), "trace, line 2: timestamp is soon"),
+        (mooncake(0, True), "trace, line 2: timestamp is true"),
+        (AZURE + f"{MINUTE}01,1,1\n\n,2,2\n", "trace, line 4: TIMESTAMP is missing"),
+        (AZURE + f"{MINUTE}61,1,1\n", "trace, line 2: TIMESTAMP is 2023-11-16 18:17:61"),
+        (mooncake(1_700_000_000, 1_700_000_060), "are ms by the format, but look like s since 1970"),
+        (log(1_700_000_000, "2024-05-10T00:00:00Z"), "1 of 2 timestamps are dates, the others numbers"),
+        ('{"prompt":"a","max_tokens":1,"timestamp":1700000000}\n{"prompt":"a","max_tokens":1}', "line 2: no timestamp"),
+        ('{"prompt":"a","max_tokens":1}\n{"prompt":"a","max_tokens":1,"time":1700000000}', "line 1: no timestamp"),
+        ("", "trace is empty"),
+        ("\n \n", "trace is empty"),
+        ("[]", "trace is an empty list"),
+        (AZURE, "holds no request"),
+        ("hello\nworld", "no trace of a known format .* it begins with hello"),
+        ('{"a": 1}', "no trace of a known format"),
+        ("{oops\n", "line 1: no JSON"),
+        (mooncake(1) + "\n{oops", "line 2: no JSON"),
+        (mooncake(1) + "\n[1]", "line 2: .* allowed is a JSON object"),
+        (b"\xff\xfe\x00", "no UTF-8 text"),
+        (b"\x1f\x8b\x08nonsense", "trace: "),
+        (AZURE + f"{MINUTE}01,x,1", "line 2: input tokens is x; allowed is a whole number of tokens, 0 to 16777216"),
+        (AZURE + f"{MINUTE}01,-4,1", "line 2: input tokens is -4"),
+        (AZURE + f"{MINUTE}01,1.5,1", "line 2: input tokens is 1.5"),
+        (AZURE + f"{MINUTE}01,nan,1", "line 2: input tokens is nan"),
+        (AZURE + f"{MINUTE}01,1e300,1", "line 2: input tokens is 1e300"),
+        (AZURE + f"{MINUTE}01,3", "line 2: output tokens is missing"),
+        ('{"timestamp":0,"input_length":600,"output_length":1,"hash_ids":[1]}', "1 hash_ids; 600 tokens are 2 blocks"),
+        ('{"timestamp":0,"input_length":6,"output_length":1,"hash_ids":[-1]}', r"hash_ids is \[-1\]"),
+        ('{"timestamp":0,"input_length":6,"output_length":1,"hash_ids":7}', "hash_ids is 7"),
+        ('{"prompt":[1,2],"max_tokens":1}', r"line 1: prompt is \[1, 2\] and messages are missing"),
+        ('{"prompt":"a","max_tokens":-1}', "line 1: max_tokens is -1"),
+        ('{"prompt":"\\ud83d","max_tokens":1}', "line 1: the prompt is no valid Unicode"),
+        ('{"messages":[],"max_tokens":1}', r"line 1: messages is \[\]"),
+        ('{"messages":[{"content":"x"}]}', r"messages\[0\] is .* allowed is an object with a role"),
+        ('{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', r"messages\[0\].content is .* text parts"),
+        ('[{"conversations":"x"}]', "entry 1: conversations is x"),
+        ('[{"conversations":[]}', "entry 2: no JSON"),
+        ('[{"conversations":[]}]', "holds no request"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(write: Any, text: str, message: str) -> None:
+    """F14: missing, negative and NaN are refused; a result without a request is an error; a unit is never guessed."""
+    with pytest.raises(TraceError, match=message):
+        read_trace(write(text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"nowhere: No such file"):
+        read_trace(tmp_path / "nowhere")
+    with pytest.raises(TraceError, match=r"directory"):
+        read_trace(tmp_path)
+
+
+def test_the_unit_may_be_said(write: Any) -> None:
+    assert offsets(read_trace(write(log(27482, 27492)), unit="ms")) == [0, 0.01]
+    assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), unit="s")) == [0, 60]
+    assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), unit="ms")) == [0, 0.06]
+    with pytest.raises(TraceError, match="the timestamps are dates"):
+        read_trace(write(AZURE + f"{MINUTE}01,1,1"), unit="s")
+    with pytest.raises(TraceError, match="there are no timestamps"):
+        read_trace(write("num_prefill_tokens,num_decode_tokens\n5,6"), unit="s")
+
+
+def test_azure(write: Any) -> None:
+    """Seven digits of a second; also time zones, a byte order mark, CRLF, blank lines, no newline at the end."""
+    rows = f"{MINUTE}03.9799600,4808,10\r\n\r\n{MINUTE}04.0319605+00:00,3180,8"
+    trace = read_trace(write(b"\xef\xbb\xbf" + (AZURE.replace("\n", "\r\n") + rows).encode()))
+    assert trace.format == "azure"
+    assert lengths(trace) == [(4808, 10), (3180, 8)]
+    assert offsets(trace) == [0, pytest.approx(0.052)]
+    assert [request.line for request in trace.requests] == [2, 4]
+
+
+def test_burstgpt_is_in_seconds_and_keeps_answers_of_no_tokens(write: Any) -> None:
+    trace = read_trace(write(BURST + "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,0,1087,API log\n"))
+    assert (trace.format, lengths(trace), offsets(trace)) == ("burstgpt", [(472, 18), (1087, 0)], [0, 40.5])
+
+
+def test_burstgpt_with_sessions_as_a_spreadsheet_saves_it(write: Any) -> None:
+    """The columns of the second release, a byte order mark, CRLF, quotes, a line break within them, a failed row."""
+    header = (
+        '"Timestamp","Session ID","Elapsed time","Model","Request tokens","Response tokens","Total tokens","Log Type"'
+    )
+    rows = [
+        header,
+        '5,"0a1f","12.7","ChatGPT","472","18","490","Conversation log"',
+        '45,"0a1f","","ChatGPT","1087","0","1087","Conversation\r\nlog"',
+        '118.5,"","3.25","GPT-4","417","276","693","API log"',
+    ]
+    trace = read_trace(write(b"\xef\xbb\xbf" + "\r\n".join([*rows, ""]).encode()))
+    assert trace.format == "burstgpt"
+    assert lengths(trace) == [(472, 18), (1087, 0), (417, 276)]
+    assert offsets(trace) == [0, 40, 113.5]
+    assert [request.line for request in trace.requests] == [2, 4, 5]
+
+
+def test_lengths_have_no_times(write: Any) -> None:
+    trace = read_trace(write("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3772,54,3826,69.85\n"))
+    assert (trace.format, lengths(trace), trace.timed, trace.rate) == ("lengths", [(3772, 54)], False, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8 7\n3\t4\n",
+        "[8, 7]\r\n[3, 4]",
+        '{"prompt_tokens": 8, "completion_tokens": 7}\n{"input_len": "3", "output_len": "4"}',
+        "Input_Len,other,Output_Len\n8,x,7\n3,,4\n",
+    ],
+)
+def test_lengths_go_by_many_names_or_none(write: Any, text: str) -> None:
+    trace = read_trace(write(text))
+    assert (trace.format, trace.timed, trace.of_text, lengths(trace)) == ("lengths", False, False, [(8, 7), (3, 4)])
+
+
+def test_what_does_not_tell_answers_apart(write: Any) -> None:
+    assert lengths(read_trace(write("15\n7\n"))) == [(15, None), (7, None)]
+    assert lengths(read_trace(write("total_tokens\n15\n"))) == [(15, None)]
+
+
+def test_columns_may_stand_in_any_order(write: Any) -> None:
+    trace = read_trace(write("generatedtokens, ContextTokens,extra,timestamp\n7,8,x,2024-01-01\n"))
+    assert lengths(trace) == [(8, 7)]
+
+
+def test_blocks_of_another_size(write: Any) -> None:
+    path = write('{"timestamp": 1.5, "input_length": 40, "output_length": 2, "hash_ids": [7, 8, 9]}')
+    trace = read_trace(path, unit="s", block_tokens=16)
+    assert (trace.block_tokens, trace.requests[0].hash_ids) == (16, (7, 8, 9))
+    with pytest.raises(TraceError, match=r"40 tokens are 1 blocks of 512 \(--trace-block-size says another size"):
+        read_trace(path)
+
+
+def test_what_has_no_meaning_for_a_format_is_refused(write: Any) -> None:
+    with pytest.raises(TraceError, match="--turns 2 is given, but no conversations are in mooncake traces"):
+        read_trace(write(mooncake(1)), turns=2)
+    with pytest.raises(TraceError, match="--trace-block-size 16 is given, but no blocks are in log traces"):
+        read_trace(write(log(1)), block_tokens=16)
+
+
+def test_mooncake_without_blocks(write: Any) -> None:
+    trace = read_trace(write('{"timestamp": 3, "input_length": 600, "output_length": 2}'))
+    assert (trace.format, trace.requests[0].hash_ids) == ("mooncake", ())
+
+
+TALK = [
+    {"from": "system", "value": "be kind"},
+    *({"from": who, "value": text} for who, text in (("human", "one two"), ("gpt", "three"), ("human", "four"))),
+    {"from": "gpt", "value": "five six"},
+]
+
+
+@pytest.mark.parametrize("layout", [json.dumps, lambda v: json.dumps(v, indent=2), lambda v: json.dumps(v[0])])
+def test_sharegpt(write: Any, layout: Any) -> None:
+    trace = read_trace(write(layout([{"id": "a", "conversations": TALK}])))
+    (request,) = trace.requests
+    assert (trace.format, trace.timed, trace.of_text) == ("sharegpt", False, True)
+    assert request.content is not None
+    assert request.content.messages == (
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "one two"},
+    )
+    assert (request.content.text, request.answer) == ("be kind\n\none two", "three")
+    assert (request.words_in, request.words_out) == (4, 1)
+
+
+def test_sharegpt_as_its_dumps_are(write: Any) -> None:
+    """Parts of long talks begin with an answer, some talks are empty, assistants go by their product's name."""
+    entries: list[dict[str, Any]] = [
+        {"id": "QWJhYvA_0", "conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c\r\nd"}]},
+        {"id": "QWJhYvA_1", "conversations": TALK[2:]},
+        {"id": "empty_0", "conversations": []},
+        {"id": "old", "items": [{"from": "user", "value": "e", "text": "e"}, {"from": "bing", "value": "f g h"}]},
+        {"id": "bard", "items": [{"from": "human", "value": "i"}, {"from": "bard", "value": "j", "markdown": None}]},
+        {"id": "chat", "items": [{"from": "user", "value": "k"}, {"from": "chatgpt", "value": "l"}]},
+    ]
+    trace = read_trace(write(b"\xef\xbb\xbf" + json.dumps(entries, indent=2).replace("\n", "\r\n").encode()))
+    assert trace.format == "sharegpt"
+    assert [request.answer for request in trace.requests] == ["c\r\nd", "five six", "f g h", "j", "l"]
+    assert [request.line for request in trace.requests] == [1, 2, 4, 5, 6]
+    second = trace.requests[1].content
+    assert second is not None
+    assert second.messages is not None
+    assert [message["role"] for message in second.messages] == ["assistant", "user"]
+    assert read_trace(write("\r\n".join(map(json.dumps, entries[3:])))).format == "sharegpt"
+
+
+def test_who_speaks_is_not_guessed(write: Any) -> None:
+    with pytest.raises(TraceError, match="entry 1: from is tool; allowed are human, user, gpt"):
+        read_trace(write(json.dumps([{"conversations": [{"from": "tool", "value": "x"}]}])))
+    with pytest.raises(TraceError, match="entry 1: from is missing"):
+        read_trace(write(json.dumps([{"items": [{"value": "x"}]}])))
+
+
+def test_more_turns_of_a_conversation_are_more_requests(write: Any) -> None:
+    path = write(json.dumps([{"conversations": TALK}, {"conversations": TALK[3:4]}, {"conversations": TALK[3:]}]))
+    assert [request.words_in for request in read_trace(path, turns=9).requests] == [4, 6, 1]
+    assert [request.answer for request in read_trace(path, turns=9).requests] == ["three", "five six", "five six"]
+    assert [request.line for request in read_trace(path).requests] == [1, 3]
+
+
+def test_a_long_array_is_read_as_far_as_asked(write: Any) -> None:
+    entry = json.dumps({"conversations": [{"from": "human", "value": "x" * 9000}, {"from": "gpt", "value": "y"}]})
+    path = write("[\n" + ",\n".join([entry] * 500) + ", {broken ]")
+    assert len(read_trace(path, limit=400).requests) == 400
+    with pytest.raises(TraceError, match="entry 501: no JSON"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("chunk", [5, 64, 1000])
+def test_an_array_may_be_cut_anywhere_while_it_is_read(write: Any, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    talk = [{"from": "human", "value": 'é "\\ \n \u00e9 -1.5e3 true'}, {"from": "gpt", "value": "]} , {["}]
+    path = write("  \n" * 9 + json.dumps([{"n": -1.5e-7, "ok": None, "conversations": talk}] * 7, indent=1))
+    whole = read_trace(path).requests
+    monkeypatch.setattr(lines, "_CHUNK", chunk)
+    assert read_trace(path, "sharegpt").requests == whole
+    assert len(whole) == 7
+
+
+def test_request_logs(write: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a b"}]}, {"role": "assistant", "content": None}]
+    rows = [
+        {"messages": messages, "max_completion_tokens": 9, "created": 1_700_000_000},
+        {"custom_id": "1", "body": {"prompt": "c", "max_tokens": 3}, "timestamp": 1_700_000_001},
+        {"prompt": "d e f", "created_at": 1_700_000_002},
+    ]
+    trace = read_trace(write("\n".join(json.dumps(row) for row in rows)))
+    assert trace.format == "log"
+    assert [(r.words_in, r.words_out, r.offset) for r in trace.requests] == [(2, 9, 0), (1, 3, 1), (3, None, 2)]
+    assert trace.requests[0].content is not None
+    assert trace.requests[0].content.messages == tuple(messages)
+
+
+def test_the_first_of_an_unsorted_trace_are_the_earliest(write: Any) -> None:
+    assert offsets(read_trace(write(mooncake(5000, 1000, 3000)), limit=2)) == [0, 2]
+
+
+def test_a_format_may_be_forced(write: Any) -> None:
+    path = write('{"input_length": 5, "output_length": 5, "prompt": "a", "max_tokens": 2}')
+    assert read_trace(path, "log").of_text
+    with pytest.raises(TraceError, match="no column timestamp"):
+        read_trace(path, "azure")
+
+
+def test_packed_files(write: Any) -> None:
+    plain = read_trace(write(mooncake(0, 5)))
+    assert read_trace(write(gzip.compress(mooncake(0, 5).encode()))).requests == plain.requests
+    with pytest.raises(TraceError, match="trace: "):
+        read_trace(write(gzip.compress(mooncake(*range(500)).encode())[:-30]))
+
+
+def test_the_digest_is_that_of_the_content(write: Any) -> None:
+    def of(text: str, **settings: Any) -> str:
+        return digest(read_trace(write(text), **settings).requests)
+
+    assert of(mooncake(0, 5)) == of(mooncake(27_482, 27_487).replace("\n", "\r\n\r\n"))
+    assert len({of(mooncake(0, 5)), of(mooncake(0, 6)), of(mooncake(0)), of(log(0, 5), unit="ms")}) == 4

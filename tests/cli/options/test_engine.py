@@ -1,0 +1,267 @@
+"""Quantities with units, MODEL resolution, and the engine flags that EngineConfig generates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import pytest
+import typer
+
+from llmsched.cli import main as cli
+from llmsched.cli.options import engine as options
+from llmsched.cli.options.engine import EngineOptions, knob_value, with_engine_options
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("800ms", 0.8), ("1.5s", 1.5), ("250us", 0.00025), ("2min", 120), ("2m", 120), ("1h", 3600), (" 5 ms ", 0.005)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert options.duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["800", "-1s", "1.5 parsecs", "", "ms", "nan", "1e999s", "1s2", "1e-320s", "1e30h"])
+def test_a_duration_without_a_clear_unit_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"duration|unit"):
+        options.duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("24GiB", 24 * 1024**3),
+        ("24GB", 24 * 1000**3),
+        ("24gib", 24 * 1024**3),
+        ("1.5 MiB", 1572864),
+        ("7B", 7),
+        ("1TiB", 1024**4),
+        ("2097152", 2097152),
+    ],
+)
+def test_sizes_keep_binary_and_decimal_units_apart(text: str, count: int) -> None:
+    assert options.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["24", "24G", "-1GiB", "0GiB", "GiB", "24 chickens", "inf"])
+def test_a_size_that_must_be_guessed_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="GiB"):
+        options.size(text)
+
+
+@pytest.mark.parametrize("text", ["1e30", "1e30GiB", "0.1B", "1e-320GiB"])
+def test_a_size_that_cannot_be_meant_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="allowed is 1B to 1048576TiB"):
+        options.size(text)
+
+
+def test_no_swap_space_can_be_asked_for(run) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run("sample", "--swap-space", "0")
+    assert (code, json.loads(out)["config"]["swap_space"]) == (0, 0)
+
+
+def test_shares() -> None:
+    assert options.fraction("0.9") == 0.9
+    assert options.fraction("90%") == pytest.approx(0.9)
+    with pytest.raises(typer.BadParameter, match="share"):
+        options.fraction("0.9GiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("0.5k", 512), ("1M", 1 << 20)]
+)
+def test_tokens(text: str, count: int) -> None:
+    assert options.tokens(text) == count
+    assert options.context_length(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "-8k", "1.5", "8q", "k", "nan", "auto", "1e30", "17M"])
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="tokens"):
+        options.tokens(text)
+
+
+def test_model_comes_from_argument_then_environment_then_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLMSCHED_MODEL", "org/model")
+    assert options.resolve_model("mine") == "mine"
+    assert capsys.readouterr().err == ""
+    assert options.resolve_model(None) == "org/model"
+    assert "org/model (from LLMSCHED_MODEL)" in capsys.readouterr().err
+    monkeypatch.delenv("LLMSCHED_MODEL")
+    assert options.resolve_model(None) == "demo"
+    assert "demo" in capsys.readouterr().err
+
+
+@with_engine_options(exclude=("seed",))
+def sample(
+    model: Annotated[str, typer.Argument()] = "demo",
+    lazy: Annotated[bool, typer.Option(help="A flag of its own.")] = False,
+    *,
+    engine_options: EngineOptions,
+) -> None:
+    """A command with engine flags."""
+    config = engine_options.config(model, {"max_num_seqs": 7, "block_size": 32})
+    print(json.dumps({"lazy": lazy, "given": sorted(engine_options.given), "config": dataclasses.asdict(config)}))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Run the console entry with `sample` as its only command; gives (exit code, stdout, stderr)."""
+    monkeypatch.setitem(sys.modules, "sample_command", sys.modules[__name__])
+    monkeypatch.setattr(cli, "COMMANDS", {"sample": cli.Entry("sample_command", "sample", "Try flags.")})
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["llmsched", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_every_knob_becomes_a_flag_with_its_reason(run) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run("sample", "--help")
+    assert code == 0
+    shown = " ".join(out.split())
+    for knob in dataclasses.fields(EngineConfig):
+        flag = "--" + knob.name.replace("_", "-")
+        assert (f"{flag} " in shown) == (knob.name not in {"model", "seed"}), flag
+    assert "requests that run at the same time [1 to 65536; default: 128]" in shown
+    assert "--enable-prefix-caching / --no-enable-prefix-caching" in shown
+
+
+def test_automatic_beats_a_profile() -> None:
+    profile = {"max_model_len": 4096, "max_num_seqs": 7}
+    assert EngineOptions().config("m", profile).max_model_len == 4096
+    automatic = EngineOptions(automatic=frozenset({"max_model_len"})).config("m", profile)
+    assert (automatic.max_model_len, automatic.max_num_seqs) == (None, 7)
+
+
+def test_a_length_may_be_automatic_or_in_k(run) -> None:  # type: ignore[no-untyped-def]
+    for given, wanted in (("auto", None), ("8k", 8192)):
+        code, out, _ = run("sample", "m", "--max-model-len", given)
+        assert code == 0
+        answer = json.loads(out)
+        assert answer["config"]["max_model_len"] == wanted
+        assert answer["given"] == ([] if wanted is None else ["max_model_len"])
+
+
+def test_flag_beats_profile_beats_default(run) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run("sample", "m", "--max-num-seqs", "9", "--no-enable-prefix-caching", "--lazy")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["given"] == ["enable_prefix_caching", "max_num_seqs"]
+    assert answer["lazy"] is True
+    config = answer["config"]
+    assert (config["model"], config["max_num_seqs"], config["block_size"]) == ("m", 9, 32)
+    assert config["enable_prefix_caching"] is False
+    assert config["max_queue_size"] == EngineConfig().max_queue_size
+
+
+def test_quantities_are_parsed_in_engine_flags(run) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run("sample", "--kv-cache-memory-bytes", "2GiB", "--gpu-memory-utilization", "85%")
+    assert code == 0
+    config = json.loads(out)["config"]
+    assert config["kv_cache_memory_bytes"] == 2 * 1024**3
+    assert config["gpu_memory_utilization"] == pytest.approx(0.85)
+
+
+@pytest.mark.parametrize(
+    "knob", ["gpu_memory_utilization", "max_pinned_share", "fast_lane_share", "headroom", "max_headroom"]
+)
+@pytest.mark.parametrize("text", ["25%", "0.25"])
+def test_every_share_may_be_given_in_percent(run, knob: str, text: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run("sample", "--" + knob.replace("_", "-"), text)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["config"][knob] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (
+            ("--gpu-memory-utilization", "1.3"),
+            "--gpu-memory-utilization: 1.3 is out of range; allowed is from 0.01 to 1",
+        ),
+        (("--gpu-memory-utilization", "nan"), "--gpu-memory-utilization"),
+        (("--max-num-seqs", "0"), "--max-num-seqs: 0 is out of range"),
+        (("--max-num-seqs", "many"), "--max-num-seqs"),
+        (("--dtype", "int3"), "--dtype"),
+        (("--kv-cache-memory-bytes", "-1GiB"), "--kv-cache-memory-bytes"),
+        (("--no-such-flag",), "--no-such-flag"),
+    ],
+)
+def test_bad_input_is_one_line_naming_the_flag_and_exit_code_2(  # type: ignore[no-untyped-def]
+    run, arguments: tuple[str, ...], wanted: str
+) -> None:
+    code, out, err = run("sample", *arguments)
+    assert code == 2
+    assert out == ""
+    assert wanted in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_config_error_keeps_the_field_for_the_program() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions({"block_size": 0}).config("demo")
+    assert caught.value.field == "block_size"
+
+
+def test_unknown_command_and_version(run) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = run("sampel")
+    assert code == 2
+    assert "sample" in err
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.startswith("llmsched ")
+
+
+def test_top_level_help_lists_commands_without_importing_them(  # type: ignore[no-untyped-def]
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", {"ghost": cli.Entry("no.such.module", "f", "Not there.")})
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "ghost" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_num_seqs", "4", 4),
+        ("headroom", "20%", 0.2),
+        ("target_itl", "50ms", 0.05),
+        ("swap_space", "2GiB", 2 << 30),
+        ("enable_prefix_caching", "off", False),
+        ("scheduling_policy", "fcfs", "fcfs"),
+        ("max_model_len", "8k", 8192),
+        ("max_model_len", "auto", None),
+    ],
+)
+def test_the_value_of_a_setting_is_read_as_its_flag_reads_it(name: str, text: str, value: object) -> None:
+    assert knob_value(name, text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("max_num_seq", "4", "max_num_seq: is no setting of the engine; settings are max_num_seqs"),
+        ("model", "x", "model: is no setting"),
+        ("max_num_seqs", "4.5", "max_num_seqs: '4.5' is not a whole number"),
+        ("max_num_seqs", "0", "max_num_seqs: 0 is out of range; allowed is from 1 to 65536"),
+        ("headroom", "nan", "headroom: 'nan' is not a share"),
+        ("target_itl", "50", "target_itl: '50' needs a unit"),
+        ("enable_prefix_caching", "maybe", "neither on nor off"),
+        ("scheduling_policy", "tidal", "scheduling_policy: 'tidal' is not one of fair"),
+    ],
+)
+def test_a_wrong_value_of_a_setting_names_it_and_what_is_allowed(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        knob_value(name, text)

@@ -1,0 +1,83 @@
+"""Connections over real sockets: opened when needed, used again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from llmsched.cli.bench.selfcheck.server import ScriptedServer
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets import connections
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.connections import Connections
+from llmsched.cli.targets.run import run_workload
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+
+def bench(name: str, workload: Workload) -> Measurement:
+    async def main() -> Measurement:
+        server = await asyncio.start_server(ScriptedServer().serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        target = HttpTarget(HttpOptions(f"http://127.0.0.1:{port}/{name}/v1"))
+        try:
+            await target.connect()
+            return await run_workload(target, workload, Slo(), ids=COMMON_IDS, timeout=20.0, progress=silent)
+        finally:
+            await target.close()
+            server.close()
+            await server.wait_closed()
+
+    return asyncio.run(main())
+
+
+def test_one_after_the_other_uses_one_connection() -> None:
+    figures = bench("rate", Workload(num_prompts=20, input_len=8, output_len=1, max_concurrency=1))
+    assert (figures.completed, figures.connect.count) == (20, 1)
+    assert all(record.sent is not None and record.client_lag is not None for record in figures.records)
+
+
+def test_as_many_connections_as_requests_at_a_time() -> None:
+    figures = bench("steady", Workload(num_prompts=12, input_len=8, output_len=40, max_concurrency=6))
+    assert (figures.completed, figures.connect.count) == (12, 6)
+    assert figures.output_tokens == 12 * 40
+
+
+def test_a_connection_that_was_cut_is_not_used_again() -> None:
+    figures = bench("failures", Workload(num_prompts=10, input_len=8, output_len=40, max_concurrency=1))
+    reasons = {"cut without [DONE]": 2, "error event": 2, "http 500": 2, "empty stream": 2}
+    assert (figures.completed, figures.failures) == (2, reasons)
+
+
+@pytest.mark.parametrize(
+    ("environment", "url", "proxy"),
+    [
+        ({}, "http://host", None),
+        ({"http_proxy": "http://proxy:1"}, "http://host", "http://proxy:1"),
+        ({"http_proxy": "http://proxy:1"}, "https://host", None),
+        ({"all_proxy": "http://proxy:2"}, "https://host", "http://proxy:2"),
+        ({"http_proxy": "http://proxy:1", "no_proxy": "host"}, "http://host:8000", None),
+    ],
+)
+def test_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], url: str, proxy: str | None
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    made: list[object] = []
+    monkeypatch.setattr(httpx, "AsyncHTTPTransport", lambda verify, proxy: made.append(proxy))
+    monkeypatch.setattr(connections, "Http1Transport", lambda verify: made.append(None))
+
+    async def main() -> None:
+        async with Connections(url).lend():
+            pass
+
+    asyncio.run(main())
+    assert made == [proxy]

@@ -1,0 +1,194 @@
+"""HTTP/1.1 over one connection: how answers are framed, and what a server may do to a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsched.cli.targets.http1 import ChunkDecoder, Http1Transport
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=5), st.lists(st.integers(0, 300), max_size=8))
+def test_chunks_come_out_whole_however_they_are_split(contents: list[bytes], cuts: list[int]) -> None:
+    written = [f"{len(content):X};a=b" if index % 2 else f"0{len(content):x}" for index, content in enumerate(contents)]
+    body = b"".join(
+        size.encode() + b"\r\n" + content + b"\r\n" for size, content in zip(written, contents, strict=True)
+    )
+    whole = body + b"0\r\nTrailer: x\r\n\r\n"
+    ends = sorted(min(cut, len(whole)) for cut in cuts)
+    decoder, found = ChunkDecoder(), b""
+    for start, end in zip([0, *ends], [*ends, len(whole)], strict=True):
+        assert not decoder.done or start == end
+        found += decoder.feed(whole[start:end])
+    assert decoder.done
+    assert found == b"".join(contents)
+
+
+def test_content_comes_out_with_its_last_byte_not_before_the_chunk_is_whole() -> None:
+    decoder = ChunkDecoder()
+    assert [decoder.feed(part) for part in (b"5\r", b"\nab", b"cde", b"\r\n0\r\n")] == [b"", b"ab", b"cde", b""]
+    assert not decoder.done
+    assert decoder.feed(b"\r\n") == b""
+    assert decoder.done
+
+
+@pytest.mark.parametrize("body", [b"x\r\n", b"\r\n", b"-1\r\n", b"3\r\nabcdef", b"1 2\r\n", b"0x3\r\n", b"3" * 20_000])
+def test_what_is_no_chunked_body(body: bytes) -> None:
+    with pytest.raises(ValueError, match="chunk"):
+        ChunkDecoder().feed(body)
+
+
+class Outcome:
+    """What came of requests one after the other, on one transport, to a server that answers with these bytes.
+
+    None in `answers`: the server closes the connection when the request comes. After an answer that does not say how
+    long it is, it closes it too.
+    """
+
+    def __init__(self, answers: Sequence[bytes | None], *, close_after: bool = False) -> None:
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.results: list[tuple[int, bytes] | str] = []
+        self.events: list[str] = []
+        self._answers = list(answers)
+        self._close_after = close_after
+        asyncio.run(self._run(len(answers)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while self._answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.requests.append(head + await reader.readexactly(2))
+                if (answer := self._answers.pop(0)) is None:
+                    break
+                writer.write(answer)
+                await writer.drain()
+                if self._close_after or not any(word in answer.lower() for word in (b"content-length", b"chunked")):
+                    break
+        except asyncio.IncompleteReadError:
+            pass
+        writer.close()
+
+    async def _run(self, count: int) -> None:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        transport = Http1Transport(ssl.create_default_context())
+
+        async def trace(event: str, info: dict[str, Any]) -> None:
+            self.events.append(event)
+
+        for _ in range(count):
+            request = httpx.Request(
+                "POST", f"http://127.0.0.1:{port}/a?b=c", content=b"{}", extensions={"trace": trace}
+            )
+            try:
+                response = await transport.handle_async_request(request)
+                try:
+                    self.results.append((response.status_code, b"".join([part async for part in response.aiter_raw()])))
+                finally:
+                    await response.aclose()
+            except httpx.RequestError as problem:
+                self.results.append(type(problem).__name__)
+            await asyncio.sleep(0.01)  # what the server does to the connection arrives
+        await transport.aclose()
+        server.close()
+        await server.wait_closed()
+
+
+def test_a_connection_is_used_again_after_a_whole_answer() -> None:
+    outcome = Outcome(
+        [OK + b"Content-Length: 3\r\n\r\nabc", CHUNKED + b"2\r\nde\r\n0\r\n\r\n", OK + b"Content-Length: 0\r\n\r\n"]
+    )
+    assert outcome.results == [(200, b"abc"), (200, b"de"), (200, b"")]
+    assert outcome.connections == 1
+    assert outcome.events.count("connection.connect_tcp.started") == 1
+    assert outcome.events.count("http11.send_request_headers.started") == 3
+    first, *lines = outcome.requests[0].split(b"\r\n")
+    assert first == b"POST /a?b=c HTTP/1.1"
+    assert any(line.lower().startswith(b"host: 127.0.0.1:") for line in lines)
+    assert b"Content-Length: 2" in lines
+    assert lines[-1] == b"{}"
+
+
+def test_a_server_may_close_the_connection_between_requests() -> None:
+    answer = OK + b"Content-Length: 1\r\n\r\na"
+    outcome = Outcome([answer, answer], close_after=True)
+    assert outcome.results == [(200, b"a"), (200, b"a")]
+    assert outcome.connections == 2
+    outcome = Outcome([OK + b"Connection: close\r\nContent-Length: 1\r\n\r\na", answer])
+    assert (outcome.results, outcome.connections) == ([(200, b"a")] * 2, 2)
+
+
+def test_a_request_that_a_used_connection_does_not_answer_is_sent_once_more() -> None:
+    answer = OK + b"Content-Length: 1\r\n\r\na"
+    outcome = Outcome([answer, None, answer])
+    assert outcome.results[:2] == [(200, b"a"), (200, b"a")]
+    assert len(outcome.requests) == 3
+    assert Outcome([None]).results == ["_NoAnswerError"]
+
+
+def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    assert Outcome([OK + b"\r\nabc", OK + b"\r\ndef"]).results == [(200, b"abc"), (200, b"def")]
+
+
+@pytest.mark.parametrize("answer", [OK + b"Content-Length: 3\r\n\r\n", CHUNKED + b"3\r\n"], ids=["length", "chunked"])
+def test_what_follows_an_answer_is_not_taken_for_the_next_one(answer: bytes) -> None:
+    """A connection on which more came than was announced is not used again."""
+    end = b"\r\n0\r\n\r\n" if b"chunked" in answer else b""
+    outcome = Outcome([answer + b"abc" + end + OK + b"Content-Length: 4\r\n\r\nevil", answer + b"def" + end])
+    assert outcome.results == [(200, b"abc"), (200, b"def")]
+    assert outcome.connections == 2
+
+
+@pytest.mark.parametrize("header", [b"Connection: Close", b"connection:keep-alive, close"])
+def test_a_server_says_in_its_own_way_that_it_closes(header: bytes) -> None:
+    answer = OK + header + b"\r\nContent-Length: 1\r\n\r\na"
+    outcome = Outcome([answer, answer])
+    assert (outcome.results, outcome.connections) == ([(200, b"a")] * 2, 2)
+
+
+def test_interim_answers_are_skipped() -> None:
+    outcome = Outcome([b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\nContent-Length: 2\r\n\r\nno"])
+    assert outcome.results == [(503, b"no")]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        CHUNKED + b"5\r\nab",
+        OK + b"Content-Length: 9\r\n\r\nabc",
+        OK + b"Content-Length: nine\r\n\r\n",
+        OK + b"Content-Length: -1\r\n\r\na",
+        CHUNKED + b"no size\r\n",
+        b"220 smtp ready\r\n\r\n",
+        b"HTTP/1.1 2",
+        b"HTTP/1.1 OK\r\n\r\n",
+        OK + b"A: " + b"x" * 70_000 + b"\r\n\r\n",
+    ],
+)
+def test_a_broken_answer_is_an_error_and_not_the_end(answer: bytes) -> None:
+    outcome = Outcome([answer, OK + b"Content-Length: 1\r\n\r\na"], close_after=True)
+    assert outcome.results == ["RemoteProtocolError", (200, b"a")]
+
+
+def test_nobody_listens() -> None:
+    async def main() -> None:
+        async def trace(event: str, info: dict[str, Any]) -> None:
+            pass
+
+        request = httpx.Request("POST", "http://127.0.0.1:9/", content=b"", extensions={"trace": trace})
+        with pytest.raises(httpx.ConnectError):
+            await Http1Transport(ssl.create_default_context()).handle_async_request(request)
+
+    asyncio.run(main())

@@ -1,0 +1,101 @@
+"""A server of ours tells a client over HTTP as much of its memory as an engine tells in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scripted import LiveServer
+
+from llmsched.cli.bench.output.charts import memory_over_time
+from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.client import HttpOptions, HttpTarget, Target
+from llmsched.cli.targets.inprocess import EngineTarget, running
+from llmsched.cli.targets.run import run_workload
+from llmsched.engine.build import build_engine, engine_beside
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import silent
+
+WORK = Workload(num_prompts=6, input_len=40, output_len=60, max_concurrency=3)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Any) -> Engine:
+    config = EngineConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", num_gpu_blocks_override=48)
+    return build_engine(config)
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[LiveServer]:
+    server = LiveServer(engine_beside(engine), name="tiny").start()
+    yield server
+    server.close()
+
+
+async def loaded(target: Target) -> Measurement:
+    target.sample_interval = 0.02
+    return await run_workload(target, WORK, Slo(), ids=range(3, 100), timeout=60.0, progress=silent)
+
+
+def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer, engine: Engine) -> None:
+    async def over_http() -> Measurement:
+        target = HttpTarget(HttpOptions(server.url))
+        await target.connect()
+        try:
+            assert target.sample_interval < 1.0
+            return await loaded(target)
+        finally:
+            await target.close()
+
+    async def in_process() -> Measurement:
+        async with running(engine_beside(engine)) as service:
+            return await loaded(EngineTarget(service))
+
+    runs = [asyncio.run(over_http()), asyncio.run(in_process())]
+    assert [run.completed for run in runs] == [6, 6]
+    assert engine.plan is not None
+    assert runs[0].memory == runs[1].memory == engine.plan.parts
+    names = [[series.name for series in memory_over_time(run.samples, run.memory).series] for run in runs]
+    assert names[0] == names[1]
+    assert {"weights", "KV used", "KV reserved, still empty", "KV cached", "KV free"} <= set(names[0])
+    reports = [as_json(Subject("m", "u", WORK, Slo()), run) for run in runs]
+    assert reports[0]["memory"].keys() == reports[1]["memory"].keys()
+    for report in reports:
+        # Three requests of 100 tokens take 7 blocks each, of 48.
+        assert 0 < report["peak_kv_share"] <= 21 / 48
+        assert report["peak_kv_bytes"] == round(report["peak_kv_share"] * engine.plan.parts.kv)
+        assert 0 <= report["kv_waste"] < 1
+    assert reports[0]["memory"]["steps"] is None
+    assert reports[1]["memory"]["steps"] >= 120, "two rounds of three requests at a time, a step a token"
+    assert reports[1]["peak_kv_share"] == 21 / 48, "no step in process is missed"
+
+
+def test_all_that_is_told_of_kv_memory_belongs_together(server: LiveServer) -> None:
+    """Whenever a client looks: what is empty is part of what is held, and nothing is more than there is."""
+
+    async def main() -> Measurement:
+        target = HttpTarget(HttpOptions(server.url))
+        await target.connect()
+        try:
+            figures = await loaded(target)
+            state = await target.state()
+            assert state is not None
+            assert (state.kv_held, state.kv_empty) == (0.0, 0.0)
+            assert (state.kv_cached or 0) > 0
+            return figures
+        finally:
+            await target.close()
+
+    samples = asyncio.run(main()).samples
+    assert samples
+    for sample in samples:
+        assert sample.kv_held is not None
+        assert sample.kv_empty is not None
+        assert sample.kv_cached is not None
+        assert 0 <= sample.kv_empty <= sample.kv_held <= 1 - sample.kv_cached

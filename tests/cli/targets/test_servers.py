@@ -1,0 +1,349 @@
+"""How servers differ: each streams, ends and fails in its own way, and all are measured alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_server import FakeServer, Script, end, event, token, usage
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual_time import run_virtual
+
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, served
+from llmsched.cli.load.prompts import COMMON_IDS
+from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.client import HttpOptions, HttpTarget
+from llmsched.cli.targets.run import run_workload
+from llmsched.cli.targets.sampling import Sample
+from llmsched.cli.targets.server_metrics import ServerMetrics
+from llmsched.engine.kv.use import KVUse
+from llmsched.engine.latency import Slo
+from llmsched.engine.memory.plan import MemoryParts
+from llmsched.engine.metrics import EngineMetrics
+from llmsched.engine.progress import silent
+
+
+def bench(script: Script, owner: str = "someone", **options: Any) -> Measurement:
+    """One request of three tokens to a server that says it is the `owner`'s."""
+    return bench_of(FakeServer(lambda number: script, models={"data": [{"id": "m", "owned_by": owner}]}), **options)
+
+
+def bench_of(server: FakeServer, **options: Any) -> Measurement:
+    async def main() -> Measurement:
+        target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
+        await target.connect()
+        work = Workload(num_prompts=1, input_len=8, output_len=3)
+        ids = None if options.get("endpoint") == "chat" else COMMON_IDS
+        try:
+            return await run_workload(target, work, Slo(), ids=ids, timeout=9.0, progress=silent)
+        finally:
+            await target.close()
+
+    return run_virtual(main())
+
+
+def delta(content: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": content, "finish_reason": finish}], **more}
+
+
+def vllm() -> list[tuple[float, bytes]]:
+    """A role chunk with a count of 0, a running count with each chunk, two tokens in one."""
+    return [
+        (0.1, event(delta({"role": "assistant", "content": ""}, **usage(0)))),
+        (0.2, event(delta({"content": "a"}, **usage(1)))),
+        (0.4, event(delta({"content": "bc"}, "length", **usage(3)))),
+        (0.4, event({"choices": [], **usage(3)}) + b"data: [DONE]\n\n"),
+    ]
+
+
+def sglang() -> list[tuple[float, bytes]]:
+    """Reasoning apart from content, null where a field is empty, a last chunk without either."""
+    return [
+        (0.1, event(delta({"role": "assistant", "content": "", "reasoning_content": None}))),
+        (0.2, event(delta({"content": None, "reasoning_content": "a"}))),
+        (0.3, event(delta({"content": None, "reasoning_content": "b"}))),
+        (0.4, event(delta({"content": "c", "reasoning_content": None}))),
+        (0.4, event(delta({"content": None}, "length")) + end(3)),
+    ]
+
+
+def llama_cpp() -> list[tuple[float, bytes]]:
+    """A role chunk whose content is null; finish, usage and timings in one chunk."""
+    timings = {"timings": {"predicted_n": 3, "predicted_ms": 200.0}}
+    return [
+        (0.1, event(delta({"role": "assistant", "content": None}))),
+        *((0.2 + 0.1 * n, event(delta({"content": "x"}))) for n in range(3)),
+        (0.4, event(delta({}, "length", **usage(3), **timings)) + b"data: [DONE]\n\n"),
+    ]
+
+
+def tgi() -> list[tuple[float, bytes]]:
+    """No blank after "data:", comments to keep the connection, no [DONE]: a finish reason and the end."""
+    return [
+        (0.1, b":keep-alive\n\n"),
+        *((0.2 + 0.1 * n, event(delta({"content": "x"})).replace(b"data: ", b"data:")) for n in range(2)),
+        (0.4, event(delta({"content": "x"}, "length", **usage(3))).replace(b"data: ", b"data:").rstrip()),
+    ]
+
+
+def gateway() -> list[tuple[float, bytes]]:
+    """Named events, CRLF, blank data to keep the connection, blanks around [DONE]."""
+    part = b"event: message\r\nid: 1\r\n" + event(delta({"content": "x"})).replace(b"\n\n", b"\r\n\r\n")
+    return [
+        (0.1, b": PROCESSING\r\n\r\ndata: \r\n\r\n"),
+        *((0.2 + 0.1 * n, part) for n in range(3)),
+        (0.4, event({"choices": [], **usage(3)}) + b"data:  [DONE] \r\n\r\n"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [vllm, sglang, llama_cpp, tgi, gateway], ids=lambda stream: stream.__name__)
+def test_the_same_answer_of_every_server_has_the_same_figures(stream: Callable[[], list[tuple[float, bytes]]]) -> None:
+    figures = bench(Script(stream()), stream.__name__, endpoint="chat")
+    assert (figures.completed, figures.failures, figures.output_tokens) == (1, {}, 3)
+    assert figures.ttft.mean == pytest.approx(0.2)
+    assert figures.e2e.mean == pytest.approx(0.4)
+    assert figures.itl.mean == pytest.approx(0.1)
+    assert figures.token_counts == (EXACT if stream is vllm else USAGE)
+    assert figures.input_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([event({"error": {"message": "boom", "code": 500}}) + b"data: [DONE]\n\n"], "error event"),
+        ([b'data:{"error":"boom","error_type":"overloaded"}\n\n'], "error event"),
+        ([b'error: {"code":500,"message":"boom"}\n\n'], "error event"),
+        ([event(delta({}, "abort")) + b"data: [DONE]\n\n"], "ended by abort"),
+        ([event(delta({"content": "x"}))], "cut without [DONE]"),
+        ([event(delta({}, "stop"))], "empty stream"),
+    ],
+    ids=["vllm", "tgi", "llama.cpp", "sglang", "cut", "no token"],
+)
+def test_every_server_fails_in_its_own_way(parts: list[bytes], reason: str) -> None:
+    first = [] if reason == "empty stream" else [(0.1, event(delta({"content": "x"})))]
+    figures = bench(Script([*first, *((0.2, part) for part in parts)]), endpoint="chat")
+    assert (figures.completed, figures.failures) == (0, {reason: 1})
+    assert reason != "error event" or "boom" in figures.failure_examples[reason]
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/html", "text/event-stream"])
+def test_an_answer_in_one_piece_is_not_taken_for_a_stream(content_type: str) -> None:
+    whole = b'{"choices": [{"index": 0, "text": "abc", "finish_reason": "length"}]}'
+    figures = bench(Script([(0.3, whole)], content_type=content_type))
+    assert figures.failures == {"not a stream": 1}
+    assert "abc" in figures.failure_examples["not a stream"]
+
+
+def test_a_stream_is_one_whatever_its_type_says() -> None:
+    figures = bench(Script([(0.1, token()), (0.2, token()), (0.3, token() + end(3))], content_type="application/json"))
+    assert (figures.completed, figures.output_tokens) == (1, 3)
+
+
+def test_of_several_choices_the_one_that_was_asked_for_counts() -> None:
+    def chunk(*choices: tuple[int, str]) -> bytes:
+        return event({"choices": [{"index": index, "text": text} for index, text in choices]})
+
+    parts = [chunk((1, "zz"), (0, "a")), chunk((1, "zz")), chunk((0, "b")), end(2)]
+    figures = bench(Script([(0.1 * n, part) for n, part in enumerate(parts, start=1)]))
+    assert [chunk.text for chunk in figures.records[0].chunks] == ["a", "b"]
+
+
+def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
+    both = delta({"reasoning_content": "a", "reasoning": "a", "content": None})
+    parts = [both, delta({"reasoning": "b"}), delta({"content": [{"type": "text", "text": "c"}]}, "length")]
+    figures = bench(Script([(0.1 * n, event(part)) for n, part in enumerate(parts, start=1)]), endpoint="chat")
+    assert [chunk.text for chunk in figures.records[0].chunks] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"[" * 100_000, b"null", b"{", event(usage(10**9)).removeprefix(b"data: ").strip(), b"x" * (17 << 20)],
+    ids=["deep", "null", "half", "usage", "endless"],
+)
+def test_nonsense_fails_its_request_and_nothing_else(said: bytes) -> None:
+    figures = bench(Script([(0.1, b"data: " + said + b"\n\n"), (0.2, token() + end(1))]))
+    assert figures.failures == {"not understood": 1}
+
+
+def test_what_a_server_says_does_not_steer_a_terminal() -> None:
+    said = bench(Script([(0.1, b"\x1b[2J\x07boom" + b"x" * 1000)], status=500)).failure_examples["http 500"]
+    assert said.startswith("\ufffd[2J\ufffdboom")
+    assert len(said) < 400
+
+
+def test_letters_that_are_split_over_chunks_are_counted_whole() -> None:
+    counted: list[str] = []
+    parts = [b'{"choices":[{"text":"\\ud83d"}]}', b'{"choices":[{"text":"\\ude00 \\ud83d","finish_reason":"stop"}]}']
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return 3
+
+    figures = bench(Script([(0.1, b"data: " + part + b"\n\n") for part in parts]))
+    assert served(figures.records[0], count) is not None
+    assert counted == ["\U0001f600 \ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "detail"),
+    [
+        (429, {"retry-after": "7"}, "busy (Retry-After: 7)"),
+        (307, {"location": "https://other/v1"}, "busy (Location: https://other/v1)"),
+        (401, {}, "busy (--api-key sends a key)"),
+        (404, {}, "busy (--endpoint chooses the API, --served-model-name the model)"),
+        (503, {}, "busy"),
+    ],
+)
+def test_what_a_server_refuses_with(status: int, headers: dict[str, str], detail: str) -> None:
+    """A request that is refused, put off or sent elsewhere is a failure: nothing is sent a second time."""
+    figures = bench(Script([(0.1, b"busy\n")], status=status, headers=headers))
+    assert figures.failure_examples == {f"http {status}": detail}
+
+
+@pytest.mark.parametrize("owner", ["vllm", "someone", "llmsched"])
+def test_a_server_that_refuses_to_be_asked_for_usage_is_not_asked(owner: str) -> None:
+    server = FakeServer(lambda number: Script([(0.1, token()), (0.2, token()), (0.2, end())]))
+    server.models = {"data": [{"id": "m", "owned_by": owner}]}
+    figures = bench_of(server, ask_usage=False)
+    assert (figures.completed, figures.token_counts) == (1, CHUNKS)
+    own = {"return_token_ids"} if owner == "llmsched" else set()
+    assert server.bodies[0].keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "ignore_eos"} | own
+
+
+class Endless(httpx.AsyncBaseTransport):
+    """Answers whatever is asked, byte by byte, without an end."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        class Body(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                while True:
+                    await asyncio.sleep(1.0)
+                    yield b" "
+
+        return httpx.Response(200, stream=Body())
+
+
+def test_lookups_without_an_end_are_given_up() -> None:
+    async def main() -> float:
+        target = HttpTarget(HttpOptions("http://fake", lookup_timeout=10.0), transport=Endless())
+        await target.connect()
+        assert await target.preemptions() is None
+        await target.close()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions", "/v1/models"])
+def test_a_url_may_have_been_copied_with_more_or_less_of_its_path(end: str) -> None:
+    assert HttpOptions(f"http://host/deep{end}").root == "http://host/deep"
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        (b"Unrecognized request argument supplied: ignore_eos", "--stop-at-eos"),
+        (b"stream_options: Extra inputs are not permitted", "--no-usage"),
+        (b"prompt: data did not match any variant of untagged enum Prompt", "--text-prompts"),
+        (b"the model is too busy", None),
+    ],
+)
+def test_what_a_server_refuses_comes_with_a_way_out(said: bytes, hint: str | None) -> None:
+    detail = bench(Script([(0.1, said)], status=422)).failure_examples["http 422"]
+    assert detail.startswith(said.decode())
+    assert (hint in detail) if hint else "--" not in detail
+
+
+def test_answers_that_end_too_early_are_named() -> None:
+    early = Script([(0.1, token()), (0.2, token()), (0.2, end(2))])
+    assert "1 of 1 answers have fewer tokens than were asked for" in bench(early).warnings[0]
+    assert not any("fewer tokens" in warning for warning in bench(early, ignore_eos=False).warnings)
+
+
+_NAMES = ("choices", "delta", "text", "content", "tool_calls", "function", "usage", "completion_tokens", "token_ids")
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 5) | st.floats(allow_nan=False) | st.sampled_from(["", "x", "stop"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.fixed_dictionaries({"choices": st.lists(_ANYTHING, max_size=2), "usage": _ANYTHING, "id": _ANYTHING}))
+def test_whatever_a_chunk_holds_the_run_goes_on(content: dict[str, Any]) -> None:
+    """A chunk is taken or refused, whatever a server puts into it."""
+    failures = bench(Script([(0.1, event(content)), (0.2, token() + end(1))])).failures
+    assert failures.keys() <= {"error event", "not understood", "ended by abort", "ended by error"}
+
+
+@given(st.text(alphabet='vl:num_preemtios{}="\\,# \n1+eINa', max_size=60))
+def test_whatever_the_metrics_say_the_run_goes_on(text: str) -> None:
+    metrics = ServerMetrics.of(text)
+    told = None if metrics is None else metrics.preemptions()
+    assert told is None or "num_preemptions" in text
+
+
+def test_the_state_as_servers_name_it() -> None:
+    vllm = "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.25\n"
+    sglang = "sglang:num_running_reqs 3\nsglang:num_queue_reqs 2\nsglang:token_usage 0.25\n"
+    for text in (vllm, sglang):
+        metrics = ServerMetrics.of(text)
+        assert metrics is not None
+        assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=0.25)
+    llama_cpp = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\nllamacpp:kv_cache_usage_ratio 0.25\n"
+    tgi = "# TYPE tgi_queue_size gauge\ntgi_queue_size 2\ntgi_batch_current_size 3\ntgi_batch_current_max_tokens 9\n"
+    for text, held in ((llama_cpp, 0.25), (tgi, None)):
+        metrics = ServerMetrics.of(text)
+        assert metrics is not None
+        assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=held)
+        assert metrics.memory() is None
+    unknown = ServerMetrics.of("process_cpu_seconds_total 3\nvllm:num_requests_running NaN\n")
+    assert unknown is not None
+    assert unknown.sample(1.5) is None
+
+
+def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
+    text = "".join(
+        f'vllm:num_requests_running{{engine="{n}"}} {n}\nvllm:num_requests_waiting{{engine="{n}"}} 1\n'
+        f'vllm:kv_cache_usage_perc{{engine="{n}",model_name="a{{\\"b"}} 0.{n}\n'
+        for n in (4, 8)
+    )
+    metrics = ServerMetrics.of(text)
+    assert metrics is not None
+    assert metrics.sample(0.0) == Sample(0.0, 12, 2, kv_held=pytest.approx(0.6))
+
+
+def test_figures_that_are_none_are_not_told() -> None:
+    huge = "".join(f'vllm:num_requests_running{{engine="{n}"}} 1e308\n' for n in range(2))
+    metrics = ServerMetrics.of(huge + "vllm:num_requests_waiting 0\nvllm:num_preemptions_total 1e999\n")
+    assert metrics is not None
+    assert metrics.sample(0.0) is metrics.preemptions() is None
+
+
+def test_a_server_that_was_started_anew_does_not_tell_its_preemptions() -> None:
+    counts = iter([7, 2])
+    server = FakeServer(lambda number: Script([(0.1, token() * 3 + end(3))]))
+    server.metrics = lambda: f"vllm:num_preemptions_total {next(counts)}\n"
+    assert bench_of(server).preemptions is None
+
+
+def told(metrics: EngineMetrics) -> ServerMetrics:
+    """What a client reads of what an engine tells."""
+    read = ServerMetrics.of(metrics.render().decode())
+    assert read is not None
+    return read
+
+
+@pytest.mark.parametrize("prefix", ["llmsched", "vllm"])
+def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
+    metrics = EngineMetrics("m", 16, 100, prefix=prefix)
+    metrics.gauges(running=3, waiting=2, used_blocks=50, cached_blocks=25)
+    assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5)
+    parts = MemoryParts(weights=5000, activations=700, other=30, kv=6400)
+    metrics.divided(parts, KVUse(held=800, empty=100, cached=400, total=1600))
+    assert told(metrics).memory() == parts
+    assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)

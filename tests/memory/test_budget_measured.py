@@ -1,0 +1,111 @@
+"""The memory model against what is really taken: activations by torch's own count, the whole by the process's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PretrainedConfig,
+)
+
+from llmsched.engine.executor.base import ScheduledRow, StepPlan
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.memory.activations import CHUNK_TILE
+from llmsched.engine.memory.budget import activation_bytes, model_shape
+from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.kernels.cpu.chunks import QUERY_TILE
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that were allocated at one time while `work` ran, beyond those at its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    kineto = profiler.profiler
+    assert kineto is not None
+    changes = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "vocab", "num_tokens", "num_seqs", "tightness"),
+    [(256, 704, 500, 512, 4, 0.98), (64, 96, 20000, 32, 16, 0.7)],
+    ids=["layers", "sampler"],
+)
+def test_steps_stay_within_the_plan_and_near_it(
+    dtype: torch.dtype, hidden: int, inner: int, vocab: int, num_tokens: int, num_seqs: int, tightness: float
+) -> None:
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    executor = TorchExecutor(model, num_blocks=64, block_size=16, device="cpu", kv_dtype=dtype)
+    executor.warmup(num_tokens, num_seqs, 1024)
+    measured = peak_bytes(lambda: executor.warmup(num_tokens, num_seqs, 1024))
+    shape = model_shape(config, dtype_bytes=dtype.itemsize)
+    planned = activation_bytes(shape, num_tokens, num_seqs, dtype.itemsize)
+    assert tightness * planned <= measured <= 1.02 * planned
+
+
+def chunk(start: int, num_tokens: int) -> StepPlan:
+    """The last `num_tokens` of a long prompt, everything before them computed."""
+    end = start + num_tokens
+    sequence = Sequence("r", [0] * end, end, SamplingParams(temperature=0), seed=0, stop_ids=frozenset())
+    return StepPlan(
+        [ScheduledRow(sequence, start, num_tokens, np.arange(-(-end // 16), dtype=np.int32)[None], sample=True)]
+    )
+
+
+NARROW = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW |= {"head_dim": 32, "vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 1 << 15}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (LlamaConfig(**NARROW), torch.float32),
+        (LlamaConfig(**NARROW), torch.bfloat16),
+        (LlamaConfig(**{**NARROW, "num_key_value_heads": 4, "head_dim": 64}), torch.bfloat16),
+        (MistralConfig(**NARROW, sliding_window=1024), torch.float32),
+        (Gemma2Config(**NARROW, sliding_window=64, attn_logit_softcapping=30.0), torch.bfloat16),
+        (GptOssConfig(**NARROW, sliding_window=64, num_local_experts=2, num_experts_per_tok=1), torch.float32),
+    ],
+    ids=lambda value: getattr(value, "model_type", str(value)),
+)
+def test_a_chunk_of_a_long_prompt_stays_within_the_plan(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    context, num_tokens = 4096, 192
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    executor = TorchExecutor(model, num_blocks=context // 16, block_size=16, device="cpu", kv_dtype=dtype)
+    step = chunk(context - num_tokens, num_tokens)
+    executor.execute(step)
+    measured = peak_bytes(lambda: executor.execute(step))
+    shape = model_shape(config, dtype_bytes=dtype.itemsize)
+    planned = activation_bytes(shape, num_tokens, 1, dtype.itemsize, kind="cpu", context=context)
+    assert 0.75 * planned <= measured <= 1.05 * planned
+    assert planned > 1.5 * activation_bytes(shape, num_tokens, 1, dtype.itemsize, kind="cpu", context=num_tokens)
+
+
+def test_the_tile_is_the_kernels() -> None:
+    assert CHUNK_TILE == QUERY_TILE

@@ -1,0 +1,225 @@
+"""Inverse questions: whether so many users fit, and changes that really make them fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.memory.draft import ModelDraft
+from llmsched.engine.memory.whatif import (
+    Change,
+    Demand,
+    asked_for,
+    changes,
+    longest_context,
+    replicas,
+    shortfall,
+    step_sizes,
+)
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+DRAFT = ModelDraft(LLAMA_8B)
+GPUS = [("small", DeviceMemory("cuda", "small", 20 * GIB)), ("large", DeviceMemory("cuda", "large", 80 * GIB))]
+
+
+def gpu(gib: float, **fields: Any) -> DeviceMemory:
+    return DeviceMemory("cuda", "test GPU", int(gib * GIB), **fields)
+
+
+def cpu(available_gib: float) -> DeviceMemory:
+    return DeviceMemory("cpu", "test CPU", 64 * GIB, int((64 - available_gib) * GIB))
+
+
+def search(device: DeviceMemory, users: int, context: int, **knobs: Any) -> list[Change]:
+    config = asked_for(EngineConfig(**knobs), knobs, users, context)
+    return changes(DRAFT, config, device, Demand(users, context), GPUS)
+
+
+def first(found: list[Change], name: str) -> Change:
+    return next(change for change in found if name in change.settings)
+
+
+def check(found: list[Change], device: DeviceMemory, users: int, context: int, **knobs: Any) -> None:
+    """Every change that keeps the demand meets it when it is really made."""
+    demand = Demand(users, context)
+    config = asked_for(EngineConfig(**knobs), knobs, users, context)
+    for change in found:
+        if change.settings.keys() & {"gpu", "max_num_seqs"} or not change.settings:
+            continue
+        made = replace(config, **change.settings)
+        wanted = replace(demand, context=min(context, change.plan.max_model_len))
+        assert wanted.met_by(DRAFT.plan(made, device)), change.what
+
+
+def test_a_demand_that_is_met() -> None:
+    plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(80))
+    assert Demand(32, 8192).met_by(plan)
+    assert shortfall(plan, Demand(32, 8192)) is None
+    assert (plan.max_num_seqs_limit, plan.max_model_len) == (32, 8192)
+
+
+def test_a_demand_that_is_not_met_is_told_in_blocks() -> None:
+    plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(24))
+    message = shortfall(plan, Demand(32, 8192))
+    assert message is not None
+    assert message.startswith("32 requests of 8,192 tokens need 32 x 512 = 16,384 blocks (32.0 GiB), there are ")
+
+
+def test_utilisation_is_the_cheapest_and_the_least_that_suffices() -> None:
+    found = search(gpu(24), 4, 8192, gpu_memory_utilization=0.8)
+    cheapest = found[0]
+    share = cheapest.settings["gpu_memory_utilization"]
+    assert 0.8 < share <= 0.95
+    check(found, gpu(24), 4, 8192, gpu_memory_utilization=0.8)
+    less = asked_for(EngineConfig(gpu_memory_utilization=share - 0.01), {}, 4, 8192)
+    assert not Demand(4, 8192).met_by(DRAFT.plan(less, gpu(24)))
+
+
+def test_smaller_steps_where_activations_are_the_trouble() -> None:
+    knobs = {"max_num_batched_tokens": 65536, "gpu_memory_utilization": 0.95}
+    found = search(gpu(24), 6, 8192, **knobs)
+    assert found[0].settings.keys() == {"max_num_batched_tokens"}
+    step = found[0].settings["max_num_batched_tokens"]
+    larger = asked_for(EngineConfig(**knobs | {"max_num_batched_tokens": 2 * step}), {}, 6, 8192)
+    assert step == 16384 or not Demand(6, 8192).met_by(DRAFT.plan(larger, gpu(24)))
+    check(found, gpu(24), 6, 8192, **knobs)
+
+
+def test_narrower_types_say_what_serve_cannot_do() -> None:
+    found = search(gpu(48), 12, 8192, dtype="float32", gpu_memory_utilization=0.95)
+    wide = first(found, "dtype")
+    assert wide.settings == {"dtype": "bfloat16"}
+    assert wide.servable
+    narrow = search(gpu(24), 8, 8192)
+    assert narrow[0].settings == {"kv_cache_dtype": "fp8"}
+    assert not narrow[0].servable
+    assert "does not serve" in narrow[0].cost
+    older = search(gpu(48, computes_bf16=False), 12, 8192, gpu_memory_utilization=0.95)
+    assert first(older, "dtype").settings == {"dtype": "float16"}
+
+
+def test_settings_together_where_none_suffices_alone() -> None:
+    found = search(gpu(24), 12, 8192, gpu_memory_utilization=0.9, max_num_batched_tokens=16384)
+    assert found[0].settings == {
+        "gpu_memory_utilization": 0.95,
+        "max_num_batched_tokens": 256,
+        "kv_cache_dtype": "fp8",
+    }
+    check(found, gpu(24), 12, 8192, gpu_memory_utilization=0.9, max_num_batched_tokens=16384)
+
+
+def test_a_shorter_context_is_the_longest_that_fits() -> None:
+    found = search(gpu(24), 8, 8192)
+    context = first(found, "max_model_len").settings["max_model_len"]
+    for length, wanted in ((context, True), (context + 16, False)):
+        config = asked_for(EngineConfig(), {}, 8, length)
+        assert Demand(8, length).met_by(DRAFT.plan(config, gpu(24))) == wanted
+    check(found, gpu(24), 8, 8192)
+
+
+def test_less_than_half_the_context_comes_after_hardware() -> None:
+    near, far = search(gpu(24), 8, 8192), search(gpu(24), 32, 8192)
+    kinds = [next(iter(change.settings), "replicas") for change in near]
+    assert kinds == ["kv_cache_dtype", "max_model_len", "gpu", "replicas", "max_num_seqs"]
+    assert [next(iter(change.settings), "replicas") for change in far] == [
+        "gpu",
+        "replicas",
+        "max_num_seqs",
+        "max_model_len",
+    ]
+    assert near[2].settings == {"gpu": "large"}
+
+
+def test_replicas_and_fewer_users() -> None:
+    found = search(gpu(24), 32, 8192)
+    plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(24))
+    each = plan.num_seqs_at(8192)
+    assert any(change.what == f"run {-(-32 // each)} of test GPU" for change in found)
+    assert first(found, "max_num_seqs").settings == {"max_num_seqs": each}
+    assert replicas(plan, Demand(32, 8192)) == -(-32 // each)
+    assert replicas(DRAFT.plan(EngineConfig(), gpu(8)), Demand(2, 8)) is None
+
+
+def test_explicit_sizes_are_raised_themselves() -> None:
+    blocks = search(gpu(80), 4, 8192, num_gpu_blocks_override=100)
+    assert blocks[0].settings == {"num_gpu_blocks_override": 4 * 512}
+    size = search(gpu(80), 4, 8192, kv_cache_memory_bytes=GIB)
+    assert size[0].settings == {"kv_cache_memory_bytes": 4 * GIB}
+    host = search(cpu(60), 8, 8192)
+    assert host[0].settings == {"kv_cache_memory_bytes": 8 * GIB}
+
+
+def test_a_model_that_does_not_fit_at_all_gets_what_would_hold_it() -> None:
+    found = changes(DRAFT, EngineConfig(), gpu(12), Demand(), GPUS)
+    assert [change.settings for change in found] == [{"gpu": "small"}]
+    tight = changes(DRAFT, EngineConfig(gpu_memory_utilization=0.5), gpu(24), Demand(), GPUS)
+    assert tight[0].settings.keys() == {"gpu_memory_utilization"}
+    assert DRAFT.plan(EngineConfig(**tight[0].settings), gpu(24)).fits
+    assert changes(DRAFT, EngineConfig(), gpu(8), Demand(), []) == []
+
+
+def test_the_longest_context_for_so_many_users() -> None:
+    context = longest_context(DRAFT, EngineConfig(max_num_seqs=32), gpu(80), 32)
+    assert context is not None
+    for length, wanted in ((context, True), (context + 16, False)):
+        plan = DRAFT.plan(EngineConfig(max_num_seqs=32, max_model_len=length), gpu(80))
+        assert Demand(32, length).met_by(plan) == wanted
+    assert longest_context(DRAFT, EngineConfig(), gpu(80), 1) == 131072
+    assert longest_context(DRAFT, EngineConfig(), gpu(8), 1) is None
+    assert longest_context(DRAFT, EngineConfig(), gpu(80), 1, below=100) == 99
+
+
+def test_larger_steps_cost_blocks() -> None:
+    plans = step_sizes(DRAFT, EngineConfig(max_num_batched_tokens=3000), gpu(24))
+    sizes = [plan.max_num_batched_tokens for plan in plans]
+    assert sizes == [256, 512, 1024, 2048, 3000, 4096, 8192, 16384]
+    assert all(more.num_blocks <= less.num_blocks for less, more in pairwise(plans))
+    lost = plans[-1].activation_bytes - plans[-2].activation_bytes
+    assert plans[-2].num_blocks - plans[-1].num_blocks == pytest.approx(lost / plans[0].block_bytes, abs=1)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--context: 9000 tokens are beyond max_model_len 8192"):
+        asked_for(EngineConfig(max_model_len=8192), {}, None, 9000)
+    with pytest.raises(ConfigError, match=r"--users: 64 are beyond max_num_seqs 32"):
+        asked_for(EngineConfig(max_num_seqs=32), {"max_num_seqs": 32}, 64, None)
+    assert asked_for(EngineConfig(max_num_seqs=64), {"max_num_seqs": 64}, 32, None).max_num_seqs == 64
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(8, 100),
+    st.integers(1, 200),
+    st.sampled_from([512, 4096, 8192, 65536]),
+    st.floats(0.3, 1.0),
+    st.sampled_from(["auto", "float32"]),
+    st.booleans(),
+)
+def test_whatever_is_proposed_works(
+    gib: float, users: int, context: int, utilisation: float, dtype: str, on_gpu: bool
+) -> None:
+    device = gpu(gib) if on_gpu else cpu(min(gib, 64))
+    knobs: dict[str, Any] = {"gpu_memory_utilization": utilisation, "dtype": dtype}
+    config = asked_for(EngineConfig(**knobs), knobs, users, context)
+    demand = Demand(users, context)
+    if demand.met_by(DRAFT.plan(config, device)):
+        return
+    check(search(device, users, context, **knobs), device, users, context, **knobs)
