@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from dataclasses import astuple
 
 from llmsched.cli.chart import Chart, Series
-from llmsched.cli.tune.objective import Evidence, Trial, figure_name
+from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name
 
 _BUDGET = "max_num_batched_tokens, logarithmic"
 
 
-def curve(evidence: Evidence) -> list[Chart]:
+def curve(history: TrialHistory) -> list[Chart]:
     """ITL, TTFT and what is maximised, over the token budget; nothing where only one was measured."""
-    trials = _sweep(evidence.trials())
+    trials = _sweep(history.trials())
     if len(trials) < 2:
         return []
-    limits, charts = evidence.slo.given(), []
+    limits, charts = history.slo.given(), []
     for name in ("itl", "ttft"):
-        label = figure_name(name, evidence.slo)
+        label = figure_name(name, history.slo)
         points = [(_budget(trial), 1e3 * figure) for trial in trials if (figure := _figure(trial, name)) is not None]
         limit = ((f"SLO of {label}", 1e3 * limits[name]),) if name in limits else ()
         title, series = f"{label} by token budget", (Series(label, points),)
         charts.append(Chart(title, _BUDGET, "ms", series, log_x=True, limits=limit))
-    relative = evidence.relative()
+    relative = history.relative()
     shares = [(trial, 100 * relative[trial.setting]) for trial in trials if trial.setting in relative]
     missed = [(_budget(trial), share) for trial, share in shares if not trial.feasible]
-    drawn = [Series(evidence.goal, [(_budget(trial), share) for trial, share in shares])]
+    drawn = [Series(history.goal, [(_budget(trial), share) for trial, share in shares])]
     drawn += [Series("not feasible", missed, "dots")] if missed else []
-    title = f"{evidence.goal} by token budget"
-    unit = "% of the best's" if evidence.best() else "% of the highest"
+    title = f"{history.goal} by token budget"
+    unit = "% of the best's" if history.best() else "% of the highest"
     charts.append(Chart(title, _BUDGET, unit, tuple(drawn), log_x=True))
     return charts
 

@@ -15,10 +15,10 @@ from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, 
 from llmsched.cli.options.load import LoadOptions, with_load_options
 from llmsched.cli.options.target import simulate_option, with_slo_options
 from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated
-from llmsched.cli.tune.objective import Goal
+from llmsched.cli.tune.knobs import KNOBS, parse_knobs
 from llmsched.cli.tune.report import as_json, make_profile, page, show
-from llmsched.cli.tune.space import KNOBS, parse_knobs
-from llmsched.cli.tune.state import state_path
+from llmsched.cli.tune.resume import state_path
+from llmsched.cli.tune.trials import Goal
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -228,7 +228,7 @@ def _destination(output: str | None, model: str, simulate: str | None) -> Path:
 
 def _save(outcome: Outcome, options: EngineOptions) -> Path | None:
     """Write the profile of the best setting, if there is one."""
-    if (best := outcome.evidence.best()) is None:
+    if (best := outcome.history.best()) is None:
         return None
     try:
         return save_profile(make_profile(outcome, best, options.given), str(outcome.task.destination))

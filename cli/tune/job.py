@@ -14,14 +14,14 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
 from llmsched.cli.options.engine import EngineOptions
 from llmsched.cli.targets.simulated import TextEncode, make_blueprint
-from llmsched.cli.tune.objective import Evidence, Goal
-from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
+from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
+from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
+from llmsched.cli.tune.resume import ResumableRunner, SearchJournal, state_path
 from llmsched.cli.tune.runner import EngineRunner
-from llmsched.cli.tune.search import Space, search
-from llmsched.cli.tune.simulated_runner import Asked, SimulatedRunner
-from llmsched.cli.tune.space import KNOBS, Setting, largest_useful, powers_of_two
-from llmsched.cli.tune.state import Journal, Resumable, state_path
+from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad
 from llmsched.cli.tune.subject import Subject, simulated_subject, subject_of
+from llmsched.cli.tune.trials import Goal, TrialHistory
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -71,7 +71,7 @@ class Outcome:
 
     subject: Subject
     task: Task
-    evidence: Evidence
+    history: TrialHistory
     notes: tuple[str, ...]
     seconds: float
 
@@ -118,7 +118,7 @@ async def tune_simulated(model: str, device: str, task: Task, options: EngineOpt
         render.warn(note)
     # A virtual clock does not drift, so that to repeat what was run in full tells little.
     task = replace(task, rounds=1)
-    asked = Asked(task.load, task.slo, task.timeout, encode=TextEncode(model))
+    asked = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(model))
     runner = SimulatedRunner(blueprint, asked)
     subject = simulated_subject(model, draft, blueprint)
     return await _run(subject, blueprint.config, refused, runner, task, options, progress)
@@ -135,7 +135,7 @@ async def _run(
     subject: Subject,
     config: EngineConfig,
     refused: Refused,
-    runner: Runner,
+    runner: TrialRunner,
     task: Task,
     options: EngineOptions,
     progress: Progress,
@@ -145,19 +145,19 @@ async def _run(
     start = now()
     space, notes = _space(config, task, subject, refused)
     about = _about(subject, task, space, options.given)
-    journal = Journal(state_path(task.destination), about, resume=task.resume)
-    evidence, runner = Evidence(task.slo, task.goal, exact=not subject.measured), Resumable(runner, journal)
+    journal = SearchJournal(state_path(task.destination), about, resume=task.resume)
+    history, runner = TrialHistory(task.slo, task.goal, exact=not subject.measured), ResumableRunner(runner, journal)
     lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
     if not subject.measured and await _all_in_full(runner, space.start, lengths, task.time_limit):
         lengths = lengths[-1:]
-    rules = Rules(lengths, task.rounds, task.time_limit, drifts=subject.measured)
-    race = Race(runner, evidence, rules, progress)
+    rules = RaceRules(lengths, task.rounds, task.time_limit, drifts=subject.measured)
+    race = Race(runner, history, rules, progress)
     notes += await search(space, race)
     journal.delete()
-    return Outcome(subject, task, evidence, tuple(notes), now() - start)
+    return Outcome(subject, task, history, tuple(notes), now() - start)
 
 
-async def _all_in_full(runner: Runner, start: Setting, lengths: tuple[int, ...], time_limit: float) -> bool:
+async def _all_in_full(runner: TrialRunner, start: Setting, lengths: tuple[int, ...], time_limit: float) -> bool:
     """Whether a virtual clock is fast enough for every setting to be run in full: short runs only save time."""
     pilot = await runner.run(start, lengths[0], 0)
     return pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= time_limit
@@ -168,7 +168,7 @@ async def _largest_engine(
 ) -> tuple[EngineRunner, AsyncEngine]:
     """An engine for the largest step that fits into memory; larger ones end up in `refused`."""
     while True:
-        runner = EngineRunner(config, Asked(task.load, task.slo, task.timeout), progress)
+        runner = EngineRunner(config, TrialLoad(task.load, task.slo, task.timeout), progress)
         try:
             engine = await runner.engine()
         except ConfigError as problem:
@@ -208,7 +208,7 @@ def _config(model: str, kind: str, task: Task, options: EngineOptions) -> Engine
     return options.config(model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, load.num_requests)})
 
 
-def _space(config: EngineConfig, task: Task, subject: Subject, refused: Refused) -> tuple[Space, list[str]]:
+def _space(config: EngineConfig, task: Task, subject: Subject, refused: Refused) -> tuple[SearchSpace, list[str]]:
     """Where to search, from the last profile of this model and device where there is one, and which that is."""
     assert config.max_num_batched_tokens is not None
     start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
@@ -219,7 +219,7 @@ def _space(config: EngineConfig, task: Task, subject: Subject, refused: Refused)
         if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
             budgets = sorted({*budgets, start.max_num_batched_tokens})
         notes.append(f"the search began from profile {name}")
-    return Space(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused), notes
+    return SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused), notes
 
 
 def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
@@ -241,7 +241,7 @@ def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Settin
     return replace(start, **known)
 
 
-def _about(subject: Subject, task: Task, space: Space, given: Mapping[str, Any]) -> dict[str, Any]:
+def _about(subject: Subject, task: Task, space: SearchSpace, given: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for a search to go on."""
     return {
         "model": dict(subject.model),

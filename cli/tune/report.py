@@ -15,17 +15,17 @@ from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.page import Page
 from llmsched.cli.tune.charts import curve
 from llmsched.cli.tune.job import Outcome
-from llmsched.cli.tune.objective import Evidence, Trial, explain
-from llmsched.cli.tune.space import KNOBS, knob_in_words
+from llmsched.cli.tune.knobs import KNOBS, knob_in_words
 from llmsched.cli.tune.subject import versions_table
+from llmsched.cli.tune.trials import Trial, TrialHistory, explain
 from llmsched.engine.latency import DEFINITIONS, Slo
 from llmsched.profiles.tuned import Scalar, TunedProfile, profile_dir
 
 
 def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
     """The search for scripts. Times are in milliseconds; null is what a trial could not tell."""
-    evidence, task = outcome.evidence, outcome.task
-    best, nearest = evidence.best(), evidence.nearest_miss()
+    history, task = outcome.history, outcome.task
+    best, nearest = history.best(), history.nearest_miss()
     return {
         "measured": outcome.subject.measured,
         "calibration_error": outcome.subject.calibration_error,
@@ -35,12 +35,12 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
         "device": dict(outcome.subject.device),
         "best": None if best is None else asdict(best.setting),
         "nearest_miss": None if best is not None or nearest is None else _trial_json(nearest),
-        "explanation": explain(evidence),
-        "maximize": evidence.goal,
+        "explanation": explain(history),
+        "maximize": history.goal,
         "knobs": list(task.knobs),
-        "trials": _trials(evidence),
+        "trials": _trials(history),
         "notes": list(outcome.notes),
-        "runs": sum(run.requests > 0 for runs in evidence.runs.values() for run in runs),
+        "runs": sum(run.requests > 0 for runs in history.runs.values() for run in runs),
         "duration_s": outcome.seconds,
         "profile": None if profile is None else str(profile),
         "slo": _slo_table(task.slo),
@@ -53,11 +53,11 @@ def show(outcome: Outcome, profile: Path | None) -> None:
     """Print the curve, the choice and where the profile is."""
     for line in _origin(outcome):
         render.say(line)
-    table = _table(outcome.evidence)
+    table = _table(outcome.history)
     render.table(table.title, table.columns, table.rows)
-    for chart in curve(outcome.evidence):
+    for chart in curve(outcome.history):
         render.chart(chart)
-    for sentence in (*_reasons(outcome.evidence), explain(outcome.evidence)):
+    for sentence in (*_reasons(outcome.history), explain(outcome.history)):
         render.say(sentence)
     for name, meaning in _definitions(outcome).items():
         render.say(f"{name}: {meaning}")
@@ -73,15 +73,15 @@ def page(outcome: Outcome, profile: Path | None) -> str:
     for line in _origin(outcome):
         made.say(line)
     made.heading("choice")
-    made.say(explain(outcome.evidence))
+    made.say(explain(outcome.history))
     for note in outcome.notes:
         made.warn(note)
     made.heading("curve")
-    for chart in curve(outcome.evidence):
+    for chart in curve(outcome.history):
         made.chart(chart)
     made.heading("settings")
-    made.table(*_table(outcome.evidence)[1:])
-    for sentence in _reasons(outcome.evidence):
+    made.table(*_table(outcome.history)[1:])
+    for sentence in _reasons(outcome.history):
         made.say(sentence)
     made.heading("definitions")
     made.terms(_definitions(outcome))
@@ -105,26 +105,26 @@ def _origin(outcome: Outcome) -> list[str]:
     return [headline(origin), *([] if subject.measured else [how_sure(origin)])]
 
 
-def _reasons(evidence: Evidence) -> list[str]:
+def _reasons(history: TrialHistory) -> list[str]:
     """Why settings are not feasible, or were not measured."""
-    trials = evidence.trials()
+    trials = history.trials()
     return [f"{_name(trial, trials)}: {trial.reason}" for trial in trials if trial.reason is not None]
 
 
 def _definitions(outcome: Outcome) -> dict[str, str]:
     names = ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady")
-    goal = outcome.evidence.goal
-    of = "the best's" if outcome.evidence.best() else "the highest"
+    goal = outcome.history.goal
+    of = "the best's" if outcome.history.best() else "the highest"
     share = f"{goal} as a share of {of}, in runs of the same round: other rates are of longer and shorter runs"
     return {**{name: DEFINITIONS[name] for name in names}, f"{goal} %": share}
 
 
-def _table(evidence: Evidence) -> Table:
+def _table(history: TrialHistory) -> Table:
     """A row per setting."""
-    trials, best = evidence.trials(), evidence.best()
+    trials, best = history.trials(), history.best()
     knobs = _varied(trials)
-    relative, latencies = evidence.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
-    columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", f"{evidence.goal} %", *latencies]
+    relative, latencies = history.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
+    columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", f"{history.goal} %", *latencies]
     rows = [
         [
             _mark(trial, best),
@@ -171,17 +171,17 @@ def make_profile(outcome: Outcome, best: Trial, given: Mapping[str, Any]) -> Tun
         memory=subject.memory,
         trials=tuple(
             {name: _readable(value) for name, value in trial.items() if isinstance(value, Scalar)}
-            for trial in _trials(outcome.evidence)
+            for trial in _trials(outcome.history)
         ),
-        reason=explain(outcome.evidence),
+        reason=explain(outcome.history),
         measured=subject.measured,
     )
 
 
-def _trials(evidence: Evidence) -> list[dict[str, Any]]:
+def _trials(history: TrialHistory) -> list[dict[str, Any]]:
     """All trials for JSON, with their score as a share of the best's."""
-    relative = evidence.relative()
-    return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in evidence.trials()]
+    relative = history.relative()
+    return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in history.trials()]
 
 
 def _trial_json(trial: Trial) -> dict[str, Any]:

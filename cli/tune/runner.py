@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from llmsched.cli.load.prompts import TokenizerEncode, usable_ids
 from llmsched.cli.targets.inprocess import EngineTarget, running
 from llmsched.cli.targets.run import run_workload, warm_up
-from llmsched.cli.tune.evidence import Run, run_of
-from llmsched.cli.tune.simulated_runner import Asked, simulated_run
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.simulated_runner import TrialLoad, simulated_run
+from llmsched.cli.tune.trial_runs import TrialRun, run_of
 from llmsched.cli.tune.watch import StepWatch
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress, silent
@@ -35,12 +35,12 @@ def build_engine(config: EngineConfig, progress: Progress) -> Engine:
 
 
 class EngineRunner:
-    """A Runner on one engine that is reconfigured between runs, and built anew only if it died.
+    """A TrialRunner on one engine that is reconfigured between runs, and built anew only if it died.
 
     Every run starts with an empty prefix cache, so none gains from the prompts of another.
     """
 
-    def __init__(self, config: EngineConfig, asked: Asked, progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, asked: TrialLoad, progress: Progress) -> None:
         self._config = config
         self._asked = asked
         self._progress = progress
@@ -66,7 +66,7 @@ class EngineRunner:
         self._engine = None
         await self._stack.aclose()
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         engine, asked = await self.engine(), self._asked
         assert self._watch is not None
         start = asyncio.get_running_loop().time()
@@ -83,7 +83,7 @@ class EngineRunner:
         seconds = asyncio.get_running_loop().time() - start
         return run_of(setting, round_index, requests, figures, demand=self._watch.demand(), seconds=seconds)
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
         """Simulated with what the steps so far took. Preempted requests are taken to be recomputed."""
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.plan is None or cost is None:

@@ -11,16 +11,16 @@ from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, WordEncode
 from llmsched.cli.targets.virtual import simulate_load
-from llmsched.cli.tune.evidence import Run, run_of
+from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.portion import Portion
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.trial_runs import TrialRun, run_of
 from llmsched.cli.tune.watch import DemandWatch
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.latency import Slo
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 
-class Asked(NamedTuple):
+class TrialLoad(NamedTuple):
     """What is sent and held against what; `timeout` in seconds. Prompts are of token `ids`, texts become ids."""
 
     load: Load
@@ -34,7 +34,9 @@ class Asked(NamedTuple):
         return Portion(self.load.with_seed(self.load.seed + round_index), requests)
 
 
-def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, round_index: int, asked: Asked) -> Run:
+def simulated_run(
+    engine: SimulatedEngine, setting: Setting, requests: int, round_index: int, asked: TrialLoad
+) -> TrialRun:
     """Serve a portion of the load with a setting, on an engine that has served nothing. Raises ConfigError."""
     start, load = time.perf_counter(), asked.portion(requests, round_index)
     engine.reconfigure(**setting.limits())
@@ -53,18 +55,18 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, roun
 
 
 class SimulatedRunner:
-    """A Runner without a machine. It needs no predictions: its runs are no more than that.
+    """A TrialRunner without a machine. It needs no predictions: its runs are no more than that.
 
     There is nothing in which rounds differ, so all send the load itself: a run in full is what `bench` simulates.
     """
 
-    def __init__(self, blueprint: Blueprint, asked: Asked) -> None:
+    def __init__(self, blueprint: Blueprint, asked: TrialLoad) -> None:
         self._blueprint = blueprint
         self._asked = asked
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         run = simulated_run(self._blueprint.engine(), setting, requests, 0, self._asked)
         return replace(run, round_index=round_index)
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
         return {}

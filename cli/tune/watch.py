@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from llmsched.cli.tune.space import Demand
+from llmsched.cli.tune.knobs import PeakDemand
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
 
@@ -56,10 +56,10 @@ class DemandWatch:
         self._used = max(self._used, self._scheduler.kv.pool.num_used)
         return self._executor.execute(plan)
 
-    def demand(self) -> Demand:
+    def demand(self) -> PeakDemand:
         """The peak since `reset`."""
         preempted = self._scheduler.counters.num_preemptions > self._preemptions
-        return Demand(self._running, self._used / self._scheduler.kv.pool.num_blocks, preempted)
+        return PeakDemand(self._running, self._used / self._scheduler.kv.pool.num_blocks, preempted)
 
 
 class StepWatch(DemandWatch):

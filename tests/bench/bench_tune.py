@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.tune.objective import Evidence, Trial, rate_in_words
-from llmsched.cli.tune.race import Race, Rules, Runner, rung_lengths
+from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.knobs import Setting, describe, powers_of_two
+from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
 from llmsched.cli.tune.runner import EngineRunner
-from llmsched.cli.tune.search import Space, search
-from llmsched.cli.tune.simulated_runner import Asked, SimulatedRunner
-from llmsched.cli.tune.space import Setting, describe, powers_of_two
+from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad
+from llmsched.cli.tune.trials import Trial, TrialHistory, rate_in_words
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.calibration.measuring import measure_device
 from llmsched.engine.config import EngineConfig
@@ -42,17 +42,17 @@ DUEL = 3
 
 @dataclass(frozen=True)
 class Task:
-    asked: Asked
+    asked: TrialLoad
     requests: int
     rounds: int
 
-    def evidence(self, *, exact: bool = False) -> Evidence:
-        return Evidence(self.asked.slo, "goodput", exact=exact)
+    def history(self, *, exact: bool = False) -> TrialHistory:
+        return TrialHistory(self.asked.slo, "goodput", exact=exact)
 
 
-async def find_limit(runner: Runner, task: Task) -> float:
+async def find_limit(runner: TrialRunner, task: Task) -> float:
     """An ITL limit that some budgets clearly meet and others clearly do not: in the widest gap between their P99."""
-    found = Evidence(Slo(), "throughput")
+    found = TrialHistory(Slo(), "throughput")
     for budget in BUDGETS:
         found.add(await runner.run(Setting(budget, SEQS[-1]), task.requests, 999))
     figures = sorted(trial.itl.p99 or 1.0 for trial in found.trials())
@@ -60,27 +60,27 @@ async def find_limit(runner: Runner, task: Task) -> float:
     return float((below * above) ** 0.5)
 
 
-async def tune(runner: Runner, task: Task) -> tuple[Evidence, float]:
+async def tune(runner: TrialRunner, task: Task) -> tuple[TrialHistory, float]:
     """What tune finds, and in how many seconds: on a virtual clock with every run in full, and once."""
     exact = isinstance(runner, SimulatedRunner)
-    evidence, start = task.evidence(exact=exact), time.perf_counter()
+    history, start = task.history(exact=exact), time.perf_counter()
     lengths = rung_lengths(task.requests, task.asked.load.max_concurrency or 1)
-    rules = Rules(lengths[-1:], 1, drifts=False) if exact else Rules(lengths, task.rounds)
-    race = Race(runner, evidence, rules)
-    await search(Space(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, SEQS[-1], 0.25), race)
-    return evidence, time.perf_counter() - start
+    rules = RaceRules(lengths[-1:], 1, drifts=False) if exact else RaceRules(lengths, task.rounds)
+    race = Race(runner, history, rules)
+    await search(SearchSpace(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, SEQS[-1], 0.25), race)
+    return history, time.perf_counter() - start
 
 
 async def measure(
-    runner: Runner, task: Task, settings: Sequence[Setting], rounds: int, first_round: int
-) -> tuple[Evidence, float]:
+    runner: TrialRunner, task: Task, settings: Sequence[Setting], rounds: int, first_round: int
+) -> tuple[TrialHistory, float]:
     """Every setting in full, in turn, every second round backwards."""
-    evidence, start = task.evidence(exact=isinstance(runner, SimulatedRunner)), time.perf_counter()
-    evidence.consider(settings)
+    history, start = task.history(exact=isinstance(runner, SimulatedRunner)), time.perf_counter()
+    history.consider(settings)
     for index in range(rounds):
         for setting in settings[:: 1 if index % 2 == 0 else -1]:
-            evidence.add(await runner.run(setting, task.requests, first_round + index))
-    return evidence, time.perf_counter() - start
+            history.add(await runner.run(setting, task.requests, first_round + index))
+    return history, time.perf_counter() - start
 
 
 def calibrated(config: EngineConfig) -> Blueprint:
@@ -97,7 +97,7 @@ def calibrated(config: EngineConfig) -> Blueprint:
     )
 
 
-def show_trials(tuned: Evidence) -> None:
+def show_trials(tuned: TrialHistory) -> None:
     for trial in tuned.trials():
         itl = "n/a" if trial.itl.p99 is None else f"{1e3 * trial.itl.p99:.1f} ms"
         name = describe(trial.setting, GRID)
@@ -105,7 +105,7 @@ def show_trials(tuned: Evidence) -> None:
         print(f"  {name}: {trial.rounds} runs, {rate}, P99 ITL {itl}, {trial.reason or 'feasible'}")
 
 
-def show_grid(measured: Evidence, simulated: Evidence) -> None:
+def show_grid(measured: TrialHistory, simulated: TrialHistory) -> None:
     print(f"{'budget':>8} {'seqs':>5} | {'MEASURED':>9} {'P99 ITL':>8} {'':>4} | {'SIMULATED':>9} {'P99 ITL':>8}")
     unit = "tokens/s" if measured.goal == "throughput" else "good/s"
     print(f"{'':>8} {'':>5} | {unit:>9} {'ms':>8} {'':>4} | {unit:>9} {'ms':>8}")
@@ -118,13 +118,13 @@ def show_grid(measured: Evidence, simulated: Evidence) -> None:
         print(f"{setting.max_num_batched_tokens:>8} {setting.max_num_seqs:>5} | {' | '.join(cells)}")
 
 
-def told(trial: Trial | None, evidence: Evidence) -> str:
+def told(trial: Trial | None, history: TrialHistory) -> str:
     if trial is None:
         return "none is feasible"
-    return f"{describe(trial.setting, GRID)}: {rate_in_words(trial, evidence.goal)}"
+    return f"{describe(trial.setting, GRID)}: {rate_in_words(trial, history.goal)}"
 
 
-async def compare(runner: EngineRunner, task: Task) -> Evidence:
+async def compare(runner: EngineRunner, task: Task) -> TrialHistory:
     """Print how tune's choice stands in the grid; what the grid gave."""
     tuned, tune_seconds = await tune(runner, task)
     grid, grid_seconds = await measure(runner, task, GRID, task.rounds, 100)
@@ -136,7 +136,7 @@ async def compare(runner: EngineRunner, task: Task) -> Evidence:
     print(f"MEASURED choice of tune: {told(chosen, tuned)}")
     print(f"MEASURED best of the grid: {told(best, grid)}")
     if chosen is not None and best is not None:
-        share = grid.standing().share(chosen.setting, best.setting)
+        share = grid.ranking().share(chosen.setting, best.setting)
         reason = grid.trial(chosen.setting).reason or "feasible"
         print(f"tune's choice in the grid's runs: {share:.3f} of the best; there {reason}")
         if chosen.setting != best.setting:
@@ -147,13 +147,13 @@ async def compare(runner: EngineRunner, task: Task) -> Evidence:
 async def duel(runner: EngineRunner, task: Task, chosen: Setting, best: Setting) -> None:
     """Tune's choice and the grid's best in turn, without what favoured either before."""
     found, _ = await measure(runner, task, [chosen, best], DUEL, 200)
-    share = found.standing().share(chosen, best)
+    share = found.ranking().share(chosen, best)
     print(f"against each other, {DUEL} times in turn: {share:.3f} (wanted: 0.95 or more)")
     for setting in (chosen, best):
         print(f"  {describe(setting, GRID)}: {found.trial(setting).reason or 'feasible'}")
 
 
-async def compare_simulated(blueprint: Blueprint, task: Task, grid: Evidence) -> None:
+async def compare_simulated(blueprint: Blueprint, task: Task, grid: TrialHistory) -> None:
     """Print what would have been chosen on a virtual clock, and what that gave when it was measured."""
     runner, best = SimulatedRunner(blueprint, task.asked), grid.best()
     simulated, seconds = await measure(runner, task, GRID, 1, 100)
@@ -163,13 +163,13 @@ async def compare_simulated(blueprint: Blueprint, task: Task, grid: Evidence) ->
     print(f"SIMULATED choice of tune ({tune_seconds:.1f} s): {told(found.best(), found)}")
     for name, trial in (("best", simulated.best()), ("choice", found.best())):
         if trial is not None and best is not None:
-            share = grid.standing().share(trial.setting, best.setting)
+            share = grid.ranking().share(trial.setting, best.setting)
             reason = grid.trial(trial.setting).reason or "feasible"
             agrees = "agrees" if trial.setting == best.setting else "differs"
             print(f"the simulated {name} {agrees}; measured it is {share:.3f} of the measured best, {reason}")
 
 
-async def measured(config: EngineConfig, task: Task, find_slo: bool) -> tuple[Task, Evidence]:
+async def measured(config: EngineConfig, task: Task, find_slo: bool) -> tuple[Task, TrialHistory]:
     """The task with its limit, and the grid."""
     runner = EngineRunner(config, task.asked, silent)
     try:
@@ -204,7 +204,7 @@ def main() -> None:
         max_concurrency=options.concurrency,
     )
     config = EngineConfig(options.model, dtype=options.dtype, max_num_batched_tokens=BUDGETS[-1])
-    task = Task(Asked(load, Slo(itl=options.slo_itl), 600.0), options.num_prompts, options.rounds)
+    task = Task(TrialLoad(load, Slo(itl=options.slo_itl), 600.0), options.num_prompts, options.rounds)
     task, grid = asyncio.run(measured(config, task, not options.no_slo))
     start = time.perf_counter()
     blueprint = calibrated(config)

@@ -11,8 +11,8 @@ import pytest
 from command_line import CommandLine, Outcome
 
 from llmsched.cli.tune import runner
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
@@ -181,7 +181,7 @@ def test_an_interrupted_search_says_how_to_go_on_and_does(
     measured = runner.EngineRunner.run
     ran: list[int] = []
 
-    async def interrupted(self: runner.EngineRunner, setting: Setting, requests: int, round_index: int) -> Run:
+    async def interrupted(self: runner.EngineRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
         if len(ran) == 2:
             raise KeyboardInterrupt
         ran.append(setting.max_num_batched_tokens)

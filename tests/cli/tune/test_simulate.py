@@ -13,9 +13,9 @@ from command_line import CommandLine, Outcome
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.simulated import simulate_workload
 from llmsched.cli.tune import simulated_runner as simulate
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.simulated_runner import Asked, SimulatedRunner, simulated_run
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad, simulated_run
+from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.blueprint import gpu_blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
@@ -44,7 +44,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     config = EngineConfig(str(CONFIG), max_num_batched_tokens=1024)
     blueprint = gpu_blueprint(open_draft(str(CONFIG)), config, "h100")
     setting = Setting(256, 16)
-    run = simulated_run(blueprint.engine(), setting, 40, 0, Asked(LOAD, SLO, 60.0))
+    run = simulated_run(blueprint.engine(), setting, 40, 0, TrialLoad(LOAD, SLO, 60.0))
     figures = simulate_workload(blueprint, LOAD, SLO, max_num_batched_tokens=256, max_num_seqs=16)
     assert run.completed == figures.completed == 40
     assert run.tokens_per_s == figures.output_tokens_per_s_steady
@@ -54,10 +54,10 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     assert 1 < run.demand.running <= 16
     assert 0 < run.demand.kv_share < 1
     assert not run.demand.preempted
-    short = simulated_run(blueprint.engine(), setting, 10, 0, Asked(LOAD, SLO, 60.0))
+    short = simulated_run(blueprint.engine(), setting, 10, 0, TrialLoad(LOAD, SLO, 60.0))
     assert short.completed == 10
 
-    runner = SimulatedRunner(blueprint, Asked(LOAD, SLO, 60.0))
+    runner = SimulatedRunner(blueprint, TrialLoad(LOAD, SLO, 60.0))
     again = asyncio.run(runner.run(setting, 40, 0))
     assert again.samples == run.samples
     assert asyncio.run(runner.run(setting, 40, 1)).samples == run.samples
@@ -67,7 +67,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
 def test_what_ends_in_its_first_step_is_demand_as_well() -> None:
     blueprint = gpu_blueprint(open_draft(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
     load = Workload(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
-    demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, 0, Asked(load, SLO, 60.0)).demand
+    demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, 0, TrialLoad(load, SLO, 60.0)).demand
     assert demand is not None
     assert demand.running == 4
     assert demand.kv_share > 0
@@ -132,7 +132,7 @@ def test_steps_for_which_there_is_no_room_are_points_of_the_curve(command: Comma
 def test_a_search_does_not_go_on_with_the_steps_of_another_engine(
     tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*arguments: object) -> Run:
+    def interrupted(*arguments: object) -> TrialRun:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -10,9 +10,9 @@ import pytest
 from fakes import Harness, make_request, tokens
 
 from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.tune.knobs import PeakDemand, Setting
 from llmsched.cli.tune.runner import EngineRunner
-from llmsched.cli.tune.simulated_runner import Asked
-from llmsched.cli.tune.space import Demand, Setting
+from llmsched.cli.tune.simulated_runner import TrialLoad
 from llmsched.cli.tune.watch import StepWatch
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
@@ -54,7 +54,7 @@ def test_the_peak_of_a_run_is_told_and_forgotten() -> None:
     assert 0 < demand.kv_share < 1
     assert not demand.preempted
     watch.reset()
-    assert watch.demand() == Demand(0, 0.0, False)
+    assert watch.demand() == PeakDemand(0, 0.0, False)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
@@ -65,7 +65,7 @@ def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..
     settings = [Setting(budget, 8) for budget in (16, 32, 128)]
 
     async def main() -> None:
-        runner = EngineRunner(config, Asked(load, Slo(itl=1.0), 60.0), silent)
+        runner = EngineRunner(config, TrialLoad(load, Slo(itl=1.0), 60.0), silent)
         try:
             assert runner.predict(settings, 8) == {}
             run = await runner.run(settings[0], 8, 0)

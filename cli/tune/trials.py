@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmsched.cli.tune.evidence import FIGURES, Run, percentile, pooled
-from llmsched.cli.tune.space import Demand, Setting, describe
-from llmsched.cli.tune.standing import Standing, standing
+from llmsched.cli.tune.knobs import PeakDemand, Setting, describe
+from llmsched.cli.tune.ranking import Ranking, rank_settings
+from llmsched.cli.tune.trial_runs import FIGURES, TrialRun, percentile, pooled
 from llmsched.engine.latency import Slo, Summary
 from llmsched.engine.units import three_figures
 
@@ -55,7 +55,7 @@ class Trial:
         return max((held / max(limits[name], 1e-9) for name, held in self.held.items()), default=0.0)
 
 
-def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
+def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
     """One trial from the runs of a setting. Errors, empty outputs and a missed SLO make it infeasible."""
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
@@ -84,7 +84,7 @@ def judge(setting: Setting, runs: Sequence[Run], slo: Slo) -> Trial:
     return replace(trial, reason=broken or _missed(trial, slo))
 
 
-class Evidence:
+class TrialHistory:
     """All runs so far, by setting, in the order in which settings are to be preferred where they are equal.
 
     `exact`: the same run always gives the same, as on a virtual clock.
@@ -94,7 +94,7 @@ class Evidence:
         self.slo = slo
         self.exact = exact
         self.goal: Goal = goal if slo.given() else "throughput"
-        self.runs: dict[Setting, list[Run]] = {}
+        self.runs: dict[Setting, list[TrialRun]] = {}
         self.skipped: dict[Setting, str] = {}
 
     def consider(self, settings: Sequence[Setting]) -> None:
@@ -102,7 +102,7 @@ class Evidence:
         for setting in settings:
             self.runs.setdefault(setting, [])
 
-    def add(self, run: Run) -> None:
+    def add(self, run: TrialRun) -> None:
         self.runs.setdefault(run.setting, []).append(run)
 
     def forget(self, round_index: int) -> None:
@@ -122,26 +122,26 @@ class Evidence:
         """All settings considered, in order of preference."""
         return [self.trial(setting) for setting in self.runs]
 
-    def score(self, run: Run) -> float | None:
+    def score(self, run: TrialRun) -> float | None:
         """What is to be maximised, of one run; None where it has none."""
         return None if run.problem else run.goodput_rps if self.goal == "goodput" else run.tokens_per_s
 
-    def standing(self) -> Standing:
-        return standing(self._all(), self.score, exact=self.exact)
+    def ranking(self) -> Ranking:
+        return rank_settings(self._all(), self.score, exact=self.exact)
 
-    def throughput(self) -> Standing:
+    def throughput(self) -> Ranking:
         """The standing by output tokens per second, whatever is to be maximised."""
-        return standing(self._all(), lambda run: run.throughput, exact=self.exact)
+        return rank_settings(self._all(), lambda run: run.throughput, exact=self.exact)
 
-    def _all(self) -> list[Run]:
+    def _all(self) -> list[TrialRun]:
         return [run for runs in self.runs.values() for run in runs]
 
-    def demand(self) -> Demand | None:
+    def demand(self) -> PeakDemand | None:
         """The most that any run asked of the engine; None if no run could tell."""
         known = [run.demand for run in self._all() if run.demand is not None]
         if not known:
             return None
-        return Demand(
+        return PeakDemand(
             max(demand.running for demand in known),
             max(demand.kv_share for demand in known),
             any(demand.preempted for demand in known),
@@ -156,12 +156,12 @@ class Evidence:
     def best(self) -> Trial | None:
         """The contender with the highest score, the first of those equal within noise; None if none is feasible."""
         contenders = {trial.setting: trial for trial in self.contenders()}
-        return contenders[self.standing().best(list(contenders))] if contenders else None
+        return contenders[self.ranking().best(list(contenders))] if contenders else None
 
     def leader(self) -> Trial | None:
         """Where the search goes on from: the highest score whatever the noise, else the nearest miss."""
         contenders = {trial.setting: trial for trial in self.contenders()}
-        return contenders[self.standing().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
+        return contenders[self.ranking().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:
         """The score of each setting as a share of the best's, what rounds have in common taken out; where no setting is
@@ -169,7 +169,7 @@ class Evidence:
 
         Rates of runs of different length and time cannot be compared with each other; these can.
         """
-        table, best = self.standing(), self.best()
+        table, best = self.ranking(), self.best()
         ranked = [best.setting] if best else table.ranked(list(table.effects))
         if not ranked or not math.isfinite(table.effects.get(ranked[0], -math.inf)):
             return {}
@@ -188,21 +188,21 @@ class Evidence:
         return next((trial for trial in missed if trial.longest == longest), None)
 
 
-def explain(evidence: Evidence) -> str:
+def explain(history: TrialHistory) -> str:
     """The choice in a sentence."""
-    trials, best = [trial for trial in evidence.trials() if not trial.skipped], evidence.best()
+    trials, best = [trial for trial in history.trials() if not trial.skipped], history.best()
     settings = [trial.setting for trial in trials]
     if best is None:
-        return _none_feasible(trials, evidence.nearest_miss())
+        return _none_feasible(trials, history.nearest_miss())
     good = [trial for trial in trials if trial.feasible]
-    chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, evidence.goal)}"
+    chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, history.goal)}"
     if len(good) == 1:
-        met = "meets the SLOs" if evidence.slo.given() else "works (no SLO was given)"
+        met = "meets the SLOs" if history.slo.given() else "works (no SLO was given)"
         tried = f"the only one of {len(trials)} settings that" if len(trials) > 1 else "the only setting tried, which"
-        return f"{chosen}, by {tried} {met}{_faster(best, evidence, settings)}"
-    met = "meet the SLOs" if evidence.slo.given() else "work (no SLO was given)"
+        return f"{chosen}, by {tried} {met}{_faster(best, history, settings)}"
+    met = "meet the SLOs" if history.slo.given() else "work (no SLO was given)"
     of = f"of the {len(good)} of {len(trials)} settings that {met}"
-    return f"{chosen} {_rank(best, good, evidence, settings)} {of}{_faster(best, evidence, settings)}"
+    return f"{chosen} {_rank(best, good, history, settings)} {of}{_faster(best, history, settings)}"
 
 
 def _none_feasible(trials: Sequence[Trial], nearest: Trial | None) -> str:
@@ -219,22 +219,22 @@ def rate_in_words(trial: Trial, goal: Goal) -> str:
     return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 
 
-def _rank(best: Trial, good: Sequence[Trial], evidence: Evidence, settings: list[Setting]) -> str:
-    table = evidence.standing()
+def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: list[Setting]) -> str:
+    table = history.ranking()
     rivals = [trial.setting for trial in good if trial.longest == best.longest]
     ahead = max(rivals, key=lambda setting: table.share(setting, best.setting))
     if ahead != best.setting:
         noise = f"{table.noise(ahead, best.setting):.0%}"
-        within = f"within {noise}" if evidence.exact else f"within the noise ({noise})"
+        within = f"within {noise}" if history.exact else f"within the noise ({noise})"
         return f"is {within} of the most ({describe(ahead, settings)})"
     if any(table.share(trial.setting, best.setting) > 1 for trial in good):
         return f"is the most of the {len(rivals)} that were run in full, and so"
     return "is the most"
 
 
-def _faster(best: Trial, evidence: Evidence, settings: list[Setting]) -> str:
+def _faster(best: Trial, history: TrialHistory, settings: list[Setting]) -> str:
     """What was faster in runs of the same rounds, but too late."""
-    table, late = evidence.throughput(), evidence.missed()
+    table, late = history.throughput(), history.missed()
     shares = {trial.setting: table.share(trial.setting, best.setting) for trial in late}
     fastest = max(late, key=lambda trial: shares[trial.setting], default=None)
     if fastest is None or shares[fastest.setting] <= 1 + table.noise(fastest.setting, best.setting):
@@ -254,7 +254,7 @@ def figure_name(name: str, slo: Slo) -> str:
     return f"{which.upper() if which.startswith('p') else which} {name.upper()}"
 
 
-def _held(runs: Sequence[Run], slo: Slo) -> dict[str, float]:
+def _held(runs: Sequence[TrialRun], slo: Slo) -> dict[str, float]:
     figures = {
         name: percentile([run.samples[name] for run in runs if name in run.samples], held_statistic(name, slo))
         for name in slo.given()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.tune.evidence import Run, failed_run, from_json, to_json
-from llmsched.cli.tune.race import Runner
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.race import TrialRunner
+from llmsched.cli.tune.trial_runs import TrialRun, failed_run, from_json, to_json
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.tuned import read_file
 
@@ -21,7 +21,7 @@ def state_path(profile: Path) -> Path:
     return profile.with_name(f"{profile.stem}.state.jsonl")
 
 
-class Journal:
+class SearchJournal:
     """One JSON object per line: first what the search is about, then its runs and what was predicted.
 
     `runs` and `predicted` are what a resumed search knows from before.
@@ -32,8 +32,8 @@ class Journal:
         or the file cannot be read or written.
         """
         self.path = path
-        self.runs: list[Run] = []
-        self.predicted: list[dict[Setting, Run]] = []
+        self.runs: list[TrialRun] = []
+        self.predicted: list[dict[Setting, TrialRun]] = []
         self._writable = True
         self._about = json.loads(json.dumps(about))
         if resume:
@@ -41,11 +41,11 @@ class Journal:
         else:
             self._write({"about": self._about}, mode="w")
 
-    def add(self, run: Run) -> None:
+    def add(self, run: TrialRun) -> None:
         self.runs.append(run)
         self._keep({"run": to_json(run)})
 
-    def add_predicted(self, predicted: Mapping[Setting, Run]) -> None:
+    def add_predicted(self, predicted: Mapping[Setting, TrialRun]) -> None:
         self._keep({"predicted": [to_json(run) for run in predicted.values()]})
 
     def delete(self) -> None:
@@ -109,18 +109,18 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-class Resumable:
-    """A Runner that asks another only for what the journal does not have, and writes down what that one says."""
+class ResumableRunner:
+    """A TrialRunner that asks another only for what the journal does not have, and writes down what that one says."""
 
-    def __init__(self, runner: Runner, journal: Journal) -> None:
+    def __init__(self, runner: TrialRunner, journal: SearchJournal) -> None:
         self._runner = runner
         self._journal = journal
         self._predictions = iter(list(journal.predicted))
-        self._known: dict[tuple[Setting, int, int], deque[Run]] = {}
+        self._known: dict[tuple[Setting, int, int], deque[TrialRun]] = {}
         for run in journal.runs:
             self._known.setdefault((run.setting, run.requests, run.round_index), deque()).append(run)
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         if known := self._known.get((setting, requests, round_index)):
             return known.popleft()
         try:
@@ -130,7 +130,7 @@ class Resumable:
         self._journal.add(run)
         return run
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
         known = next(self._predictions, None)
         if known is not None and known.keys() <= set(settings):
             return known

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from llmsched.cli.tune.evidence import Run, Samples
-from llmsched.cli.tune.space import Demand, Setting
+from llmsched.cli.tune.knobs import PeakDemand, Setting
+from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
 
 Figure = Callable[[Setting], float]
 
@@ -25,8 +25,8 @@ def hill(best_tokens: float, best_seqs: float, *, steep: float = 0.06, tie: floa
     return rate
 
 
-class Surface:
-    """A Runner whose runs take (virtual) time: requests x output tokens / rate.
+class SimulatedMachine:
+    """A TrialRunner whose runs take (virtual) time: requests x output tokens / rate.
 
     `noise` is the standard deviation of a full run's rate, shorter ones have more. `drift(t)` is a factor on all rates
     at time t; `work` adds up the seconds that the runs would take without noise and drift. `itl` gives seconds between
@@ -51,7 +51,7 @@ class Surface:
         self._full, self._noise, self._drift, self._says, self._running = full, noise, drift, says, running
         self._random = random.Random(seed)
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         self.log.append((setting, requests, round_index))
         drift = self._drift(asyncio.get_running_loop().time())
         noise = math.exp(self._random.gauss(0, self._noise * math.sqrt(self._full / requests)))
@@ -61,7 +61,7 @@ class Surface:
         await asyncio.sleep(run.seconds)
         return run
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
         if self._says is None:
             return {}
         return {s: made_run(s, requests, 0, self._says(s), self.itl(s), self._running) for s in settings}
@@ -69,12 +69,12 @@ class Surface:
 
 def made_run(
     setting: Setting, requests: int, round_index: int, rate: float, itl: float = 0.02, running: int = 16, **more: object
-) -> Run:
+) -> TrialRun:
     """A run of requests of 10 tokens at `rate` tokens per second, all of which met their SLOs."""
     seconds = requests * 10 / rate
-    samples = {"itl": Samples((itl,), requests * 9, itl * requests * 9, itl)}
-    samples["ttft"] = samples["tpot"] = Samples((0.1,), requests, 0.1 * requests, 0.1)
-    run = Run(
+    samples = {"itl": ThinnedSamples((itl,), requests * 9, itl * requests * 9, itl)}
+    samples["ttft"] = samples["tpot"] = ThinnedSamples((0.1,), requests, 0.1 * requests, 0.1)
+    run = TrialRun(
         setting,
         round_index,
         requests,
@@ -84,6 +84,6 @@ def made_run(
         tokens_per_s=rate,
         met={"itl": requests, "all": requests},
         samples=samples,
-        demand=Demand(running, 0.1),
+        demand=PeakDemand(running, 0.1),
     )
     return replace(run, **more)  # type: ignore[arg-type]

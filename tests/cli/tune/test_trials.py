@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from surface import made_run
+from simulated_machine import made_run
 
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.tune.evidence import Run, failed_run, run_of
-from llmsched.cli.tune.objective import Evidence, Goal, Trial, explain, judge
-from llmsched.cli.tune.race import Race, Rules
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.race import Race, RaceRules
+from llmsched.cli.tune.trial_runs import TrialRun, failed_run, run_of
+from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, explain, judge
 from llmsched.engine.latency import Slo
 
 SLO = Slo(ttft=1.0, itl=0.2)
@@ -36,32 +36,32 @@ def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05)
 
 
 class Scripted:
-    """A Runner that measures what is written down."""
+    """A TrialRunner that measures what is written down."""
 
     def __init__(self, outcomes: dict[Setting, Callable[[int], Measurement]]) -> None:
         self.outcomes = outcomes
         self.log: list[tuple[Setting, int]] = []
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         self.log.append((setting, round_index))
         return run_of(setting, round_index, requests, self.outcomes[setting](round_index))
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
         return {}
 
 
 def raced(
     runner: Scripted, *, rounds: int = 1, goal: Goal = "throughput", lengths: tuple[int, ...] = (10,), slo: Slo = SLO
-) -> Evidence:
-    evidence = Evidence(slo, goal)
+) -> TrialHistory:
+    history = TrialHistory(slo, goal)
 
     async def main() -> None:
-        race = Race(runner, evidence, Rules(lengths, rounds))
+        race = Race(runner, history, RaceRules(lengths, rounds))
         await race("all", list(runner.outcomes))
         await race.final()
 
     asyncio.run(main())
-    return evidence
+    return history
 
 
 def out_of_memory(round_index: int) -> Measurement:
@@ -82,11 +82,11 @@ FAULT_18: dict[Setting, Callable[[int], Measurement]] = {
 @pytest.mark.parametrize("lengths", [(10,), (3, 5, 10)])
 def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths: tuple[int, ...]) -> None:
     """F18."""
-    evidence = raced(Scripted(FAULT_18), rounds=rounds, goal=goal, lengths=lengths)
-    best = evidence.best()
+    history = raced(Scripted(FAULT_18), rounds=rounds, goal=goal, lengths=lengths)
+    best = history.best()
     assert best is not None
     assert best.setting == A
-    assert [trial.reason for trial in evidence.trials()] == [
+    assert [trial.reason for trial in history.trials()] == [
         None,
         "10 of 10 requests failed: empty stream (the request ended without a token)",
         "MemoryError: CUDA out of memory. Tried to allocate 20 GiB",
@@ -97,12 +97,12 @@ def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths:
 
 def test_none_feasible_is_said_with_the_reason_of_each() -> None:
     """F18, F19."""
-    evidence = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C, D)}))
-    assert evidence.best() is None
-    nearest = evidence.nearest_miss()
+    history = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C, D)}))
+    assert history.best() is None
+    nearest = history.nearest_miss()
     assert nearest is not None
     assert nearest.setting == D
-    assert explain(evidence) == (
+    assert explain(history) == (
         "none of the 3 settings tried is feasible; nearest is max_num_batched_tokens 256: P99 TTFT 3,000 ms is above "
         "1000 ms; relax the SLOs or lower the load"
     )
@@ -112,16 +112,16 @@ def test_none_feasible_is_said_with_the_reason_of_each() -> None:
 
 
 def test_the_nearest_miss_is_the_least_one() -> None:
-    evidence = raced(Scripted({A: lambda n: figures(1, gap=0.9), B: lambda n: figures(1, ttft=1.3)}))
-    nearest = evidence.nearest_miss()
+    history = raced(Scripted({A: lambda n: figures(1, gap=0.9), B: lambda n: figures(1, ttft=1.3)}))
+    nearest = history.nearest_miss()
     assert nearest is not None
     assert nearest.setting == B
     assert nearest.miss(SLO) == pytest.approx(1.3)
 
 
 def test_a_limit_that_nothing_meets_has_a_nearest_miss_too() -> None:
-    evidence = raced(Scripted({A: lambda n: figures(1, ttft=0.3), B: lambda n: figures(1, ttft=0.2)}), slo=Slo(ttft=0))
-    nearest = evidence.nearest_miss()
+    history = raced(Scripted({A: lambda n: figures(1, ttft=0.3), B: lambda n: figures(1, ttft=0.2)}), slo=Slo(ttft=0))
+    nearest = history.nearest_miss()
     assert nearest is not None
     assert nearest.setting == B
 
@@ -142,8 +142,8 @@ def test_a_missed_itl_and_a_partly_failed_run_are_infeasible() -> None:
         broken = RequestRecord(1, 0.0, 0.0, 0.0, None, 1.0, failure=RequestFailed("timeout", "no end after 5 s"))
         return measure([*records, broken], WORK, SLO)
 
-    evidence = raced(Scripted({A: lambda n: figures(1, gap=0.25), B: half}))
-    assert [trial.reason for trial in evidence.trials()] == [
+    history = raced(Scripted({A: lambda n: figures(1, gap=0.25), B: half}))
+    assert [trial.reason for trial in history.trials()] == [
         "P99 ITL 250 ms is above 200 ms",
         "1 of 2 requests failed: timeout (no end after 5 s)",
     ]
@@ -162,42 +162,42 @@ def test_the_statistic_of_the_slo_is_the_one_that_counts() -> None:
 
 
 def test_more_throughput_beyond_the_noise_wins() -> None:
-    evidence = raced(Scripted({A: lambda n: figures(1.0), B: lambda n: figures(1.2), C: lambda n: figures(1.1)}))
-    best = evidence.best()
+    history = raced(Scripted({A: lambda n: figures(1.0), B: lambda n: figures(1.2), C: lambda n: figures(1.1)}))
+    best = history.best()
     assert best is not None
     assert best.setting == B
-    assert explain(evidence).endswith("is the most of the 3 of 3 settings that meet the SLOs")
+    assert explain(history).endswith("is the most of the 3 of 3 settings that meet the SLOs")
 
 
 def test_goodput_and_throughput_can_disagree() -> None:
     """B makes more tokens, but a third of its requests has an ITL that is too long: SLOs of each request, not P99."""
     slo, fast = Slo(itl=0.2, itl_statistic="p50"), made_run(B, 30, 0, 12.0, met={"itl": 20, "all": 20})
     for goal, winner in (("throughput", B), ("goodput", A)):
-        evidence = Evidence(slo, goal)  # type: ignore[arg-type]
-        evidence.add(made_run(A, 30, 0, 10.0))
-        evidence.add(fast)
-        best = evidence.best()
+        history = TrialHistory(slo, goal)  # type: ignore[arg-type]
+        history.add(made_run(A, 30, 0, 10.0))
+        history.add(fast)
+        best = history.best()
         assert best is not None
         assert best.setting == winner
     assert fast.goodput_rps == pytest.approx(12.0 / 10 * 20 / 30)
-    assert Evidence(Slo(), "goodput").goal == "throughput"
+    assert TrialHistory(Slo(), "goodput").goal == "throughput"
 
 
 def test_the_sentence_tells_of_a_tie() -> None:
-    evidence = raced(Scripted({A: lambda n: figures(1.2), E: lambda n: figures(1.21)}), rounds=3, slo=Slo())
-    first = evidence.trials()[0]
-    assert explain(evidence) == (
+    history = raced(Scripted({A: lambda n: figures(1.2), E: lambda n: figures(1.21)}), rounds=3, slo=Slo())
+    first = history.trials()[0]
+    assert explain(history) == (
         f"max_num_batched_tokens 32: {first.output_tokens_per_s:.1f} tokens/s is within the noise (2%) of the most "
         "(max_num_batched_tokens 512) of the 2 of 2 settings that work (no SLO was given)"
     )
 
 
 def test_the_sentence_tells_of_what_was_faster_but_too_late() -> None:
-    evidence = raced(Scripted({A: lambda n: figures(1.2), D: lambda n: figures(5, ttft=3.0)}))
-    best, fast = (trial.output_tokens_per_s for trial in evidence.trials())
+    history = raced(Scripted({A: lambda n: figures(1.2), D: lambda n: figures(5, ttft=3.0)}))
+    best, fast = (trial.output_tokens_per_s for trial in history.trials())
     assert best is not None
     assert fast is not None
-    assert explain(evidence).endswith(
+    assert explain(history).endswith(
         f"; max_num_batched_tokens 256 gave {fast / best - 1:.0%} more tokens/s, but its P99 TTFT 3,000 ms is above "
         "1000 ms"
     )
@@ -207,21 +207,21 @@ def test_a_setting_that_breaks_in_a_later_round_is_infeasible() -> None:
     def later(round_index: int) -> Measurement:
         return out_of_memory(round_index) if round_index else figures(1.05)
 
-    evidence = raced(Scripted({A: lambda n: figures(1.0), B: later}), rounds=2)
-    best = evidence.best()
+    history = raced(Scripted({A: lambda n: figures(1.0), B: later}), rounds=2)
+    best = history.best()
     assert best is not None
     assert best.setting == A
-    reason = evidence.trials()[1].reason
+    reason = history.trials()[1].reason
     assert reason is not None
     assert reason.startswith("MemoryError")
 
 
 def test_percentiles_are_of_all_runs_together() -> None:
     """One run of two is slow: its samples are half of all, and P99 is theirs."""
-    evidence = Evidence(Slo(), "throughput")
+    history = TrialHistory(Slo(), "throughput")
     for index in range(2):
-        evidence.add(run_of(A, index, 10, figures(1.0, ttft=0.1 + 0.5 * index)))
-    trial: Trial = evidence.trial(A)
+        history.add(run_of(A, index, 10, figures(1.0, ttft=0.1 + 0.5 * index)))
+    trial: Trial = history.trial(A)
     assert trial.ttft.count == 20
     assert trial.ttft.p50 == pytest.approx(0.35)
     assert trial.ttft.p99 == pytest.approx(0.6)
@@ -245,70 +245,70 @@ def test_capacity_is_not_taken_from_the_ramp() -> None:
         ]
         return measure(records, WORK, SLO)
 
-    evidence = raced(Scripted({A: slow_start}), slo=Slo())
-    assert evidence.trials()[0].output_tokens_per_s == pytest.approx(2.0)
+    history = raced(Scripted({A: slow_start}), slo=Slo())
+    assert history.trials()[0].output_tokens_per_s == pytest.approx(2.0)
 
 
 def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
-    evidence = Evidence(SLO, "throughput")
-    evidence.add(made_run(A, 8, 0, 99.0))
-    evidence.add(made_run(B, 8, 0, 9.0))
-    evidence.add(made_run(B, 32, 1, 9.0))
-    best = evidence.best()
+    history = TrialHistory(SLO, "throughput")
+    history.add(made_run(A, 8, 0, 99.0))
+    history.add(made_run(B, 8, 0, 9.0))
+    history.add(made_run(B, 32, 1, 9.0))
+    best = history.best()
     assert best is not None
     assert best.setting == B
 
 
 def test_a_setting_is_judged_by_its_longest_runs() -> None:
     """Short ones are of another load: P99 is not theirs, and the nearest miss is none that was only run short."""
-    evidence = Evidence(Slo(itl=0.1), "throughput")
+    history = TrialHistory(Slo(itl=0.1), "throughput")
     for run in (made_run(A, 8, 0, 20.0, itl=0.05), made_run(A, 32, 1, 10.0, itl=0.5), made_run(B, 8, 0, 20.0, itl=0.2)):
-        evidence.add(run)
-    trial = evidence.trial(A)
+        history.add(run)
+    trial = history.trial(A)
     assert (trial.itl.p99, trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
     assert (trial.rounds, trial.longest) == (2, 32)
-    assert [missed.setting for missed in evidence.missed()] == [B, A]
-    assert evidence.nearest_miss() == trial
+    assert [missed.setting for missed in history.missed()] == [B, A]
+    assert history.nearest_miss() == trial
 
 
 def test_what_broke_in_a_later_round_is_no_near_miss() -> None:
-    evidence = Evidence(SLO, "throughput")
-    evidence.add(made_run(A, 8, 0, 20.0))
-    evidence.add(failed_run(A, 1, 8, MemoryError("no room")))
-    assert evidence.trial(A).reason == "MemoryError: no room"
-    assert evidence.nearest_miss() is None
+    history = TrialHistory(SLO, "throughput")
+    history.add(made_run(A, 8, 0, 20.0))
+    history.add(failed_run(A, 1, 8, MemoryError("no room")))
+    assert history.trial(A).reason == "MemoryError: no room"
+    assert history.nearest_miss() is None
 
 
 def test_the_sentence_is_of_runs_that_can_be_compared() -> None:
     """A and C ran in full. B, in short runs only, was ahead of both; D was slower than A in the same round."""
-    evidence = Evidence(Slo(itl=0.1), "throughput")
+    history = TrialHistory(Slo(itl=0.1), "throughput")
     for run in (made_run(A, 8, 0, 50.0), made_run(B, 8, 0, 60.0), made_run(C, 8, 0, 40.0)):
-        evidence.add(run)
+        history.add(run)
     for run in (made_run(D, 8, 0, 45.0, itl=0.5), made_run(A, 32, 1, 20.0), made_run(C, 32, 1, 16.0)):
-        evidence.add(run)
-    assert explain(evidence) == (
+        history.add(run)
+    assert explain(history) == (
         "max_num_batched_tokens 32: 20.0 tokens/s is the most of the 2 that were run in full, and so of the 3 of 4 "
         "settings that meet the SLOs"
     )
 
 
 def test_without_noise_there_is_none_in_the_sentence() -> None:
-    evidence = Evidence(Slo(itl=0.1), "throughput", exact=True)
-    evidence.add(made_run(A, 8, 0, 99.0))
-    evidence.add(made_run(B, 8, 0, 100.0))
-    assert explain(evidence).endswith(
+    history = TrialHistory(Slo(itl=0.1), "throughput", exact=True)
+    history.add(made_run(A, 8, 0, 99.0))
+    history.add(made_run(B, 8, 0, 100.0))
+    assert explain(history).endswith(
         "99.0 tokens/s is within 2% of the most (max_num_batched_tokens 64) of the 2 of 2 settings that meet the SLOs"
     )
-    evidence.add(made_run(C, 8, 0, 103.0))
-    best = evidence.best()
+    history.add(made_run(C, 8, 0, 103.0))
+    best = history.best()
     assert best is not None
     assert best.setting == C
 
 
 def test_relative_scores_are_of_the_same_rounds() -> None:
     """C ran in a slow round only: its rate is half of what it would be beside the others."""
-    evidence = Evidence(SLO, "throughput")
+    history = TrialHistory(SLO, "throughput")
     for run in (made_run(A, 8, 0, 100.0), made_run(B, 8, 0, 80.0), made_run(A, 8, 1, 50.0), made_run(C, 8, 1, 45.0)):
-        evidence.add(run)
-    assert evidence.relative() == {A: 1.0, B: pytest.approx(0.8), C: pytest.approx(0.9)}
-    assert Evidence(SLO, "throughput").relative() == {}
+        history.add(run)
+    assert history.relative() == {A: 1.0, B: pytest.approx(0.8), C: pytest.approx(0.9)}
+    assert TrialHistory(SLO, "throughput").relative() == {}

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
-from surface import Surface, hill, made_run
+from simulated_machine import SimulatedMachine, hill, made_run
 from virtual_time import run_virtual
 
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.objective import Evidence
-from llmsched.cli.tune.race import Race, Rules, rung_lengths
-from llmsched.cli.tune.search import Space, search
-from llmsched.cli.tune.space import Setting, powers_of_two
-from llmsched.cli.tune.state import Journal, Resumable, state_path
+from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.knobs import Setting, powers_of_two
+from llmsched.cli.tune.race import Race, RaceRules, rung_lengths
+from llmsched.cli.tune.resume import ResumableRunner, SearchJournal, state_path
+from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.trials import TrialHistory
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 
@@ -23,78 +23,78 @@ ABOUT = {"model": "m", "SLOs": {"itl": 0.05}}
 RATE = hill(128, 4, steep=0.15)
 
 
-class Interrupted(Surface):
+class Interrupted(SimulatedMachine):
     """Ctrl-C in the middle of the run after the first `most`."""
 
     most = 10**9
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         if len(self.log) == self.most:
             raise asyncio.CancelledError
         return await super().run(setting, requests, round_index)
 
 
-def searched(surface: Surface, journal: Journal) -> Evidence:
-    evidence = Evidence(Slo(itl=1.0), "throughput")
+def searched(surface: SimulatedMachine, journal: SearchJournal) -> TrialHistory:
+    history = TrialHistory(Slo(itl=1.0), "throughput")
 
     async def main() -> None:
-        race = Race(Resumable(surface, journal), evidence, Rules(rung_lengths(32, 4), 2))
+        race = Race(ResumableRunner(surface, journal), history, RaceRules(rung_lengths(32, 4), 2))
         budgets = tuple(powers_of_two(32, 1024))
-        await search(Space(("max_num_batched_tokens", "max_num_seqs"), budgets, Setting(32, 16), 16, 0.25), race)
+        await search(SearchSpace(("max_num_batched_tokens", "max_num_seqs"), budgets, Setting(32, 16), 16, 0.25), race)
 
     run_virtual(main())
-    return evidence
+    return history
 
 
 @pytest.mark.parametrize("most", [1, 3, 9, 11])
 def test_no_run_is_made_twice_and_the_result_is_the_same(tmp_path: Path, most: int) -> None:
-    whole = Surface(RATE, noise=0.0, says=RATE)
-    expected = searched(whole, Journal(tmp_path / "whole.jsonl", ABOUT, resume=False))
+    whole = SimulatedMachine(RATE, noise=0.0, says=RATE)
+    expected = searched(whole, SearchJournal(tmp_path / "whole.jsonl", ABOUT, resume=False))
 
     first, path = Interrupted(RATE, noise=0.0, says=RATE), tmp_path / "cut.jsonl"
     first.most = most
     with pytest.raises(asyncio.CancelledError):
-        searched(first, Journal(path, ABOUT, resume=False))
-    second = Surface(RATE, noise=0.0, says=RATE)
-    found = searched(second, Journal(path, ABOUT, resume=True))
+        searched(first, SearchJournal(path, ABOUT, resume=False))
+    second = SimulatedMachine(RATE, noise=0.0, says=RATE)
+    found = searched(second, SearchJournal(path, ABOUT, resume=True))
     assert first.log + second.log == whole.log
     assert found.trials() == expected.trials()
     assert found.best() == expected.best()
 
 
 def test_a_setting_that_broke_is_not_tried_again(tmp_path: Path) -> None:
-    class Breaks(Surface):
-        async def run(self, setting: Setting, requests: int, round_index: int) -> Run:
+    class Breaks(SimulatedMachine):
+        async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
             self.log.append((setting, requests, round_index))
             raise MemoryError("out of memory")
 
     path, setting = tmp_path / "s.jsonl", Setting(64, 8)
     for resume in (False, True):
         runner = Breaks(RATE)
-        run = asyncio.run(Resumable(runner, Journal(path, ABOUT, resume=resume)).run(setting, 8, 0))
+        run = asyncio.run(ResumableRunner(runner, SearchJournal(path, ABOUT, resume=resume)).run(setting, 8, 0))
         assert run.problem == "MemoryError: out of memory"
         assert len(runner.log) == (0 if resume else 1)
 
 
 def test_a_search_about_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
-    Journal(path, ABOUT, resume=False)
+    SearchJournal(path, ABOUT, resume=False)
     with pytest.raises(LlmschedError, match=r"another SLOs \({'itl': 0.05}, now {'itl': 0.1}\)"):
-        Journal(path, {**ABOUT, "SLOs": {"itl": 0.1}}, resume=True)
+        SearchJournal(path, {**ABOUT, "SLOs": {"itl": 0.1}}, resume=True)
     with pytest.raises(LlmschedError, match="another workload"):
-        Journal(path, {**ABOUT, "workload": "x"}, resume=True)
+        SearchJournal(path, {**ABOUT, "workload": "x"}, resume=True)
     with pytest.raises(LlmschedError, match="there is no unfinished search at"):
-        Journal(tmp_path / "away.jsonl", ABOUT, resume=True)
+        SearchJournal(tmp_path / "away.jsonl", ABOUT, resume=True)
 
 
 def test_a_line_that_was_being_written_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
-    journal = Journal(path, ABOUT, resume=False)
+    journal = SearchJournal(path, ABOUT, resume=False)
     journal.add(made_run(Setting(64, 8), 8, 0, 10.0))
     journal.add(made_run(Setting(32, 8), 8, 0, 10.0))
     whole = path.read_text()
     path.write_text(whole[:-9])
-    cut = Journal(path, ABOUT, resume=True)
+    cut = SearchJournal(path, ABOUT, resume=True)
     assert [run.setting for run in cut.runs] == [Setting(64, 8)]
     cut.add(made_run(Setting(32, 8), 8, 0, 10.0))
     assert path.read_text() == whole
@@ -107,7 +107,7 @@ def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path, text: str) 
     path = tmp_path / "s.jsonl"
     path.write_text(text)
     with pytest.raises(LlmschedError, match="--resume") as problem:
-        Journal(path, {}, resume=True)
+        SearchJournal(path, {}, resume=True)
     assert "\n" not in str(problem.value)
 
 
@@ -125,30 +125,30 @@ def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path, text: str) 
 )
 def test_a_run_that_cannot_have_been_is_refused_in_words(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "s.jsonl"
-    Journal(path, ABOUT, resume=False).add(made_run(Setting(64, 8), 8, 0, 10.0))
+    SearchJournal(path, ABOUT, resume=False).add(made_run(Setting(64, 8), 8, 0, 10.0))
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(LlmschedError, match="is not the state of a search; leave out --resume"):
-        Journal(path, ABOUT, resume=True)
+        SearchJournal(path, ABOUT, resume=True)
 
 
 def test_a_pipe_is_no_state(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     os.mkfifo(path)
     with pytest.raises(LlmschedError, match="is not a regular file"):
-        Journal(path, ABOUT, resume=True)
+        SearchJournal(path, ABOUT, resume=True)
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LlmschedError, match="cannot be written"):
-        Journal(tmp_path / "file" / "s.jsonl", ABOUT, resume=False)
+        SearchJournal(tmp_path / "file" / "s.jsonl", ABOUT, resume=False)
 
 
 def test_a_disk_that_is_full_does_not_end_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep" / "s.jsonl"
-    journal = Journal(path, ABOUT, resume=False)
+    journal = SearchJournal(path, ABOUT, resume=False)
     path.unlink()
     path.parent.rmdir()
     path.parent.write_text("")
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_does_not_end_the_search(tmp_path: Path, capsys: pyt
 def test_the_state_lies_beside_the_profile_and_goes_with_the_search(tmp_path: Path) -> None:
     path = state_path(tmp_path / "chat.toml")
     assert path == tmp_path / "chat.state.jsonl"
-    journal = Journal(path, ABOUT, resume=False)
+    journal = SearchJournal(path, ABOUT, resume=False)
     assert path.exists()
     journal.delete()
     assert not path.exists()

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.tune.space import Demand, Setting
+from llmsched.cli.tune.knobs import PeakDemand, Setting
 from llmsched.engine.latency import RequestLatency, Summary, statistic, summarise
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
-#: Samples of a figure that a run keeps: of more, evenly spaced order statistics.
+#: ThinnedSamples of a figure that a run keeps: of more, evenly spaced order statistics.
 MAX_SAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class ThinnedSamples:
     """The distribution of one figure in seconds: sorted values, each of which stands for `each` samples."""
 
     values: tuple[float, ...] = ()
@@ -30,17 +30,17 @@ class Samples:
     most: float = 0.0
 
 
-def thinned(samples: Iterable[float]) -> Samples:
-    """Samples to keep: all, or every k-th of them in order of size."""
+def thinned(samples: Iterable[float]) -> ThinnedSamples:
+    """ThinnedSamples to keep: all, or every k-th of them in order of size."""
     ordered = sorted(samples)
     if not ordered:
-        return Samples()
+        return ThinnedSamples()
     each = -(-len(ordered) // MAX_SAMPLES)
     kept = ordered[each // 2 :: each]
-    return Samples(tuple(round(value, 7) for value in kept), each, sum(ordered), ordered[-1])
+    return ThinnedSamples(tuple(round(value, 7) for value in kept), each, sum(ordered), ordered[-1])
 
 
-def pooled(parts: Sequence[Samples]) -> Summary:
+def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
     """The distribution of all runs together."""
     summary = summarise(_all(parts))
     if not summary.count:
@@ -49,19 +49,19 @@ def pooled(parts: Sequence[Samples]) -> Summary:
     return replace(summary, mean=mean, max=most)
 
 
-def percentile(parts: Sequence[Samples], name: str) -> float | None:
+def percentile(parts: Sequence[ThinnedSamples], name: str) -> float | None:
     """One statistic (see `latency.statistic`) of all runs together; None without a sample."""
     if name == "max":
         return pooled(parts).max
     return pooled(parts).mean if name == "mean" else statistic(_all(parts), name)
 
 
-def _all(parts: Sequence[Samples]) -> list[float]:
+def _all(parts: Sequence[ThinnedSamples]) -> list[float]:
     return [value for part in parts for value in part.values for _ in range(part.each)]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrialRun:
     """One run of a setting: `requests` of the load in round `round_index`, which took `seconds`.
 
     `tokens_per_s` is the rate of output tokens without the ramp. `met` counts the requests that met each SLO, and
@@ -77,8 +77,8 @@ class Run:
     output_tokens: int = 0
     tokens_per_s: float | None = None
     met: Mapping[str, int] = field(default_factory=dict)
-    samples: Mapping[str, Samples] = field(default_factory=dict)
-    demand: Demand | None = None
+    samples: Mapping[str, ThinnedSamples] = field(default_factory=dict)
+    demand: PeakDemand | None = None
     problem: str | None = None
 
     @property
@@ -100,14 +100,14 @@ def run_of(
     requests: int,
     measured: Measurement,
     *,
-    demand: Demand | None = None,
+    demand: PeakDemand | None = None,
     seconds: float = 0.0,
-) -> Run:
+) -> TrialRun:
     """What is kept of a measurement of `requests` of the load (of a load that a duration ends, fewer were sent)."""
     total = measured.completed + measured.failed
     attainment = measured.goodput.attainment if measured.goodput else {}
     steady = measured.output_tokens_per_s_steady
-    return Run(
+    return TrialRun(
         setting,
         round_index,
         requests,
@@ -123,32 +123,32 @@ def run_of(
     )
 
 
-def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> Run:
+def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
     """A run that gave no figures."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
-    return Run(setting, round_index, requests, problem=reason)
+    return TrialRun(setting, round_index, requests, problem=reason)
 
 
-def refused_run(setting: Setting, problem: Exception) -> Run:
+def refused_run(setting: Setting, problem: Exception) -> TrialRun:
     """A setting that was never run, since no engine can be built for it."""
-    return Run(setting, 0, 0, problem=f"does not fit: {' '.join(str(problem).split())}")
+    return TrialRun(setting, 0, 0, problem=f"does not fit: {' '.join(str(problem).split())}")
 
 
-def to_json(run: Run) -> dict[str, Any]:
+def to_json(run: TrialRun) -> dict[str, Any]:
     """A run as JSON can hold it."""
     return asdict(run)
 
 
-def from_json(content: Mapping[str, Any]) -> Run:
+def from_json(content: Mapping[str, Any]) -> TrialRun:
     """The run of `to_json`. Raises ValueError for what is none."""
     return _run_type().validate_python(content)
 
 
 @cache
-def _run_type() -> TypeAdapter[Run]:
+def _run_type() -> TypeAdapter[TrialRun]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(Run)
+    return TypeAdapter(TrialRun)
 
 
 def _samples(latencies: Sequence[RequestLatency], name: str) -> list[float]:

@@ -6,23 +6,23 @@ import math
 import random
 
 import pytest
-from surface import made_run
+from simulated_machine import made_run
 
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.space import Setting
-from llmsched.cli.tune.standing import NOISE_CEILING, NOISE_FLOOR, standing
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.ranking import NOISE_CEILING, NOISE_FLOOR, rank_settings
+from llmsched.cli.tune.trial_runs import TrialRun
 
 A, B, C = (Setting(tokens, 8) for tokens in (32, 64, 128))
 
 
-def rate(run: Run) -> float | None:
+def rate(run: TrialRun) -> float | None:
     return run.tokens_per_s
 
 
 def test_what_a_round_has_in_common_is_taken_out() -> None:
     """The machine is half as fast in the round that has no B: the plain means would put A behind."""
     runs = [made_run(A, 10, 0, 100.0), made_run(B, 10, 0, 90.0), made_run(A, 10, 1, 50.0), made_run(C, 10, 1, 49.0)]
-    table = standing(runs, rate)
+    table = rank_settings(runs, rate)
     assert table.share(B, A) == pytest.approx(0.9)
     assert table.share(C, A) == pytest.approx(0.98)
     assert table.ranked([B, C, A]) == [A, C, B]
@@ -32,12 +32,12 @@ def test_long_runs_count_more_than_short_ones() -> None:
     """90 requests that say 1 % more against 10 that say 9 % less."""
     runs = [made_run(A, 90, 0, 100.0), made_run(B, 90, 0, 101.0), made_run(A, 10, 1, 100.0), made_run(B, 10, 1, 91.0)]
     expected = (0.9 * math.log(1.01) + 0.1 * math.log(0.91)) / 1.0
-    assert math.log(standing(runs, rate).share(B, A)) == pytest.approx(expected)
+    assert math.log(rank_settings(runs, rate).share(B, A)) == pytest.approx(expected)
 
 
 def test_equal_ones_go_by_preference_and_better_ones_do_not() -> None:
     runs = [made_run(s, 10, n, value) for n in range(3) for s, value in ((A, 100.0), (B, 101.5), (C, 110.0))]
-    table = standing(runs, rate)
+    table = rank_settings(runs, rate)
     assert table.noise(A, B) == NOISE_FLOOR
     assert table.best([A, B]) == A
     assert table.best([B, A]) == B
@@ -45,7 +45,7 @@ def test_equal_ones_go_by_preference_and_better_ones_do_not() -> None:
 
 
 def test_without_repeats_nothing_is_settled() -> None:
-    table = standing([made_run(A, 10, 0, 100.0), made_run(B, 10, 0, 50.0)], rate)
+    table = rank_settings([made_run(A, 10, 0, 100.0), made_run(B, 10, 0, 50.0)], rate)
     assert not table.settled([A, B])
     assert table.noise(A, B) == NOISE_CEILING
     assert table.settled([A])
@@ -53,24 +53,24 @@ def test_without_repeats_nothing_is_settled() -> None:
 
 def test_repeats_that_agree_settle_it_and_those_that_do_not_do_not() -> None:
     agree = [made_run(s, 10, n, v) for n in range(3) for s, v in ((A, 100.0), (B, 80.0))]
-    assert standing(agree, rate).settled([A, B])
+    assert rank_settings(agree, rate).settled([A, B])
     differ = [made_run(s, 10, n, v) for n, b in enumerate((80.0, 130.0, 95.0)) for s, v in ((A, 100.0), (B, b))]
-    assert not standing(differ, rate).settled([A, B])
+    assert not rank_settings(differ, rate).settled([A, B])
 
 
 def test_of_equal_ones_repeats_settle_it_too() -> None:
     """It is enough that nobody can be far ahead of the one that is chosen."""
     runs = [made_run(s, 10, n, v) for n in range(4) for s, v in ((A, 100.0), (B, 100.5))]
-    assert standing(runs, rate).settled([A, B])
+    assert rank_settings(runs, rate).settled([A, B])
 
 
 def test_a_score_of_zero_is_last_and_disturbs_nobody() -> None:
-    table = standing(
+    table = rank_settings(
         [made_run(A, 10, 0, 100.0), made_run(B, 10, 0, 1.0, tokens_per_s=0.0), made_run(C, 10, 0, 90.0)], rate
     )
     assert table.ranked([B, C, A]) == [A, C, B]
     assert table.share(B, A) == 0.0
-    assert standing([], rate).best([B, A]) == B
+    assert rank_settings([], rate).best([B, A]) == B
 
 
 def test_settled_is_seldom_wrong() -> None:
@@ -83,6 +83,6 @@ def test_settled_is_seldom_wrong() -> None:
             for n in range(3)
             for s, value in ((A, 94.0), (B, 100.0), (C, 80.0))
         ]
-        table = standing(runs, rate)
+        table = rank_settings(runs, rate)
         wrong += table.settled([A, B, C]) and table.best([A, B, C]) == A
     assert wrong <= 6

@@ -47,7 +47,7 @@ KNOBS = tuple(f.name for f in fields(Setting))
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class PeakDemand:
     """What the load asked of the engine at its peak: running requests, and the share of KV blocks in use."""
 
     running: int
@@ -87,7 +87,7 @@ def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
     return [setting, *(other for other in others if other != setting)]
 
 
-def seqs_settings(setting: Setting, demand: Demand, most: int) -> list[Setting]:
+def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
     """Other caps of running requests: powers of two from an eighth of what ran at the peak to below it.
 
     More than the peak changes nothing, unless it was the cap that ended it: then up to `most`.
@@ -98,7 +98,7 @@ def seqs_settings(setting: Setting, demand: Demand, most: int) -> list[Setting]:
     return neighbours(setting, "max_num_seqs", sorted({*powers, *([most] if capped else [])}, reverse=True))
 
 
-def headroom_settings(setting: Setting, demand: Demand, most: float) -> list[Setting]:
+def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
     """Other shares of blocks kept free, up to `most`, if admission ever came near them."""
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return neighbours(setting, "headroom", [share for share in HEADROOMS if share <= most] if scarce else [])

@@ -6,19 +6,28 @@ import json
 import random
 
 import pytest
-from surface import made_run
+from simulated_machine import made_run
 
-from llmsched.cli.tune.evidence import MAX_SAMPLES, Samples, failed_run, from_json, percentile, pooled, thinned, to_json
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.trial_runs import (
+    MAX_SAMPLES,
+    ThinnedSamples,
+    failed_run,
+    from_json,
+    percentile,
+    pooled,
+    thinned,
+    to_json,
+)
 from llmsched.engine.latency import statistic, summarise
 
 
 def test_few_samples_are_all_kept() -> None:
     kept = thinned([0.3, 0.1, 0.2])
-    assert kept == Samples((0.1, 0.2, 0.3), 1, pytest.approx(0.6), 0.3)
-    assert thinned([]) == Samples()
-    assert pooled([]).count == pooled([Samples()]).count == 0
-    assert percentile([Samples()], "p99") is None
+    assert kept == ThinnedSamples((0.1, 0.2, 0.3), 1, pytest.approx(0.6), 0.3)
+    assert thinned([]) == ThinnedSamples()
+    assert pooled([]).count == pooled([ThinnedSamples()]).count == 0
+    assert percentile([ThinnedSamples()], "p99") is None
 
 
 def test_many_samples_keep_their_distribution() -> None:

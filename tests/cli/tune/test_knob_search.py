@@ -10,14 +10,14 @@ from itertools import product
 from statistics import mean
 
 import pytest
-from surface import Figure, Surface, hill, made_run
+from simulated_machine import Figure, SimulatedMachine, hill, made_run
 from virtual_time import run_virtual
 
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.objective import Evidence, explain
-from llmsched.cli.tune.race import Race, Rules, rung_lengths
-from llmsched.cli.tune.search import Space, search
-from llmsched.cli.tune.space import KNOBS, Demand, Setting, powers_of_two
+from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.knobs import KNOBS, PeakDemand, Setting, powers_of_two
+from llmsched.cli.tune.race import Race, RaceRules, rung_lengths
+from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.trials import TrialHistory, explain
 from llmsched.engine.latency import Slo
 
 BUDGETS = tuple(powers_of_two(32, 1024))
@@ -28,20 +28,20 @@ FULL = 32
 
 
 def searched(
-    surface: Surface,
+    surface: SimulatedMachine,
     *,
     knobs: tuple[str, ...] = ("max_num_batched_tokens", "max_num_seqs"),
     slo: Slo | None = None,
     time_limit: float = math.inf,
     start: Setting | None = None,
-) -> tuple[Evidence, list[str]]:
-    evidence = Evidence(slo or Slo(itl=1.0), "throughput")
+) -> tuple[TrialHistory, list[str]]:
+    history = TrialHistory(slo or Slo(itl=1.0), "throughput")
 
     async def main() -> list[str]:
-        race = Race(surface, evidence, Rules(rung_lengths(FULL, 4), REPEATS, time_limit))
-        return await search(Space(knobs, BUDGETS, start or Setting(32, 16), 16, 0.25), race)
+        race = Race(surface, history, RaceRules(rung_lengths(FULL, 4), REPEATS, time_limit))
+        return await search(SearchSpace(knobs, BUDGETS, start or Setting(32, 16), 16, 0.25), race)
 
-    return evidence, run_virtual(main())
+    return history, run_virtual(main())
 
 
 def grid_seconds(rate: Figure) -> float:
@@ -81,7 +81,7 @@ def test_near_the_best_of_the_grid_in_a_fifth_of_its_time(drift: Callable[[float
     for seed in range(60):
         dice = random.Random(seed)
         rate = some_hill(dice)
-        surface = Surface(rate, full=FULL, noise=0.02, drift=drift, seed=seed)
+        surface = SimulatedMachine(rate, full=FULL, noise=0.02, drift=drift, seed=seed)
         best = searched(surface)[0].best()
         assert best is not None
         reached.append(rate(best.setting) / max(map(rate, GRID)))
@@ -101,14 +101,14 @@ def test_a_cost_model_spares_the_hopeless() -> None:
         off = {setting: 1.3 * math.exp(dice.uniform(-0.05, 0.05)) for setting in GRID}
         for says in (True, False):
             model = (lambda s, rate=rate, off=off: rate(s) * off.get(s, 1.3)) if says else None
-            surface = Surface(rate, full=FULL, noise=0.01, seed=seed, says=model)
-            evidence, _ = searched(surface)
+            surface = SimulatedMachine(rate, full=FULL, noise=0.01, seed=seed, says=model)
+            history, _ = searched(surface)
             runs[says] += len(surface.log)
-            best = evidence.best()
+            best = history.best()
             assert best is not None
             if says:
                 reached.append(rate(best.setting) / max(map(rate, GRID)))
-                for trial in evidence.trials():
+                for trial in history.trials():
                     assert not trial.skipped or rate(trial.setting) < 0.95 * rate(best.setting)
     assert sum(share >= 0.95 for share in reached) >= 38
     assert runs[True] < 0.85 * runs[False]
@@ -117,30 +117,30 @@ def test_a_cost_model_spares_the_hopeless() -> None:
 def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
     """The model has the ends right and says that all between them is too late; only 128 is not."""
 
-    class Misled(Surface):
-        def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, Run]:
+    class Misled(SimulatedMachine):
+        def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
             ends = (BUDGETS[0], BUDGETS[-1])
             itl = {s: 0.4 if s.max_num_batched_tokens in ends else 2.0 for s in settings}
             return {s: made_run(s, requests, 0, 100.0, itl[s]) for s in settings}
 
     surface = Misled(lambda s: 100.0, itl=lambda s: 0.1 if s.max_num_batched_tokens == 128 else 0.4, noise=0.0)
-    evidence, _ = searched(surface, slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
-    best = evidence.best()
+    history, _ = searched(surface, slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
+    best = history.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 128
-    assert not any(trial.skipped for trial in evidence.trials())
+    assert not any(trial.skipped for trial in history.trials())
 
 
 def test_only_settings_that_meet_the_slo_win() -> None:
     """More tokens a step make more tokens a second here, and longer gaps."""
-    surface = Surface(
+    surface = SimulatedMachine(
         lambda s: 100.0 + s.max_num_batched_tokens, itl=lambda s: s.max_num_batched_tokens / 1000, noise=0.0
     )
-    evidence, _ = searched(surface, slo=Slo(itl=0.3))
-    best = evidence.best()
+    history, _ = searched(surface, slo=Slo(itl=0.3))
+    best = history.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 256
-    assert "but its P99 ITL 1,024 ms is above 300 ms" in explain(evidence)
+    assert "but its P99 ITL 1,024 ms is above 300 ms" in explain(history)
 
 
 def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:
@@ -149,40 +149,40 @@ def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:
     def itl(setting: Setting) -> float:
         return setting.target_itl or setting.max_num_batched_tokens / 1000
 
-    surface = Surface(lambda s: 100.0 + s.max_num_batched_tokens, itl=itl, noise=0.0)
-    evidence, _ = searched(surface, slo=Slo(itl=0.3), knobs=KNOBS)
-    best = evidence.best()
+    surface = SimulatedMachine(lambda s: 100.0 + s.max_num_batched_tokens, itl=itl, noise=0.0)
+    history, _ = searched(surface, slo=Slo(itl=0.3), knobs=KNOBS)
+    best = history.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 1024
     assert best.setting.target_itl == 0.3
 
 
 def test_what_cannot_matter_is_left_alone_and_said() -> None:
-    surface = Surface(hill(128, 16), running=1)
-    evidence, notes = searched(surface, slo=Slo(ttft=10.0), knobs=KNOBS)
+    surface = SimulatedMachine(hill(128, 16), running=1)
+    history, notes = searched(surface, slo=Slo(ttft=10.0), knobs=KNOBS)
     assert notes == [
         "max_num_seqs was left as it is: no more than 1 requests ran at a time",
         "headroom was left as it is: KV was never scarce (at most 10% of KV blocks were in use)",
         "target_itl was left as it is: it needs an SLO of ITL or TPOT (--slo-itl, --slo-tpot)",
     ]
-    assert len({trial.setting.max_num_seqs for trial in evidence.trials()}) == 1
+    assert len({trial.setting.max_num_seqs for trial in history.trials()}) == 1
 
 
 def test_headroom_is_searched_where_kv_is_scarce() -> None:
-    class Scarce(Surface):
+    class Scarce(SimulatedMachine):
         async def run(self, setting: Setting, requests: int, round_index: int):  # type: ignore[no-untyped-def]
-            return replace(await super().run(setting, requests, round_index), demand=Demand(1, 0.95, True))
+            return replace(await super().run(setting, requests, round_index), demand=PeakDemand(1, 0.95, True))
 
     surface = Scarce(lambda s: 100.0 * (1 + s.headroom), noise=0.0)
-    evidence, _ = searched(surface, knobs=("headroom",), start=Setting(64, 16))
-    best = evidence.best()
+    history, _ = searched(surface, knobs=("headroom",), start=Setting(64, 16))
+    best = history.best()
     assert best is not None
     assert best.setting == Setting(64, 16, 0.2)
-    assert {trial.setting.max_num_batched_tokens for trial in evidence.trials()} == {64}
+    assert {trial.setting.max_num_batched_tokens for trial in history.trials()} == {64}
 
 
 def test_rounds_send_the_same_to_all_and_go_back_and_forth() -> None:
-    surface = Surface(lambda s: 100.0, noise=0.05)
+    surface = SimulatedMachine(lambda s: 100.0, noise=0.05)
     searched(surface, knobs=("max_num_batched_tokens",))
     surface.log.pop(len(BUDGETS))  # whether the machine is still the same
     by_round: dict[int, list[tuple[Setting, int]]] = {}
@@ -197,24 +197,24 @@ def test_rounds_send_the_same_to_all_and_go_back_and_forth() -> None:
 
 
 def test_it_ends_in_time_and_says_so() -> None:
-    surface = Surface(lambda s: 10.0)
-    evidence, notes = searched(surface, time_limit=100.0)
+    surface = SimulatedMachine(lambda s: 10.0)
+    history, notes = searched(surface, time_limit=100.0)
     assert surface.work <= 105.0
-    assert evidence.best() is not None
+    assert history.best() is not None
     assert notes[-2:] == [
         "the choice rests on runs of the first 8 of 32 requests",
         "the time was over before the search was: longer runs or more repeats may change the choice",
     ]
-    first_round_only = Surface(lambda s: 10.0)
+    first_round_only = SimulatedMachine(lambda s: 10.0)
     searched(first_round_only, time_limit=0.0)
     assert len(first_round_only.log) == len(BUDGETS)
 
 
 def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
     """From its third run on the machine is half as fast: what was measured before is no rival of what came after."""
-    surface = Surface(hill(512, 16, steep=0.1), noise=0.0, drift=lambda time: 1.0 if time < 1.0 else 0.5)
-    evidence, notes = searched(surface, knobs=("max_num_batched_tokens",))
-    best = evidence.best()
+    surface = SimulatedMachine(hill(512, 16, steep=0.1), noise=0.0, drift=lambda time: 1.0 if time < 1.0 else 0.5)
+    history, notes = searched(surface, knobs=("max_num_batched_tokens",))
+    best = history.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 512
     assert notes == ["the machine changed under 1 of the first rounds, which were run again"]
@@ -222,28 +222,28 @@ def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
 
 
 def test_when_everything_breaks_every_setting_has_been_tried() -> None:
-    class Broken(Surface):
+    class Broken(SimulatedMachine):
         async def run(self, setting: Setting, requests: int, round_index: int):  # type: ignore[no-untyped-def]
             raise RuntimeError(f"no {setting.max_num_batched_tokens}")
 
-    evidence, notes = searched(Broken(lambda s: 1.0))
-    assert evidence.best() is None
-    assert [trial.reason for trial in evidence.trials()] == [f"RuntimeError: no {tokens}" for tokens in BUDGETS]
+    history, notes = searched(Broken(lambda s: 1.0))
+    assert history.best() is None
+    assert [trial.reason for trial in history.trials()] == [f"RuntimeError: no {tokens}" for tokens in BUDGETS]
     assert notes == ["max_num_seqs was left as it is: no setting works so far"]
 
 
 def test_one_that_proves_too_late_in_full_makes_room_for_the_next() -> None:
     """The two fastest meet the SLO in short runs only."""
 
-    class Late(Surface):
+    class Late(SimulatedMachine):
         async def run(self, setting: Setting, requests: int, round_index: int):  # type: ignore[no-untyped-def]
             self.log.append((setting, requests, round_index))
             slow = setting.max_num_batched_tokens >= 512 and requests == FULL
             rate = 100.0 + 0.05 * setting.max_num_batched_tokens
             return made_run(setting, requests, round_index, rate, itl=0.5 if slow else 0.1)
 
-    evidence, _ = searched(Late(lambda s: 1.0), slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
-    best = evidence.best()
+    history, _ = searched(Late(lambda s: 1.0), slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
+    best = history.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 256
     assert best.longest == FULL

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.trial_runs import TrialRun
 
 #: Scores closer than the first share are equal; uncertainty may raise it to the second.
 NOISE_FLOOR = 0.02
@@ -31,7 +31,7 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 @dataclass(frozen=True)
-class Standing:
+class Ranking:
     """Settings by their score, the drift of rounds taken out. `effects` are logarithms, -inf for a score of 0."""
 
     effects: dict[Setting, float]
@@ -88,7 +88,9 @@ class Standing:
         return math.sqrt(max(0.0, c[a, a] + c[b, b] - 2 * c[a, b]))
 
 
-def standing(runs: Sequence[Run], score: Callable[[Run], float | None], *, exact: bool = False) -> Standing:
+def rank_settings(
+    runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
+) -> Ranking:
     """The standing of all settings that have a run with a score; `exact`: the runs are without noise."""
     scored = [(run, value) for run in runs if (value := score(run)) is not None]
     zero = {run.setting for run, value in scored if value <= 0}
@@ -105,7 +107,7 @@ def standing(runs: Sequence[Run], score: Callable[[Run], float | None], *, exact
     weights = np.array([float(run.requests) for run, _ in scored])
     fit, covariance, dof = _weighted(design, logs, weights)
     effects = {setting: float(fit[index]) for setting, index in columns.items()}
-    return Standing({**effects, **dict.fromkeys(zero, -math.inf)}, columns, covariance, dof, exact)
+    return Ranking({**effects, **dict.fromkeys(zero, -math.inf)}, columns, covariance, dof, exact)
 
 
 def _weighted(design: np.ndarray, logs: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

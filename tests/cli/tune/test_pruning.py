@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from surface import made_run
+from simulated_machine import made_run
 
-from llmsched.cli.tune.evidence import Run
-from llmsched.cli.tune.objective import Evidence
-from llmsched.cli.tune.prune import hopeless
-from llmsched.cli.tune.space import Setting
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.pruning import hopeless
+from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.trials import TrialHistory
 from llmsched.engine.latency import Slo
 
 A, B, C, D = (Setting(tokens, 8) for tokens in (32, 64, 128, 256))
 
 
-def measured(rates: Mapping[Setting, float], slo: Slo | None = None, **itl: float) -> Evidence:
-    evidence = Evidence(slo or Slo(), "throughput")
+def measured(rates: Mapping[Setting, float], slo: Slo | None = None, **itl: float) -> TrialHistory:
+    history = TrialHistory(slo or Slo(), "throughput")
     for setting, rate in rates.items():
-        evidence.add(made_run(setting, 10, 0, rate, itl.get(f"at_{setting.max_num_batched_tokens}", 0.02)))
-    return evidence
+        history.add(made_run(setting, 10, 0, rate, itl.get(f"at_{setting.max_num_batched_tokens}", 0.02)))
+    return history
 
 
-def said(rates: Mapping[Setting, float], **itl: Any) -> dict[Setting, Run]:
+def said(rates: Mapping[Setting, float], **itl: Any) -> dict[Setting, TrialRun]:
     return {s: made_run(s, 10, 0, rate, itl.get(f"at_{s.max_num_batched_tokens}", 0.02)) for s, rate in rates.items()}
 
 
 def test_far_behind_is_out_and_near_is_not() -> None:
     """The model says half of what is measured, of all alike: then 0.84 of the best is within its margin, 0.7 is not."""
-    evidence = measured({A: 100.0, B: 80.0})
-    out = hopeless([C, D], said({A: 50.0, B: 40.0, C: 35.0, D: 43.5}), evidence)
+    history = measured({A: 100.0, B: 80.0})
+    out = hopeless([C, D], said({A: 50.0, B: 40.0, C: 35.0, D: 43.5}), history)
     assert out == {C: "not measured: predicted 30% less throughput than the best"}
 
 
 def test_the_more_it_errs_the_less_it_rules_out() -> None:
     """Of A it says 10 % too much, of B 10 % too little: 0.75 of the best may still be as good."""
-    evidence = measured({A: 100.0, B: 80.0})
-    assert hopeless([C], said({A: 110.0, B: 72.0, C: 75.0}), evidence) == {}
-    assert hopeless([C], said({A: 200.0, B: 40.0, C: 1.0}), evidence) == {}, "not believed at all"
+    history = measured({A: 100.0, B: 80.0})
+    assert hopeless([C], said({A: 110.0, B: 72.0, C: 75.0}), history) == {}
+    assert hopeless([C], said({A: 200.0, B: 40.0, C: 1.0}), history) == {}, "not believed at all"
 
 
 def test_one_measured_setting_tells_nothing_of_the_model() -> None:
@@ -47,31 +47,31 @@ def test_one_measured_setting_tells_nothing_of_the_model() -> None:
 
 
 def test_a_predicted_best_counts_as_one() -> None:
-    evidence = measured({A: 100.0, B: 80.0})
-    assert list(hopeless([C, D], said({A: 100.0, B: 80.0, C: 100.0, D: 200.0}), evidence)) == [C]
+    history = measured({A: 100.0, B: 80.0})
+    assert list(hopeless([C, D], said({A: 100.0, B: 80.0, C: 100.0, D: 200.0}), history)) == [C]
 
 
 def test_far_too_late_is_out() -> None:
     slo = Slo(itl=0.1)
-    evidence = measured({A: 100.0, B: 110.0}, slo, at_32=0.04, at_64=0.08)
+    history = measured({A: 100.0, B: 110.0}, slo, at_32=0.04, at_64=0.08)
     predicted = said({A: 100.0, B: 110.0, C: 120.0, D: 130.0}, at_32=0.02, at_64=0.04, at_128=0.055, at_256=0.09)
-    assert hopeless([C, D], predicted, evidence) == {D: "not measured: predicted P99 ITL 180 ms is far above 100 ms"}
+    assert hopeless([C, D], predicted, history) == {D: "not measured: predicted P99 ITL 180 ms is far above 100 ms"}
 
 
 def test_what_misses_an_slo_rules_out_nobody() -> None:
     """B makes the most tokens, but too late: C, far behind it, may be the one to choose."""
     slo = Slo(itl=0.1)
-    evidence = measured({A: 40.0, B: 200.0}, slo, at_32=0.02, at_64=0.5)
+    history = measured({A: 40.0, B: 200.0}, slo, at_32=0.02, at_64=0.5)
     predicted = said({A: 40.0, B: 200.0, C: 60.0}, at_32=0.02, at_64=0.5, at_128=0.05)
-    assert hopeless([C], predicted, evidence) == {}
+    assert hopeless([C], predicted, history) == {}
     nobody = measured({A: 100.0, B: 200.0}, slo, at_32=0.3, at_64=0.5)
     assert hopeless([C], said({A: 100.0, B: 200.0, C: 1.0}, at_32=0.3, at_64=0.5), nobody) == {}
 
 
 def test_goodput_that_a_small_error_takes_away_is_not_believed() -> None:
     """All that is predicted of C just misses the limit: its goodput would be 0, its throughput is the most."""
-    evidence = Evidence(Slo(itl=0.1), "goodput")
+    history = TrialHistory(Slo(itl=0.1), "goodput")
     for setting, rate in ((A, 100.0), (B, 110.0)):
-        evidence.add(made_run(setting, 10, 0, rate, 0.05))
+        history.add(made_run(setting, 10, 0, rate, 0.05))
     missed = made_run(C, 10, 0, 120.0, 0.105, met={"itl": 0, "all": 0})
-    assert hopeless([C], {**said({A: 100.0, B: 110.0}, at_32=0.05, at_64=0.05), C: missed}, evidence) == {}
+    assert hopeless([C], {**said({A: 100.0, B: 110.0}, at_32=0.05, at_64=0.05), C: missed}, history) == {}

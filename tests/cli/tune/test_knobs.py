@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.cli.tune.space import (
-    Demand,
+from llmsched.cli.tune.knobs import (
+    PeakDemand,
     Setting,
     describe,
     headroom_settings,
@@ -72,16 +72,16 @@ def test_a_step_need_not_hold_more_than_all_prompts(concurrency: int, input_len:
     ],
 )
 def test_caps_that_can_make_a_difference(cap: int, running: int, most: int, tried: list[int]) -> None:
-    settings = seqs_settings(Setting(64, cap), Demand(running, 0.1), most)
+    settings = seqs_settings(Setting(64, cap), PeakDemand(running, 0.1), most)
     assert [setting.max_num_seqs for setting in settings] == tried
 
 
 def test_headroom_matters_only_where_kv_is_scarce() -> None:
     setting = Setting(64, 8, 0.1)
-    assert headroom_settings(setting, Demand(8, 0.65), 0.25) == [setting]
-    for demand in (Demand(8, 0.7), Demand(8, 0.5, preempted=True)):
+    assert headroom_settings(setting, PeakDemand(8, 0.65), 0.25) == [setting]
+    for demand in (PeakDemand(8, 0.7), PeakDemand(8, 0.5, preempted=True)):
         assert [s.headroom for s in headroom_settings(setting, demand, 0.25)] == [0.1, 0.02, 0.05, 0.2]
-    assert [s.headroom for s in headroom_settings(setting, Demand(8, 0.7), 0.1)] == [0.1, 0.02, 0.05]
+    assert [s.headroom for s in headroom_settings(setting, PeakDemand(8, 0.7), 0.1)] == [0.1, 0.02, 0.05]
 
 
 def test_targets_follow_from_the_tightest_slo_of_gaps() -> None:
