@@ -17,6 +17,7 @@ from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.memory.draft import ModelDraft, model_name
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.model.refusal import refusal
+from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import SimulatedEngine
 from llmsched.profiles.calibrated import calibration_name, load_calibration
 from llmsched.profiles.engines import UnknownEngineError, find_engine
@@ -29,20 +30,15 @@ class Blueprint:
     """What `build_engine` would build for `config` (every value is filled in), without model or device.
 
     `cost` is the time of a step, `swap_seconds` that of copying so many bytes of KV to or from host memory.
-    `calibration_error` is the cost's relative error on the device that it was fitted to, `published_error` its median
-    one of TPOT against published measurements; None where that is not known. `refusal` is why this engine would not
-    serve the model at all, None if it would. `where` is the device, with the class of engines whose steps it computes
-    if that is not this one. `notes` are for the user's eyes.
+    `provenance` names the device (with the class of engines whose steps are simulated, if not this one) and the errors
+    of `cost`. `notes` are warnings for the user.
     """
 
     config: EngineConfig
     plan: MemoryPlan
     cost: StepCost
     swap_seconds: Callable[[int], float]
-    where: str
-    calibration_error: float | None = None
-    published_error: float | None = None
-    refusal: str | None = None
+    provenance: Provenance
     notes: tuple[str, ...] = ()
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
@@ -86,9 +82,8 @@ def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Bluepri
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
     refused = refusal(draft)
     notes = () if refused is None else (f"simulated all the same, but serve does not take this model: {refused}",)
-    return Blueprint(
-        config, plan, cost, cost.swap_seconds, where, published_error=cost.error, refusal=refused, notes=notes
-    )
+    provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
+    return Blueprint(config, plan, cost, cost.swap_seconds, provenance, notes)
 
 
 def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
@@ -118,7 +113,8 @@ def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
         )
     per_byte = found.swap_seconds_per_byte
     notes = _threads_differ(found.device.get("threads")) if device.kind == "cpu" else ()
-    return Blueprint(config, plan, cost, lambda count: count * per_byte, device.name, found.error, notes=notes)
+    provenance = Provenance(device.name, measured=False, calibration_error=found.error, calibrated=found.created)
+    return Blueprint(config, plan, cost, lambda count: count * per_byte, provenance, notes)
 
 
 def _threads_differ(calibrated: object) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.targets.client import TargetUnreachableError
 from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
 
 
 async def bench_once(
@@ -25,7 +26,7 @@ async def bench_once(
     except TargetUnreachableError as problem:
         assert url is not None
         figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
-        subject = Subject(url, url, plan.workload, plan.slo, plan.warmup or 0)
+        subject = Subject(url, Provenance(url), plan.workload, plan.slo, plan.warmup or 0)
     well = not figures.failed and figures.completed > 0
     report = as_json(subject, figures)
     return Result(report, lambda: show(subject, figures), well, [report], Measured(subject, figures))

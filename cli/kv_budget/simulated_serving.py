@@ -63,11 +63,8 @@ def as_json(served: Served | None) -> dict[str, Any] | None:
         return None
     figures, blueprint = served.figures, served.blueprint
     return {
-        "measured": False,
+        **{name: value for name, value in blueprint.provenance.as_json().items() if name != "refused_by_serve"},
         "device": blueprint.plan.device.name,
-        "where": blueprint.where,
-        "calibration_error": blueprint.calibration_error,
-        "published_error": blueprint.published_error,
         "concurrency": served.concurrency,
         "input_len": served.input_len,
         "output_len": served.output_len,
@@ -80,8 +77,6 @@ def as_json(served: Served | None) -> dict[str, Any] | None:
 
 def show(served: Served) -> None:
     """Print it for a person."""
-    from llmsched.cli.bench.output.report import how_sure
-
     figures = served.figures
     rate = figures.output_tokens_per_s_steady or figures.output_tokens_per_s or 0.0
     tpot = "" if figures.tpot.p50 is None else f", TPOT {render.human_seconds(figures.tpot.p50)}"
@@ -90,4 +85,5 @@ def show(served: Served) -> None:
         f"SIMULATED {served.concurrency:,} requests at a time of {served.input_len:,} tokens in and "
         f"{served.output_len:,} out: {rate:,.0f} output tokens/s{tpot}{ttft} (medians)"
     )
-    render.say(how_sure(served.blueprint))
+    for caveat in served.blueprint.provenance.caveats():
+        render.say(caveat)

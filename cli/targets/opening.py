@@ -22,6 +22,7 @@ from llmsched.cli.targets.run import run_workload, warm_up
 from llmsched.engine.errors import LlmschedError, ModelError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
 
 _LOOKUP_TIMEOUT_S = 10.0
 _IDLE_POLL_S = 0.01
@@ -45,35 +46,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A target that has been warmed up. `measure` sends it a load; a model in this process has nothing cached then.
-
-    See `Subject` for the last four, which are about targets that are simulated.
-    """
+    """A target that has been warmed up. `measure` sends it a load; a model in this process has nothing cached then."""
 
     name: str
-    where: str
+    provenance: Provenance
     warmup: int
     measure: Callable[[Load, Slo, Progress], Awaitable[Measurement]]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    measured: bool = True
-    calibration_error: float | None = None
-    published_error: float | None = None
-    refusal: str | None = None
 
     def subject(self, workload: Load, slo: Slo) -> Subject:
         """The target under this load, for a report."""
-        return Subject(
-            self.name,
-            self.where,
-            workload,
-            slo,
-            self.warmup,
-            self.settings,
-            self.measured,
-            self.calibration_error,
-            self.published_error,
-            self.refusal,
-        )
+        return Subject(self.name, self.provenance, workload, slo, self.warmup, self.settings)
 
 
 @asynccontextmanager
@@ -94,7 +77,7 @@ async def open_model(model: str, options: EngineOptions, plan: Plan, progress: P
             )
 
         settings = {name: value for name, value in asdict(engine.config).items() if value is not None}
-        yield Opened(target.name, "in process", warmup, measure, settings)
+        yield Opened(target.name, Provenance("in process"), warmup, measure, settings)
 
 
 @asynccontextmanager
@@ -121,7 +104,7 @@ async def open_server(options: HttpOptions, flags: ServerFlags, plan: Plan) -> A
                 partial=plan.partial,
             )
 
-        yield Opened(target.name, options.url, warmup, measure)
+        yield Opened(target.name, Provenance(options.url), warmup, measure)
     finally:
         await target.close()
 

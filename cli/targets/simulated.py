@@ -172,12 +172,8 @@ async def open_simulated(
 
     yield Opened(
         name=model,
-        where=blueprint.where,
+        provenance=blueprint.provenance,
         warmup=0,
         measure=measure,
         settings={name: value for name, value in asdict(blueprint.config).items() if value is not None},
-        measured=False,
-        calibration_error=blueprint.calibration_error,
-        published_error=blueprint.published_error,
-        refusal=blueprint.refusal,
     )

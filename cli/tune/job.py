@@ -146,11 +146,14 @@ async def _run(
     space, notes = _space(config, task, subject, refused)
     about = _about(subject, task, space, options.given)
     journal = SearchJournal(state_path(task.destination), about, resume=task.resume)
-    history, runner = TrialHistory(task.slo, task.goal, exact=not subject.measured), ResumableRunner(runner, journal)
+    history, runner = (
+        TrialHistory(task.slo, task.goal, exact=not subject.provenance.measured),
+        ResumableRunner(runner, journal),
+    )
     lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
-    if not subject.measured and await _all_in_full(runner, space.start, lengths, task.time_limit):
+    if not subject.provenance.measured and await _all_in_full(runner, space.start, lengths, task.time_limit):
         lengths = lengths[-1:]
-    rules = RaceRules(lengths, task.rounds, task.time_limit, drifts=subject.measured)
+    rules = RaceRules(lengths, task.rounds, task.time_limit, drifts=subject.provenance.measured)
     race = Race(runner, history, rules, progress)
     notes += await search(space, race)
     journal.delete()
@@ -243,11 +246,12 @@ def _warm(start: Setting, profile: TunedProfile, config: EngineConfig) -> Settin
 
 def _about(subject: Subject, task: Task, space: SearchSpace, given: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for a search to go on."""
+    origin = subject.provenance
     return {
         "model": dict(subject.model),
         "device": dict(subject.device),
-        "kind": "measured" if subject.measured else "simulated",
-        "cost of steps": [subject.where, subject.calibration_error, subject.published_error],
+        "kind": "measured" if origin.measured else "simulated",
+        "cost of steps": [origin.where, origin.calibration_error, origin.published_error],
         "load": f"{task.load.describe_requests()}, {task.load.describe()}, seed {task.load.seed}",
         "fingerprint of the load": task.load.parameters()["fingerprint"],
         "timeout": task.timeout,

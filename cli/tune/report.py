@@ -10,7 +10,7 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.output.report import Subject as BenchSubject
-from llmsched.cli.bench.output.report import headline, how_sure
+from llmsched.cli.bench.output.report import headline
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.page import Page
 from llmsched.cli.tune.charts import curve
@@ -27,10 +27,7 @@ def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:
     history, task = outcome.history, outcome.task
     best, nearest = history.best(), history.nearest_miss()
     return {
-        "measured": outcome.subject.measured,
-        "calibration_error": outcome.subject.calibration_error,
-        "published_error": outcome.subject.published_error,
-        "refused_by_serve": outcome.subject.refusal,
+        **{name: value for name, value in outcome.subject.provenance.as_json().items() if name != "where"},
         "model": outcome.subject.name,
         "device": dict(outcome.subject.device),
         "best": None if best is None else asdict(best.setting),
@@ -93,16 +90,8 @@ def page(outcome: Outcome, profile: Path | None) -> str:
 def _origin(outcome: Outcome) -> list[str]:
     """Where the figures come from."""
     subject, load = outcome.subject, outcome.task.load
-    origin = BenchSubject(
-        subject.name,
-        subject.where,
-        load,
-        outcome.task.slo,
-        measured=subject.measured,
-        calibration_error=subject.calibration_error,
-        published_error=subject.published_error,
-    )
-    return [headline(origin), *([] if subject.measured else [how_sure(origin)])]
+    origin = BenchSubject(subject.name, subject.provenance, load, outcome.task.slo)
+    return [headline(origin), *subject.provenance.caveats()]
 
 
 def _reasons(history: TrialHistory) -> list[str]:
@@ -174,7 +163,7 @@ def make_profile(outcome: Outcome, best: Trial, given: Mapping[str, Any]) -> Tun
             for trial in _trials(outcome.history)
         ),
         reason=explain(outcome.history),
-        measured=subject.measured,
+        measured=subject.provenance.measured,
     )
 
 

@@ -12,6 +12,7 @@ from llmsched.cli.profiles.apply import device_table
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.memory.draft import ModelDraft, model_name
 from llmsched.engine.memory.reconcile import ratios
+from llmsched.engine.provenance import Provenance
 from llmsched.profiles.tuned import Scalar
 
 if TYPE_CHECKING:
@@ -22,19 +23,14 @@ if TYPE_CHECKING:
 class Subject:
     """`name` is the model as it was called on the command line, `model` and `device` are as a profile has them.
 
-    `memory` are actual / predicted bytes. `measured` is False for a simulation, whose errors are those of the report
-    of a run (see `bench.report.Subject`).
+    `memory` are actual / predicted bytes.
     """
 
     name: str
     model: Mapping[str, str]
     device: Mapping[str, Scalar]
     memory: Mapping[str, Scalar]
-    measured: bool = True
-    calibration_error: float | None = None
-    published_error: float | None = None
-    refusal: str | None = None
-    where: str = "in process"
+    provenance: Provenance = Provenance("in process")
 
 
 def subject_of(name: str, draft: ModelDraft, engine: AsyncEngine) -> Subject:
@@ -50,7 +46,7 @@ def subject_of(name: str, draft: ModelDraft, engine: AsyncEngine) -> Subject:
 def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Subject:
     """A model on a device that is simulated."""
     device = blueprint.plan.device
-    here = device_table(device.kind) if blueprint.calibration_error is not None else {}
+    here = device_table(device.kind) if blueprint.provenance.calibration_error is not None else {}
     return Subject(
         name,
         model={
@@ -60,11 +56,7 @@ def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Sub
         },
         device=here or {"kind": device.kind, "name": device.name},
         memory={},
-        measured=False,
-        calibration_error=blueprint.calibration_error,
-        published_error=blueprint.published_error,
-        refusal=blueprint.refusal,
-        where=blueprint.where,
+        provenance=blueprint.provenance,
     )
 
 

@@ -34,6 +34,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
+from llmsched.engine.provenance import Provenance
 
 ROUNDS = 2
 REPEATS = 2
@@ -105,8 +106,7 @@ def simulated(engine: Engine, before: Measured, after: Measured, workload: Workl
         engine.plan,
         while_serving(found.cost, serving),
         lambda count: count * per_byte,
-        "here",
-        found.error,
+        Provenance("here", measured=False, calibration_error=found.error),
     )
     return simulate_workload(blueprint, workload, Slo()), found
 

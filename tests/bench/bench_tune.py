@@ -30,6 +30,7 @@ from llmsched.engine.calibration.measuring import measure_device
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
+from llmsched.engine.provenance import Provenance
 
 BUDGETS = tuple(powers_of_two(32, 512))
 #: The last is more than ever run at a time: no limit.
@@ -92,8 +93,7 @@ def calibrated(config: EngineConfig) -> Blueprint:
         measured.engine.plan,
         measured.cost,
         lambda count: count * per_byte,
-        where="this device, as calibrated",
-        calibration_error=measured.fit.error,
+        Provenance("this device, as calibrated", measured=False, calibration_error=measured.fit.error),
     )
 
 
@@ -208,7 +208,7 @@ def main() -> None:
     task, grid = asyncio.run(measured(config, task, not options.no_slo))
     start = time.perf_counter()
     blueprint = calibrated(config)
-    print(f"calibrated in {time.perf_counter() - start:.0f} s; error {blueprint.calibration_error:.1%}")
+    print(f"calibrated in {time.perf_counter() - start:.0f} s; error {blueprint.provenance.calibration_error:.1%}")
     asyncio.run(compare_simulated(blueprint, task, grid))
 
 

@@ -46,7 +46,7 @@ def test_a_question_is_simulated_as_asked(command: CommandLine, llama: str) -> N
     assert (served["concurrency"], served["input_len"], served["output_len"]) == (8, 3072, 1024)
     shown = command(*arguments)
     assert "SIMULATED 8 requests at a time of 3,072 tokens in and 1,024 out:" in shown.out
-    assert f"step times: a roofline, {served['published_error']:.0%} off published TPOT in the median" in shown.out
+    assert f"roofline model; median error {served['published_error']:.0%} against published TPOT" in shown.out
 
 
 def test_the_steps_of_another_engine(command: CommandLine, llama: str) -> None:

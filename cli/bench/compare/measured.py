@@ -15,6 +15,7 @@ from llmsched.cli.targets.inprocess import EngineTarget, running
 from llmsched.cli.targets.run import send_workload, warm_up
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
@@ -56,7 +57,7 @@ class Engines:
             run = await send_workload(target, workload, ids=ids, timeout=task.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.config).items() if value is not None}
             assert engine.plan is not None
-            subject = Subject(target.name, "in process", task.workload, task.slo, task.warmup, settings)
+            subject = Subject(target.name, Provenance("in process"), task.workload, task.slo, task.warmup, settings)
             return Done(run, subject, engine.plan)
 
     @asynccontextmanager

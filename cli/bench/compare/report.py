@@ -95,20 +95,16 @@ def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
     """What was done, how far it is to be trusted, and how much the rounds differ."""
     rounds, first = document["rounds"], document["baseline"]
     if rounds == 1:
-        return [f"{report.headline(subject)}; 1 round", *_sure(subject)]
+        return [f"{report.headline(subject)}; 1 round", *subject.provenance.caveats()]
     by_round = [
         f"output tokens/s by round, {name} / {first}: {', '.join(map(_times, ratios['output_tokens_per_s_by_round']))}"
         for name, ratios in document["ratios"].items()
     ]
     return [
         f"{report.headline(subject)}; {rounds} rounds, interleaved, with the next seeds",
-        *_sure(subject),
+        *subject.provenance.caveats(),
         *by_round,
     ]
-
-
-def _sure(subject: report.Subject) -> list[str]:
-    return [] if subject.measured else [report.how_sure(subject)]
 
 
 def table(document: dict[str, Any]) -> Table:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from llmsched.cli import render
 from llmsched.cli.bench.compare.comparison import Done, Task
 from llmsched.cli.bench.output.report import Subject
 from llmsched.cli.load.load import Load
 from llmsched.cli.targets.simulated import make_blueprint, simulate_run
-from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress
 
@@ -32,15 +31,6 @@ class Blueprints:
         """See `Perform`."""
         blueprint = self._blueprints[name]
         run = simulate_run(blueprint.engine(), blueprint.plan, workload, task.timeout, progress)
-        return Done(run, _subject(blueprint, task), blueprint.plan)
-
-
-def _subject(blueprint: Blueprint, task: Task) -> Subject:
-    return replace(
-        Subject(blueprint.config.model, blueprint.plan.device.name, task.workload, task.slo),
-        engine={name: value for name, value in asdict(blueprint.config).items() if value is not None},
-        measured=False,
-        calibration_error=blueprint.calibration_error,
-        published_error=blueprint.published_error,
-        refusal=blueprint.refusal,
-    )
+        settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
+        subject = Subject(blueprint.config.model, blueprint.provenance, task.workload, task.slo, engine=settings)
+        return Done(run, subject, blueprint.plan)

@@ -93,9 +93,8 @@ def cautions(document: dict[str, Any]) -> list[str]:
 def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
     """What was done, how far it is to be trusted, what was asked for, and last what came of it."""
     work = subject.workload.describe_requests()
-    found = [f"{subject.kind} {subject.name} ({subject.where}): {work}, at one rate after the other"]
-    if not subject.measured:
-        found.append(report.how_sure(subject))
+    origin = subject.provenance
+    found = [f"{origin.label} {subject.name} ({origin.where}): {work}, at one rate after the other", *origin.caveats()]
     if (burst := document["all_at_once"]) is not None:
         found.append(
             f"all at once: {burst['requests_per_s']:.3g} requests/s, {burst['output_tokens_per_s']:.4g} tokens/s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.output import tables
@@ -13,6 +13,7 @@ from llmsched.cli.figures import memory
 from llmsched.cli.figures.measure import Measurement, Reading, RequestStall
 from llmsched.cli.load.load import Load
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
+from llmsched.engine.provenance import Provenance
 
 #: Requests from which on a chart shows more than the table does.
 _ENOUGH_TO_DRAW = 10
@@ -20,28 +21,14 @@ _ENOUGH_TO_DRAW = 10
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured: its name, where it ran ("in process", a URL, or a simulated device), and the settings used.
-
-    Of what was simulated `calibration_error` is the relative error of the fitted cost of a step, `published_error` the
-    median one of a roofline's TPOT against published measurements; None where it is not known. `refusal` is why `serve`
-    would not take the model, None if it would.
-    """
+    """The target of a run, the load and SLOs it ran under, and the engine settings used."""
 
     name: str
-    where: str
+    provenance: Provenance
     workload: Load
     slo: Slo
     warmup: int = 0
     engine: Mapping[str, Any] = field(default_factory=dict)
-    measured: bool = True
-    calibration_error: float | None = None
-    published_error: float | None = None
-    refusal: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """The word that every report begins with."""
-        return "MEASURED" if self.measured else "SIMULATED"
 
 
 def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
@@ -50,12 +37,8 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
     if "itl_ms" in slo:
         slo["itl_statistic"] = subject.slo.itl_statistic
     return {
-        "measured": subject.measured,
-        "calibration_error": subject.calibration_error,
-        "published_error": subject.published_error,
-        "refused_by_serve": subject.refusal,
+        **subject.provenance.as_json(),
         "target": subject.name,
-        "where": subject.where,
         "completed": figures.completed,
         "failed": figures.failed,
         "failures": figures.failures,
@@ -104,8 +87,8 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
 def show(subject: Subject, figures: Measurement) -> None:
     """Print the measurement for a person."""
     render.say(headline(subject))
-    if not subject.measured:
-        render.say(how_sure(subject))
+    for caveat in subject.provenance.caveats():
+        render.say(caveat)
     render.table(*tables.latency_table(figures))
     render.table(*tables.totals_table(figures))
     for table in (tables.slo_table(subject.slo, figures), tables.stall_table(figures)):
@@ -128,30 +111,11 @@ def show(subject: Subject, figures: Measurement) -> None:
 
 def headline(subject: Subject) -> str:
     """What was done to whom."""
-    work = subject.workload
+    work, origin = subject.workload, subject.provenance
     return (
-        f"{subject.kind} {subject.name} ({subject.where}): {work.describe_requests()}, {work.describe()}, "
+        f"{origin.label} {subject.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
         f"seed {work.seed}"
     )
-
-
-class Simulated(Protocol):
-    """What is simulated with a known error; see `Subject`."""
-
-    @property
-    def calibration_error(self) -> float | None: ...
-
-    @property
-    def published_error(self) -> float | None: ...
-
-
-def how_sure(subject: Simulated) -> str:
-    """How far the times of simulated steps are to be trusted."""
-    if subject.calibration_error is not None:
-        return f"step times: fitted to this device, {subject.calibration_error:.1%} off where not fitted to (median)"
-    if subject.published_error is not None:
-        return f"step times: a roofline, {subject.published_error:.0%} off published TPOT in the median"
-    return "step times: a roofline that no measurement of such a GPU has been held against"
 
 
 def _latency(figures: Measurement, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from llmsched.cli.bench.output import tables
 from llmsched.cli.bench.output.charts import run_charts
-from llmsched.cli.bench.output.report import headline, how_sure
+from llmsched.cli.bench.output.report import headline
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.chart import Chart
 from llmsched.cli.page import Page
@@ -32,8 +32,8 @@ def result_page(result: Result) -> str:
 def _show_run(page: Page, run: Measured) -> None:
     subject, figures = run
     page.say(headline(subject))
-    if not subject.measured:
-        page.say(how_sure(subject))
+    for caveat in subject.provenance.caveats():
+        page.say(caveat)
     for sentence in (*tables.failures(figures), *figures.warnings):
         page.warn(sentence)
     shown = [tables.latency_table(figures), tables.totals_table(figures)]

@@ -22,6 +22,7 @@ from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.provenance import Provenance
 
 SERVICE_S = 0.1
 
@@ -60,7 +61,7 @@ def plan(slo: Slo = Slo(ttft=0.5), **load: Any) -> Plan:  # noqa: B008 - frozen
 
 
 def opened(queue: Queue) -> Opened:
-    return Opened("queue", "here", 0, queue.measure)
+    return Opened("queue", Provenance("here"), 0, queue.measure)
 
 
 def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
@@ -152,7 +153,7 @@ def test_no_knee_is_said(slo: Slo, words: str) -> None:
 
 
 def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
-    broken = Opened("broken", "here", 0, refuse)
+    broken = Opened("broken", Provenance("here"), 0, refuse)
     with pytest.raises(LlmschedError, match=r"no request was served.*refused \(no room\)"):
         find(broken, plan())
     with pytest.raises(LlmschedError, match=r"no request was served.*refused \(no room\)"):

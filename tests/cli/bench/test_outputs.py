@@ -26,6 +26,7 @@ from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
+from llmsched.engine.provenance import Provenance
 from llmsched.engine.scheduler.ledger import Entry
 
 WORK = Workload(num_prompts=3, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
@@ -59,7 +60,7 @@ def measured() -> Measurement:
 
 
 def report_of(figures: Measurement, slo: Slo = SLO) -> dict[str, Any]:
-    return as_json(Subject("m", "http://fake", WORK, slo), figures)
+    return as_json(Subject("m", Provenance("http://fake"), WORK, slo), figures)
 
 
 def saved(tmp_path: Path, figures: Measurement) -> Path:

@@ -31,6 +31,7 @@ from llmsched.cli.targets.sampling import Sample
 from llmsched.engine.kv.use import KVUse
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
+from llmsched.engine.provenance import Provenance
 
 GIB = 1 << 30
 MEMORY = MemoryParts(weights=2 * GIB, activations=GIB, other=0, kv=8 * GIB)
@@ -127,7 +128,7 @@ def test_what_a_target_does_not_tell_apart_is_drawn_as_one() -> None:
 
 
 def test_the_memory_of_a_run_is_in_the_report() -> None:
-    subject = Subject("m", "u", Workload(), Slo())
+    subject = Subject("m", Provenance("u"), Workload(), Slo())
     report = as_json(subject, run())
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
@@ -141,13 +142,13 @@ def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
     meter = Meter()
     for use in (KVUse(40, 10, 0, 100), KVUse(60, 0, 0, 100), KVUse(0, 0, 60, 100)):
         meter(use)
-    report = as_json(Subject("m", "u", Workload(), Slo()), replace(run([], MEMORY), meter=meter))
+    report = as_json(Subject("m", Provenance("u"), Workload(), Slo()), replace(run([], MEMORY), meter=meter))
     assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
 
 
 def test_of_memory_only_what_is_told_is_in_the_report() -> None:
-    subject, shares = Subject("m", "u", Workload(), Slo()), run([Sample(100.5, 1, 0, kv_held=0.5)], None)
+    subject, shares = Subject("m", Provenance("u"), Workload(), Slo()), run([Sample(100.5, 1, 0, kv_held=0.5)], None)
     report = as_json(subject, shares)
     assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["kv_waste"]) == (0.5, None, None)
@@ -170,7 +171,7 @@ def test_what_a_target_does_not_tell_is_not_drawn() -> None:
 
 
 def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
-    figures, subject = run(), Subject("<model>", "in process", Workload(), Slo(ttft=2.0))
+    figures, subject = run(), Subject("<model>", Provenance("in process"), Workload(), Slo(ttft=2.0))
     report = as_json(subject, figures)
     html = result_page(Result(report, lambda: None, True, [report], Measured(subject, figures)))
     tags = parsed(html)
@@ -185,7 +186,7 @@ def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
 
 def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
     failed = [RequestRecord(0, 0.0, failure=RequestFailed("connect", "refused"))]
-    subject, figures = Subject("u", "u", Workload(), Slo()), measure(failed, Workload(), Slo())
+    subject, figures = Subject("u", Provenance("u"), Workload(), Slo()), measure(failed, Workload(), Slo())
     report = as_json(subject, figures)
     tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(subject, figures))))
     assert tags.seen.count("svg") == 0

@@ -22,6 +22,7 @@ from llmsched.cli.targets.client import HttpOptions, HttpTarget
 from llmsched.cli.targets.run import run_workload, warm_up
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
+from llmsched.engine.provenance import Provenance
 
 ONE = Workload(num_prompts=1, input_len=8, output_len=5)
 VLLM = {"data": [{"id": "served", "owned_by": "vllm"}]}
@@ -62,7 +63,7 @@ def always(script: Script) -> Callable[[int], Script]:
 
 def json_of(figures: Measurement, workload: Workload = ONE, slo: Slo | None = None) -> dict[str, Any]:
     """The JSON report, as a script would read it."""
-    report = as_json(Subject("m", "u", workload, slo or Slo()), figures)
+    report = as_json(Subject("m", Provenance("u"), workload, slo or Slo()), figures)
     parsed: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
     return parsed
 

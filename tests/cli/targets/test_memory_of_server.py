@@ -21,6 +21,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
+from llmsched.engine.provenance import Provenance
 
 WORK = Workload(num_prompts=6, input_len=40, output_len=60, max_concurrency=3)
 
@@ -64,7 +65,7 @@ def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer
     names = [[series.name for series in memory_over_time(run.samples, run.memory).series] for run in runs]
     assert names[0] == names[1]
     assert {"weights", "KV used", "KV reserved, still empty", "KV cached", "KV free"} <= set(names[0])
-    reports = [as_json(Subject("m", "u", WORK, Slo()), run) for run in runs]
+    reports = [as_json(Subject("m", Provenance("u"), WORK, Slo()), run) for run in runs]
     assert reports[0]["memory"].keys() == reports[1]["memory"].keys()
     for report in reports:
         # Three requests of 100 tokens take 7 blocks each, of 48.

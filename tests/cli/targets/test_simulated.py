@@ -18,6 +18,7 @@ from llmsched.cli.targets.simulated import make_blueprint, simulate_run, simulat
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.latency import Slo
+from llmsched.engine.provenance import Provenance
 from llmsched.profiles.engines import find_engine
 
 CONFIGS = Path(__file__).parent.parent.parent / "data" / "model_configs"
@@ -130,7 +131,7 @@ def test_a_report_for_people_says_simulated(command: CommandLine, llama: str) ->
     outcome = command("bench", llama, "--simulate", "h100", *LOAD)
     assert outcome.out.startswith("SIMULATED ")
     assert "MEASURED" not in outcome.out
-    assert "step times: a roofline" in outcome.out
+    assert "step times: roofline model" in outcome.out
 
 
 def test_engine_flags_are_honoured(command: CommandLine, llama: str) -> None:
@@ -177,9 +178,9 @@ def test_a_url_is_measured_not_simulated(command: CommandLine) -> None:
 def test_keys_are_those_of_a_measured_run(llama: str) -> None:
     blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), Workload(num_prompts=2)
     figures = simulate_workload(blueprint, load, Slo())
-    measured = as_json(Subject("m", "in process", load, Slo()), figures)
+    measured = as_json(Subject("m", Provenance("in process"), load, Slo()), figures)
     assert measured["measured"]
-    assert measured.keys() == as_json(Subject("m", "h100", load, Slo(), measured=False), figures).keys()
+    assert measured.keys() == as_json(Subject("m", Provenance("h100", measured=False), load, Slo()), figures).keys()
 
 
 def test_a_blueprint_serves_other_limits_within_what_it_reserves(llama: str) -> None:

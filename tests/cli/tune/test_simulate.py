@@ -156,7 +156,7 @@ def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[
     outcome = tune()
     assert outcome.out.startswith("SIMULATED ")
     assert list_profiles() == [f"{CONFIG.stem}-h100"]
-    assert "step times: a roofline" in outcome.out
+    assert "step times: roofline model" in outcome.out
     for title in ("P99 ITL by token budget", "P99 TTFT by token budget", "goodput by token budget"):
         assert title in outcome.out
 

@@ -1,0 +1,53 @@
+"""Origin of a report's figures: measured or simulated, and how far a simulation can be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Origin of figures. `where` is "in process", a URL, or the simulated device.
+
+    The other fields describe a simulation. `calibration_error` is the relative error of step times fitted to a device
+    (`calibrated`: when), `published_error` the median relative error of a roofline's TPOT against published
+    measurements; None if unknown. `refused_by_serve` says why `serve` would refuse the model, None if it would not.
+    """
+
+    where: str
+    measured: bool = True
+    calibration_error: float | None = None
+    published_error: float | None = None
+    refused_by_serve: str | None = None
+    calibrated: datetime | None = None
+
+    @property
+    def label(self) -> str:
+        """The first word of every report: MEASURED or SIMULATED."""
+        return "MEASURED" if self.measured else "SIMULATED"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that every JSON report has."""
+        return {
+            "measured": self.measured,
+            "calibration_error": self.calibration_error,
+            "published_error": self.published_error,
+            "refused_by_serve": self.refused_by_serve,
+            "where": self.where,
+        }
+
+    def caveats(self) -> list[str]:
+        """Return a sentence about the accuracy of simulated step times; nothing for a measurement."""
+        if self.measured:
+            return []
+        if self.calibration_error is not None:
+            when = "" if self.calibrated is None else f" on {self.calibrated:%Y-%m-%d}"
+            return [
+                f"step times: fitted to this device{when}; median error {self.calibration_error:.1%} on steps left out "
+                "of the fit"
+            ]
+        if self.published_error is not None:
+            return [f"step times: roofline model; median error {self.published_error:.0%} against published TPOT"]
+        return ["step times: roofline model, not validated against measurements on such a GPU"]
