@@ -12,7 +12,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.options.engine import MEMORY_KNOBS, EngineOptions, ModelArgument, resolve_model, with_engine_options
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.memory.draft import ModelDraft, model_name, open_draft
+from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
 from llmsched.profiles.tuned import ProfileError, check_directory
 
@@ -51,9 +51,9 @@ def calibrate(
     with render.progress_bar() as progress:
         from llmsched.engine.calibration.measuring import measure_device
 
-        draft = open_draft(spec, progress)
+        planner = open_planner(spec, progress)
         measured = measure_device(engine_options.config(spec), repeats, progress)
-    calibration = _calibration(spec, draft, measured)
+    calibration = _calibration(spec, planner, measured)
     try:
         path = save_calibration(calibration)
     except ProfileError as problem:
@@ -73,7 +73,7 @@ def _check_directory() -> None:
         raise LlmschedError(str(problem)) from problem
 
 
-def _calibration(spec: str, draft: ModelDraft, measured: Measured) -> Calibration:
+def _calibration(spec: str, planner: ModelPlanner, measured: Measured) -> Calibration:
     import torch
 
     config, plan = measured.engine.config, measured.engine.plan
@@ -84,7 +84,7 @@ def _calibration(spec: str, draft: ModelDraft, measured: Measured) -> Calibratio
         cost=cost,
         error=measured.fit.error,
         swap_seconds_per_byte=measured.swap_seconds_per_byte,
-        model={"name": model_name(spec), "digest": draft.digest},
+        model={"name": model_name(spec), "digest": planner.digest},
         device={"kind": plan.device.kind, "name": plan.device.name, "threads": torch.get_num_threads()},
         engine={
             "dtype": config.dtype,

@@ -14,8 +14,8 @@ from llmsched.engine.executor.fitted import fitted_cost
 from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated_executor import StepCost
 from llmsched.engine.kv.swap import plan_swap
-from llmsched.engine.memory.draft import ModelDraft, model_name
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import ModelPlanner, model_name
 from llmsched.engine.model.refusal import refusal
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import SimulatedEngine
@@ -57,7 +57,7 @@ class Blueprint:
         return engine
 
 
-def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Blueprint:
+def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """An engine on the GPU of that name; its cost is a roofline, of this engine ("h100") or of a class that
     profiles/engines.toml knows ("h100:vllm"), whose steps the same scheduler then fills.
 
@@ -71,28 +71,28 @@ def gpu_blueprint(draft: ModelDraft, config: EngineConfig, name: str) -> Bluepri
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
     device = gpu_device(gpu)
-    config, plan = resolve(draft, config, device)
+    config, plan = resolve(planner, config, device)
     work = model_work(
-        draft.content,
+        planner.content,
         dtype_bytes=plan.dtype_bytes,
         kv_dtype_bytes=plan.kv_dtype_bytes,
-        recall=draft.recall,
+        recall=planner.recall,
     )
     cost = Roofline(work, gpu, engine, dtype=config.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
-    refused = refusal(draft)
+    refused = refusal(planner)
     notes = () if refused is None else (f"simulated all the same, but serve does not take this model: {refused}",)
     provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
     return Blueprint(config, plan, cost, cost.swap_seconds, provenance, notes)
 
 
-def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
+def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     """An engine on this machine's device; its cost was fitted to what `llmsched calibrate` has measured here.
 
     Raises ConfigError when the model was not calibrated, or does not fit.
     """
     device = device_memory(config.device)
-    config, plan = resolve(draft, config, device)
+    config, plan = resolve(planner, config, device)
     name = calibration_name(model_name(config.model), device.name, config.dtype, config.kv_cache_dtype)
     remedy = f"run `llmsched calibrate {config.model} --dtype {config.dtype}"
     remedy += "`" if config.kv_cache_dtype == config.dtype else f" --kv-cache-dtype {config.kv_cache_dtype}`"
@@ -106,7 +106,7 @@ def local_blueprint(draft: ModelDraft, config: EngineConfig) -> Blueprint:
             "--simulate",
             f"local: {config.model} in {config.dtype} was never measured on {device.name}; {remedy}",
         )
-    if found.model["digest"] != draft.digest:
+    if found.model["digest"] != planner.digest:
         raise ConfigError(
             "--simulate",
             f"local: calibration {name} is of another model of this name; {remedy}",
@@ -126,9 +126,9 @@ def _threads_differ(calibrated: object) -> tuple[str, ...]:
     return (f"calibrated with {calibrated} threads, but torch would use {present} here (OMP_NUM_THREADS)",)
 
 
-def resolve(draft: ModelDraft, config: EngineConfig, device: DeviceMemory) -> tuple[EngineConfig, MemoryPlan]:
+def resolve(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> tuple[EngineConfig, MemoryPlan]:
     """The settings with every value filled in, and the memory plan. Raises ConfigError if the model does not fit."""
-    plan = draft.plan(config, device)
+    plan = planner.plan(config, device)
     if plan.problem is not None:
         raise plan.problem
-    return plan.settle(config, draft.dtype(config, device), draft.kv_dtype(config, device)), plan
+    return plan.settle(config, planner.dtype(config, device), planner.kv_dtype(config, device)), plan

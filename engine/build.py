@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
+from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.measure import measured_memory, tensor_bytes
-from llmsched.engine.memory.budget import MemoryPlan, model_shape, plan_memory
+from llmsched.engine.memory.budget import plan_memory
+from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.open import OpenModel, open_model
 from llmsched.engine.out_of_memory import within_memory
@@ -119,7 +121,10 @@ def _plan(opened: OpenModel, config: EngineConfig, dtype: str, kv_dtype: str) ->
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path)
     memory = device_memory(opened.device)
-    return plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
+    plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
+    if plan.problem is not None:
+        raise plan.problem
+    return plan
 
 
 def _swap(config: EngineConfig, plan: MemoryPlan) -> SwapSpace:

@@ -18,8 +18,8 @@ from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.pins import PinState
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.kv.use import KVUse
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.output import OutputStream
@@ -32,7 +32,7 @@ from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.stats import Accounts, EngineStats
 
 if TYPE_CHECKING:
-    from llmsched.engine.memory.budget import MemoryPlan
+    from llmsched.engine.memory.plan import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Engine:
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
         #: Is told after each step, by the engine's thread, how KV memory is used before those that ended give it back.
-        self.on_step: Callable[[KVUse], None] | None = None
+        self.on_step: Callable[[KVUsage], None] | None = None
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._accounts.stats()
 
-    def kv_use(self) -> KVUse:
+    def kv_use(self) -> KVUsage:
         """How KV memory is used now."""
         return self.scheduler.kv_use()
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.misses import MissKind
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.request import FinishReason
 
@@ -143,7 +143,7 @@ class EngineMetrics:
         self._usage.set(used_blocks / self._num_blocks)
         self._cached_blocks.set(cached_blocks)
 
-    def divided(self, parts: MemoryParts, use: KVUse) -> None:
+    def divided(self, parts: MemoryParts, use: KVUsage) -> None:
         """What the engine's memory is divided into, once it has reserved it, and how that for KV is used."""
         for name, size, help_text in (
             ("memory_weights_bytes", parts.weights, "Memory of the weights."),
@@ -160,7 +160,7 @@ class EngineMetrics:
         self._bytes_per_token = parts.kv / max(1, use.total)
         self.kv_use(use)
 
-    def kv_use(self, use: KVUse) -> None:
+    def kv_use(self, use: KVUsage) -> None:
         """How KV memory is used at present; no metric before it is told what memory is divided into."""
         for name, gauge in self._kv_bytes.items():
             gauge.set(getattr(use, name) * self._bytes_per_token)

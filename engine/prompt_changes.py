@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmsched.engine.kv.changing_prompts import SPREAD, WINDOW, ChangingPrompts, PromptWatch
+from llmsched.engine.kv.misses import SPREAD, WINDOW, ChangingPrompts, PromptWatch
 from llmsched.engine.metrics import EngineMetrics
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, RequestError
 from llmsched.engine.kv.pins import PinState
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.prompt_changes import PromptChange
@@ -24,7 +24,7 @@ from llmsched.engine.request import RequestOutput, SamplingParams
 from llmsched.engine.stats import EngineStats
 
 if TYPE_CHECKING:
-    from llmsched.engine.memory.budget import MemoryPlan
+    from llmsched.engine.memory.plan import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -235,11 +235,11 @@ class AsyncEngine:
         """See Engine.prompt_change."""
         return await self._call(self._engine.prompt_change)
 
-    def watch_steps(self, on_step: Callable[[KVUse], None]) -> None:
+    def watch_steps(self, on_step: Callable[[KVUsage], None]) -> None:
         """Let `on_step` be told, by the engine's thread, how KV memory is used in each step (see `Engine.on_step`)."""
         self._engine.on_step = on_step
 
-    async def kv_use(self) -> KVUse:
+    async def kv_use(self) -> KVUsage:
         """See Engine.kv_use."""
         return await self._call(self._engine.kv_use)
 

@@ -16,8 +16,8 @@ from llmsched.engine.executor.base import Executor, StepPlan
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, StepCost, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.kv.use import KVUse
 from llmsched.engine.refusals import check_length, check_queue
 from llmsched.engine.request import FinishReason, Request, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
@@ -50,7 +50,7 @@ class SimulatedEngine:
         self._max_model_len = config.max_model_len
         self.executor: Executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
         #: Sees how KV memory is used in each step, as `Engine.on_step`.
-        self.on_step: Callable[[KVUse], None] | None = None
+        self.on_step: Callable[[KVUsage], None] | None = None
 
     @property
     def now(self) -> float:
@@ -108,7 +108,7 @@ class SimulatedEngine:
             self.on_step(self.scheduler.kv_use(plan))
         return self.scheduler.update(plan, result)
 
-    def kv_use(self) -> KVUse:
+    def kv_use(self) -> KVUsage:
         """How KV memory is used now."""
         return self.scheduler.kv_use()
 

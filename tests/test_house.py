@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "profiles": set(),
 }
-NO_TORCH = ("engine/scheduler/", "engine/kv/pool.py", "engine/kv/prefix.py", "engine/kv/manager.py")
+NO_TORCH = ("engine/scheduler/", "engine/kv/pool.py", "engine/kv/prefix_tree.py", "engine/kv/manager.py")
 HEAVY = ("torch", "transformers", "numba", "triton")
 FACES = {"typer", "click", "rich", "fastapi", "starlette", "uvicorn"}
 #: Rooms of the CLI that every command can use, whichever way it is shown.

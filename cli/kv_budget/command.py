@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget import compare, document, report
+from llmsched.cli.kv_budget import all_gpus as compare
+from llmsched.cli.kv_budget import json_document as document
 from llmsched.cli.kv_budget import simulated_serving as simulated
-from llmsched.cli.kv_budget.emit import Target, command_line
-from llmsched.cli.kv_budget.findings import Findings
+from llmsched.cli.kv_budget import text_report as report
+from llmsched.cli.kv_budget.analysis import Findings
+from llmsched.cli.kv_budget.other_engines import Target, command_line
 from llmsched.cli.options.engine import (
     MEMORY_KNOBS,
     MOST_TOKENS,
@@ -30,15 +32,15 @@ from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.draft import open_draft
-from llmsched.engine.memory.whatif import Demand, asked_for, longest_context
+from llmsched.engine.memory.changes import MemoryDemand, asked_for, longest_context
+from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.refusal import refusal
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
 
 if TYPE_CHECKING:
-    from llmsched.engine.memory.request_lengths import Lengths
+    from llmsched.engine.memory.concurrency import LengthDistribution
 
 KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
 _ALL = "all"
@@ -151,16 +153,16 @@ def kv_budget(
     devices = _devices(config, gpu, gpu_memory)
     given = None if weights is None else Weights(weights, "--weights", exact=True)
     with render.progress_bar() as progress:
-        draft = open_draft(spec, progress, given, quantization)
-    demand, asked = Demand(users or 1, context or 0), users is not None or context is not None
+        planner = open_planner(spec, progress, given, quantization)
+    demand, asked = MemoryDemand(users or 1, context or 0), users is not None or context is not None
     open_context = users is not None and config.max_model_len is None
-    refused = refusal(draft)
+    refused = refusal(planner)
     found = []
     with _named("--context" if context and "max_model_len" not in engine_options.given else "max_model_len"):
         for device in devices:
-            longest = longest_context(draft, config, device, demand.users) if open_context else config.max_model_len
+            longest = longest_context(planner, config, device, demand.users) if open_context else config.max_model_len
             settings = replace(config, max_model_len=longest)
-            found.append(Findings(spec, draft, settings, device, demand, asked, mean_len, mix, refused))
+            found.append(Findings(spec, planner, settings, device, demand, asked, mean_len, mix, refused))
     if gpu == _ALL:
         _tell_all(found, json_output)
     else:
@@ -214,7 +216,9 @@ def _tell_all(found: list[Findings], json_output: bool) -> None:
         compare.show(compared)
 
 
-def _lengths(config: EngineConfig, mean_len: int | None, cv_len: float | None, lengths: Path | None) -> Lengths | None:
+def _lengths(
+    config: EngineConfig, mean_len: int | None, cv_len: float | None, lengths: Path | None
+) -> LengthDistribution | None:
     """The distribution of lengths that was asked for. Raises ConfigError."""
     if mean_len is not None and config.max_model_len is not None and mean_len > config.max_model_len:
         raise ConfigError("--mean-len", f"{mean_len} is beyond max_model_len {config.max_model_len}")
@@ -230,7 +234,7 @@ def _lengths(config: EngineConfig, mean_len: int | None, cv_len: float | None, l
         raise ConfigError("--cv-len", "needs the mean it is about; give --mean-len as well")
     if not 0 <= cv_len <= _MAX_CV:
         raise ConfigError("--cv-len", f"{cv_len:g} is out of range; allowed is 0 to {_MAX_CV:g}")
-    from llmsched.engine.memory.request_lengths import lognormal_lengths
+    from llmsched.engine.memory.concurrency import lognormal_lengths
 
     return lognormal_lengths(mean_len, cv_len)
 

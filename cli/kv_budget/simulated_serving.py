@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget.findings import Findings
+from llmsched.cli.kv_budget.analysis import Findings
 from llmsched.profiles.calibrated import LOCAL
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def serve(found: Findings, device: str) -> Served | None:
 
     if not found.plan.fits:
         return None
-    make = local_blueprint(found.draft, found.config) if device == LOCAL else None
-    blueprint = make or gpu_blueprint(found.draft, found.config, device)
+    make = local_blueprint(found.planner, found.config) if device == LOCAL else None
+    blueprint = make or gpu_blueprint(found.planner, found.config, device)
     plan = blueprint.plan
     length = max(2, min(found.demand.context or found.mean_len or _LENGTH, plan.max_model_len))
     output_len = max(1, length - round(_PROMPT_SHARE * length))

@@ -12,9 +12,8 @@ from llmsched.cli.options.engine import EngineOptions
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.draft import model_name, open_draft
-from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.reconcile import ratios
+from llmsched.engine.memory.plan import MemoryPlan, ratios
+from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu, same_gpu
 from llmsched.profiles.tuned import ProfileError, Scalar, TunedProfile, load_profile, same_model, store_memory
@@ -65,7 +64,7 @@ def _other_model(profile: TunedProfile, model: str) -> list[tuple[str, Scalar, S
     if was is None:
         return []
     if "digest" in profile.model:
-        now["digest"] = open_draft(model).digest
+        now["digest"] = open_planner(model).digest
     if same_model(profile.model, now):
         return []
     return [("model" if was != now["name"] else "model of this name", was, now["name"])]

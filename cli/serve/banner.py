@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 
 from llmsched.cli import render
-from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.reconcile import Reconciled, reconcile
+from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.units import human_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Meter:
     peak: int = 0
     total: int = 0
 
-    def __call__(self, use: KVUse) -> None:
+    def __call__(self, use: KVUsage) -> None:
         self.steps += 1
         self.total = use.total
         self.peak = max(self.peak, use.held)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 
 #: Samples that are kept; a longer run has them further apart.
 MOST_SAMPLES = 4096
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     kv_cached: float | None = None
 
 
-def sample_of(time: float, running: int, waiting: int, use: KVUse) -> Sample:
+def sample_of(time: float, running: int, waiting: int, use: KVUsage) -> Sample:
     """A sample of an engine that tells how its KV memory is used."""
     total = max(1, use.total)
     return Sample(time, running, waiting, use.held / total, use.empty / total, use.cached / total)

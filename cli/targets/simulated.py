@@ -31,8 +31,8 @@ from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, ModelError
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.draft import open_draft
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulated_engine import SimulatedEngine
 from llmsched.profiles.calibrated import LOCAL
@@ -51,8 +51,8 @@ def make_blueprint(
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("--quantization", "is for a GPU that is simulated; local serves the model as it is")
-    draft = open_draft(config.model, progress, quantization=quantization)
-    return local_blueprint(draft, config) if device == LOCAL else gpu_blueprint(draft, config, device)
+    planner = open_planner(config.model, progress, quantization=quantization)
+    return local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
 
 
 def simulate_workload(

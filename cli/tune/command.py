@@ -22,7 +22,7 @@ from llmsched.cli.tune.trials import Goal
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.draft import model_name
+from llmsched.engine.memory.planner import model_name
 from llmsched.profiles.tuned import ProfileError, check_writable, profile_path, save_profile
 
 _SEARCH = "Search"

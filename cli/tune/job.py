@@ -26,7 +26,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.draft import open_draft
+from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.tuned import TunedProfile, latest_profile
@@ -89,7 +89,7 @@ async def tune_engine(model: str, task: Task, options: EngineOptions, progress: 
     runner, engine = await _largest_engine(config, task, refused, progress)
     try:
         return await _run(
-            subject_of(model, open_draft(model, progress), engine),
+            subject_of(model, open_planner(model, progress), engine),
             engine.config,
             refused,
             runner,
@@ -104,7 +104,7 @@ async def tune_engine(model: str, task: Task, options: EngineOptions, progress: 
 async def tune_simulated(model: str, device: str, task: Task, options: EngineOptions, progress: Progress) -> Outcome:
     """Search on a GPU that is not there, or on "local", this device as it was calibrated. Raises as `tune_engine`."""
     kind = device_memory(options.given.get("device", "auto")).kind if device == LOCAL else "cuda"
-    draft, config, refused = open_draft(model, progress), _config(model, kind, task, options), Refused()
+    planner, config, refused = open_planner(model, progress), _config(model, kind, task, options), Refused()
     while True:
         try:
             blueprint = make_blueprint(config, device, progress)
@@ -120,7 +120,7 @@ async def tune_simulated(model: str, device: str, task: Task, options: EngineOpt
     task = replace(task, rounds=1)
     asked = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(model))
     runner = SimulatedRunner(blueprint, asked)
-    subject = simulated_subject(model, draft, blueprint)
+    subject = simulated_subject(model, planner, blueprint)
     return await _run(subject, blueprint.config, refused, runner, task, options, progress)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from llmsched.cli.profiles.apply import device_table
 from llmsched.engine.blueprint import Blueprint
-from llmsched.engine.memory.draft import ModelDraft, model_name
-from llmsched.engine.memory.reconcile import ratios
+from llmsched.engine.memory.plan import ratios
+from llmsched.engine.memory.planner import ModelPlanner, model_name
 from llmsched.engine.provenance import Provenance
 from llmsched.profiles.tuned import Scalar
 
@@ -33,17 +33,17 @@ class Subject:
     provenance: Provenance = Provenance("in process")
 
 
-def subject_of(name: str, draft: ModelDraft, engine: AsyncEngine) -> Subject:
+def subject_of(name: str, planner: ModelPlanner, engine: AsyncEngine) -> Subject:
     """The model and device of an engine."""
     return Subject(
         name,
-        model={"name": engine.model.name, "architecture": engine.model.architecture, "digest": draft.digest},
+        model={"name": engine.model.name, "architecture": engine.model.architecture, "digest": planner.digest},
         device=device_table(engine.config.device),
         memory={} if engine.plan is None else ratios(engine.plan),
     )
 
 
-def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Subject:
+def simulated_subject(name: str, planner: ModelPlanner, blueprint: Blueprint) -> Subject:
     """A model on a device that is simulated."""
     device = blueprint.plan.device
     here = device_table(device.kind) if blueprint.provenance.calibration_error is not None else {}
@@ -51,8 +51,8 @@ def simulated_subject(name: str, draft: ModelDraft, blueprint: Blueprint) -> Sub
         name,
         model={
             "name": model_name(name),
-            "architecture": str((draft.content.get("architectures") or [""])[0]),
-            "digest": draft.digest,
+            "architecture": str((planner.content.get("architectures") or [""])[0]),
+            "digest": planner.digest,
         },
         device=here or {"kind": device.kind, "name": device.name},
         memory={},

@@ -18,7 +18,7 @@ from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
 from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.budget import LOGITS_BYTES
+from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.paths import paged_model
 from llmsched.engine.model.probe import position_limit

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from llmsched.engine.kv.prefix import PrefixNode, encode, num_common_tokens
+from llmsched.engine.kv.prefix_tree import PrefixNode, encode, num_common_tokens
 from llmsched.engine.request import Request
 
 #: How many requests that write after the same prefix are compared, newest first.
 MAX_COMPARED = 32
 
 
-class Writers:
+class InFlightPrefixes:
     """Running requests, found by the prefix behind which they write: the node of their last findable block, or their
     cache salt while there is none. Equal prefixes have one node, so the key proves that all tokens before it are equal.
     """

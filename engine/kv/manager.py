@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.copies import Copies
-from llmsched.engine.kv.finder import NO_HIT, PrefixFinder, PrefixHit
-from llmsched.engine.kv.held import Held
-from llmsched.engine.kv.in_flight import Writers
+from llmsched.engine.kv.in_flight import InFlightPrefixes
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.misses import Miss, Misses
 from llmsched.engine.kv.pins import Pins, most_pinned_blocks
-from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.prefix import PrefixTree, encode
-from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.kv.pool import BlockPool, KVUsage
+from llmsched.engine.kv.prefix_cache import PrefixFinder
+from llmsched.engine.kv.prefix_tree import NO_HIT, PrefixHit, PrefixTree, encode
+from llmsched.engine.kv.swap import BlockCopies, SwapSpace
 from llmsched.engine.kv.table import BlockTable, Swapped
-from llmsched.engine.kv.use import KVUse, num_empty
 from llmsched.engine.request import Request
+
+
+class StaticBatchBlocks:
+    """Blocks of finished requests that a static batch keeps until the batch ends.
+
+    `num_empty` counts the tokens that these blocks have room for but hold no KV of.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._blocks: list[list[int]] = []
+        self.num_empty = 0
+
+    def add(self, request: Request) -> None:
+        """Keep the blocks of a request that is about to be released."""
+        blocks = request.table.held_blocks()
+        self._pool.acquire(blocks)
+        self._blocks.append(blocks)
+        self.num_empty += request.table.num_empty(request.num_computed_tokens)
+
+    def release(self) -> None:
+        """Release all blocks."""
+        for blocks in self._blocks:
+            self._pool.release(blocks)
+        self._blocks.clear()
+        self.num_empty = 0
+
+    def ref_counts(self) -> Counter[int]:
+        """Return how many references are held to each block."""
+        return Counter(block for blocks in self._blocks for block in blocks)
 
 
 class KVManager:
@@ -25,7 +53,7 @@ class KVManager:
 
     A request's blocks cover whole blocks of its tokens from the beginning; only blocks whose KV has been written can be
     found by others, and a found block is never written again: at least the last token of a request is always computed,
-    into a block of its own. Where that block begins like one that is known, the known part is copied (`Copies`).
+    into a block of its own. Where that block begins like one that is known, the known part is copied (`BlockCopies`).
 
     Between two steps a request holds blocks for all its tokens in groups of layers that keep them, and in groups with a
     window what KVLayout says of its computed tokens, or less where it has fewer. In a step those have to hold the
@@ -52,10 +80,10 @@ class KVManager:
         self.pool = BlockPool(num_blocks, self._forget)
         self.pins = Pins(self.layout, self.pool, self.prefixes, max_pinned_blocks if enable_prefix_caching else 0)
         self.misses = Misses(self.prefixes)
-        self._writers = Writers()
-        self._finder = PrefixFinder(self.layout, self.prefixes, self._writers, self.pool)
-        self.copies = Copies(self.swap)
-        self.held = Held(self.pool)
+        self._in_flight = InFlightPrefixes()
+        self._finder = PrefixFinder(self.layout, self.prefixes, self._in_flight, self.pool)
+        self.copies = BlockCopies(self.swap)
+        self.static_batch = StaticBatchBlocks(self.pool)
         self._now = 0.0
 
     @property
@@ -137,7 +165,7 @@ class KVManager:
         if source is not None:
             self.copies.note(source, table, len(hit.nodes))
         if self.enable_prefix_caching:
-            self._writers.add(request)
+            self._in_flight.add(request)
         return num_restored
 
     def _restore(self, request: Request, swapped: Swapped, start: int) -> int:
@@ -208,10 +236,10 @@ class KVManager:
             return
         num_whole = request.num_computed_tokens // self.block_size
         if table.is_findable:
-            self._writers.remove(request)
+            self._in_flight.remove(request)
             while table.num_findable < num_whole:
                 self._commit_block(request, table)
-            self._writers.add(request)
+            self._in_flight.add(request)
             if self.pins.num_waiting:
                 self.pins.advance()
         if self.layout.window_groups:
@@ -249,7 +277,7 @@ class KVManager:
     def release(self, request: Request) -> None:
         """Take back all blocks of a request that has ended or is preempted; what was written stays findable."""
         if self.enable_prefix_caching:
-            self._writers.remove(request)
+            self._in_flight.remove(request)
         self.pool.release(request.table.held_blocks())
         request.block_table = None
         request.num_computed_tokens = 0
@@ -306,11 +334,12 @@ class KVManager:
 
     # -- how memory is used -----------------------------------------------------------------------------------
 
-    def use(self, running: Iterable[Request]) -> KVUse:
+    def use(self, running: Iterable[Request]) -> KVUsage:
         """How the memory is used now, between two steps, while `running` hold blocks."""
-        return KVUse(
+        return KVUsage(
             held=self.pool.num_used * self.block_size,
-            empty=self.held.num_empty + sum(num_empty(request) for request in running),
+            empty=self.static_batch.num_empty
+            + sum(request.table.num_empty(request.num_computed_tokens) for request in running),
             cached=self.pool.num_cached * self.block_size,
             total=self.pool.num_blocks * self.block_size,
         )
@@ -342,13 +371,13 @@ class KVManager:
         """Raise AssertionError unless every block is accounted for by the given requests, pins and the prefix tree, and
         every slot of host memory by the given swapped requests.
         """
-        held = self.pins.holds() + self.held.holds()
+        held = self.pins.ref_counts() + self.static_batch.ref_counts()
         holders = list(holders)
         for request in holders:
             held.update(request.table.held_blocks())
         self.pool.check_integrity(held)
         if self.enable_prefix_caching:
-            assert set(holders) == set(self._writers.requests()), "a request is not where it writes"
+            assert set(holders) == set(self._in_flight.requests()), "a request is not where it writes"
         self.swap.check_integrity(swapped)
         assert self.num_pinned <= self.pins.max_blocks, "too many blocks are pinned"
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from llmsched.engine.errors import RequestError
-from llmsched.engine.kv.finder import blocks_of
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.prefix import PrefixNode, PrefixTree, encode
+from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, encode
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
@@ -132,7 +131,7 @@ class Pins:
         """All pins, oldest first."""
         return [_state(pin, self._prefixes.block_size) for pin in self._pins.values()]
 
-    def holds(self) -> Counter[int]:
+    def ref_counts(self) -> Counter[int]:
         """References to each block."""
         return self._holds.copy()
 

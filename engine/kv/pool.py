@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 #: Shared cached blocks are late to go as long as they take up no more than this share of the pool. With a quarter, the
 #: Mooncake traces had more hits than under plain LRU at every pool size tried; without a bound, prefixes that nobody
 #: asks for any more crowd out the histories of conversations (down to two thirds of LRU's hits).
 MAX_SHARED = 0.25
+
+
+class KVUsage(NamedTuple):
+    """Tokens, each of one group of layers, that blocks have room for: in blocks that requests or pins hold (`held`,
+    shared ones once), of which `empty` have no KV in them; in blocks that only the prefix cache keeps (`cached`); in
+    all blocks (`total`).
+    """
+
+    held: int
+    empty: int
+    cached: int
+    total: int
 
 
 class BlockPool:

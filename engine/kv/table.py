@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.prefix import PrefixNode
+from llmsched.engine.kv.prefix_tree import PrefixNode
 
 NEVER = sys.maxsize
 

@@ -16,25 +16,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llmsched.engine.architecture.shape import ModelShape, model_shape
+from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
-from llmsched.engine.memory import advice
-from llmsched.engine.memory.activations import LOGITS_BYTES, activation_bytes
-from llmsched.engine.memory.grouping import cache_layout
+from llmsched.engine.kv.layout import group_layers
+from llmsched.engine.memory import plan_errors
+from llmsched.engine.memory.activations import activation_bytes
 from llmsched.engine.memory.plan import MemoryPlan
-
-__all__ = [
-    "LOGITS_BYTES",
-    "MemoryPlan",
-    "ModelShape",
-    "activation_bytes",
-    "draft_memory",
-    "model_shape",
-    "plan_memory",
-    "token_budget",
-]
 
 #: Tokens of one step where max_num_batched_tokens is not set.
 DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
@@ -59,22 +48,7 @@ def plan_memory(
     dtype_bytes: int,
     kv_dtype_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The plan that serve allocates by. Raises ConfigError, with what would help, when it does not fit."""
-    plan = draft_memory(shape, config, device, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
-    if plan.problem is not None:
-        raise plan.problem
-    return plan
-
-
-def draft_memory(
-    shape: ModelShape,
-    config: EngineConfig,
-    device: DeviceMemory,
-    *,
-    dtype_bytes: int,
-    kv_dtype_bytes: int | None = None,
-) -> MemoryPlan:
-    """Like plan_memory, but a plan that does not fit is returned with its `problem`.
+    """Return the plan that serve allocates by, with its `problem` if it does not fit.
 
     `dtype_bytes` is the size of one number of weights and activations, kv_dtype_bytes that of KV (default: the same).
     num_gpu_blocks_override decides the number of blocks, else kv_cache_memory_bytes, else what the budget leaves over.
@@ -84,7 +58,7 @@ def draft_memory(
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
-        raise advice.beyond_model(config.max_model_len, limit)
+        raise plan_errors.beyond_model(config.max_model_len, limit)
     if not shape.geometry.caches_kv:
         raise ModelError("the model has no attention layers: there is no KV to plan, and it cannot be served")
     kv_bytes = kv_dtype_bytes or dtype_bytes
@@ -101,7 +75,7 @@ def _parts(
 ) -> MemoryPlan:
     """The plan without blocks: what everything else takes when no sequence is longer than `context`."""
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
-    cache = cache_layout(geometry, config.block_size, config.max_model_len or shape.max_position)
+    cache = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
     return MemoryPlan(
         device=device,
@@ -151,9 +125,9 @@ def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     available = max(0, min(wanted, room))
     plan = replace(plan, available_kv_bytes=available, num_blocks=available // plan.block_bytes)
     if wanted > room:
-        return replace(plan, problem=advice.too_large(plan, config, wanted))
+        return replace(plan, problem=plan_errors.too_large(plan, config, wanted))
     if plan.num_blocks < plan.blocks_for(1):
-        return replace(plan, problem=advice.no_room(plan, config))
+        return replace(plan, problem=plan_errors.no_room(plan, config))
     return plan
 
 
@@ -161,7 +135,7 @@ def _with_length(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Check the context length asked for, or find the one that fits."""
     if config.max_model_len is not None:
         if plan.blocks_for(config.max_model_len) > plan.num_blocks:
-            return replace(plan, problem=plan.problem or advice.too_long(plan, config))
+            return replace(plan, problem=plan.problem or plan_errors.too_long(plan, config))
         return plan
     if plan.max_position is not None and plan.blocks_for(plan.max_position) <= plan.num_blocks:
         return plan

@@ -11,22 +11,71 @@ equally often: that errs on the side of too few sequences.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
 import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.request_lengths import Lengths
 
+Counts = npt.NDArray[np.int64]
 Masses = npt.NDArray[np.float64]
+
+#: Points that a log-normal distribution is represented by.
+_POINTS = 4096
 
 #: Pools larger than this are counted in coarser units, so that a convolution takes a millisecond.
 _MAX_UNITS = 1 << 14
 
 
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """Tokens of each request. Where prompts and outputs are not told apart, `outputs` is None and `prompts` all."""
+
+    source: str
+    prompts: Counts
+    outputs: Counts | None = None
+
+    @property
+    def totals(self) -> Counts:
+        return self.prompts if self.outputs is None else self.prompts + self.outputs
+
+    @property
+    def mean(self) -> float:
+        return float(self.totals.mean())
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation / mean."""
+        return float(self.totals.std() / self.totals.mean())
+
+    def percentile(self, percent: float) -> int:
+        """The least length that so many percent of requests do not exceed."""
+        return int(np.quantile(self.totals, percent / 100, method="inverted_cdf"))
+
+    def within(self, limit: int) -> LengthDistribution | None:
+        """Those of at most `limit` tokens, None if there are none."""
+        kept = self.totals <= limit
+        if not kept.any():
+            return None
+        return LengthDistribution(self.source, self.prompts[kept], None if self.outputs is None else self.outputs[kept])
+
+
+def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
+    """Totals of a log-normal distribution, at 4096 points of equal probability; `variation` is deviation / mean."""
+    sigma = math.sqrt(math.log1p(variation**2))
+    normal = NormalDist(math.log(mean) - sigma**2 / 2, max(sigma, 1e-12))
+    points = [normal.inv_cdf((index + 0.5) / _POINTS) for index in range(_POINTS)]
+    totals = np.maximum(1, np.rint(np.exp(points))).astype(np.int64)
+    return LengthDistribution(f"log-normal, mean {mean:g}, CV {variation:g}", totals)
+
+
 class Occupancy:
     """What sequences of some lengths hold of a pool of `num_blocks` blocks."""
 
-    def __init__(self, lengths: Lengths, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, lengths: LengthDistribution, layout: KVLayout, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         unit = max(1, -(-num_blocks // _MAX_UNITS))
         self._units = num_blocks // unit
@@ -56,7 +105,7 @@ class Occupancy:
         return self._doubled[power]
 
 
-def _held(lengths: Lengths, layout: KVLayout) -> Masses:
+def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
     """Probability that one sequence, at a random step of its life, holds 0, 1, 2, ... blocks."""
     outputs = np.ones_like(lengths.prompts) if lengths.outputs is None else lengths.outputs
     # The last token of a sequence is sampled and never computed, so it takes no room.

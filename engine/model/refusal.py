@@ -7,22 +7,22 @@ from typing import Any
 
 from llmsched.engine.architecture.fields import transformers_config
 from llmsched.engine.errors import ModelError
-from llmsched.engine.memory.draft import ModelDraft
+from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.engine.model.support import check_stated, check_supported
 
 _ANY = "any"  # the name in messages that are told without it
 
 
-def refusal(draft: ModelDraft) -> str | None:
+def refusal(planner: ModelPlanner) -> str | None:
     """Why serve would not take the model, None if it would as far as its config tells."""
     try:
-        if check_stated(draft.content, _ANY):
+        if check_stated(planner.content, _ANY):
             return None
     except ModelError as problem:
         return _reason(problem)
-    if draft.recall is None:
-        return _of_class(draft.content)
-    reason: str | None = draft.recall.get("refusal", lambda: _of_class(draft.content))
+    if planner.recall is None:
+        return _of_class(planner.content)
+    reason: str | None = planner.recall.get("refusal", lambda: _of_class(planner.content))
     return reason
 
 

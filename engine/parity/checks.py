@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from llmsched.engine.kv.finder import MIN_COPIED
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.prefix_cache import MIN_COPIED
 from llmsched.engine.parity.prompts import Prompt, PromptSet
 
 #: Chunk sizes besides one block and one block and a token.

@@ -14,9 +14,8 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.memory.grouping import cache_layout
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.model.open import open_model
 from llmsched.engine.parity.checks import Check, make_checks
@@ -51,7 +50,7 @@ class Subject:
     @property
     def layout(self) -> KVLayout:
         """How the KV cache of a long context would be laid out, unless all layers have a window."""
-        return cache_layout(kv_geometry(self.model.config), self.block_size, None).layout
+        return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 
 def load_subject(config: EngineConfig, progress: Progress = silent) -> Subject:

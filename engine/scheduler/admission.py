@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.misses import Miss, MissKind
+from llmsched.engine.kv.prefix_tree import PrefixHit
 from llmsched.engine.request import Request, RequestStatus
 from llmsched.engine.scheduler.backfill import Passing
 from llmsched.engine.scheduler.counters import SchedulerCounters

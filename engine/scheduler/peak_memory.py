@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.kv.finder import PrefixHit, blocks_of
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.prefix_tree import PrefixHit, blocks_of
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.prediction import OutputPredictor
 

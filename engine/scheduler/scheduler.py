@@ -9,7 +9,7 @@ from typing import NamedTuple, Unpack
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.admission import Door
 from llmsched.engine.scheduler.counters import SchedulerCounters
@@ -108,7 +108,7 @@ class Scheduler:
         self.kv.pins.delete(pin_id)
         self.door.changed()
 
-    def kv_use(self, computed: StepPlan | None = None) -> KVUse:
+    def kv_use(self, computed: StepPlan | None = None) -> KVUsage:
         """How KV memory is used now, or, with a plan that is computed but not booked, before those that ended with it
         give theirs back.
         """

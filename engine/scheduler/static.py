@@ -47,7 +47,7 @@ class StaticScheduler(Scheduler):
         Those of one that fails come free: amid a step it has more of windows than was reserved for it.
         """
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
-            self.kv.held.add(request)
+            self.kv.static_batch.add(request)
         super().finish(request, reason)
         if not self.running:
-            self.kv.held.release()
+            self.kv.static_batch.release()

@@ -12,7 +12,7 @@ from llmsched.engine.architecture.recall import Recall
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
-from llmsched.engine.memory.draft import ModelDraft
+from llmsched.engine.memory.planner import ModelPlanner
 
 #: A family that is not in the table, so that transformers must be asked.
 BLOOM = {"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 64, "vocab_size": 128}
@@ -20,7 +20,7 @@ GPU = DeviceMemory("cuda", "GPU", 24 << 30)
 
 
 def plan(content: dict[str, Any], directory: Path) -> Any:
-    return ModelDraft(content, recall=Recall(content, directory)).plan(EngineConfig(max_model_len=64), GPU)
+    return ModelPlanner(content, recall=Recall(content, directory)).plan(EngineConfig(max_model_len=64), GPU)
 
 
 def test_the_second_plan_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_the_second_plan_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patch.setattr("llmsched.engine.architecture.fields.transformers_config", pytest.fail)
         patch.setattr("llmsched.engine.architecture.weights._built_parameters", pytest.fail)
         assert plan(BLOOM, tmp_path / "deep") == first
-    assert first == ModelDraft(BLOOM).plan(EngineConfig(max_model_len=64), GPU)
+    assert first == ModelPlanner(BLOOM).plan(EngineConfig(max_model_len=64), GPU)
 
 
 def test_another_config_or_version_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

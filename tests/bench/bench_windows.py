@@ -22,9 +22,8 @@ from fakes import make_request
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
-from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.memory.grouping import cache_layout
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.simulated_engine import simulate
@@ -78,7 +77,7 @@ def main() -> None:
     )
     for name, (full, windowed, window) in MODELS.items():
         kinds = (LayerGroup("full", full, 8, 128, 128), LayerGroup("window", windowed, 8, 128, 128, window))
-        found = cache_layout(Geometry(tuple(k for k in kinds if k.layers), "exact", ()), BLOCK, 16_384)
+        found = group_layers(Geometry(tuple(k for k in kinds if k.layers), "exact", ()), BLOCK, 16_384)
         layers = found.group[0].layers
         grouped = MEMORY // BLOCK * (full + windowed) // layers
         for layout, num_blocks in ((KVLayout(BLOCK), MEMORY // BLOCK), (found.layout, grouped)):

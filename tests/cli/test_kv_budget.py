@@ -14,9 +14,10 @@ from gguf_files import write_gguf
 from tiny_models import build_model, build_tokenizer
 
 from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.memory.budget import model_shape, plan_memory
+from llmsched.engine.memory.budget import plan_memory
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
@@ -28,7 +29,7 @@ def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> CommandLine:
     cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("llmsched.engine.memory.draft.cache_directory", lambda: cache)
+    monkeypatch.setattr("llmsched.engine.memory.planner.cache_directory", lambda: cache)
     return CommandLine(monkeypatch, capsys)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from llmsched.cli.kv_budget.lengths import read_lengths
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.request_lengths import Lengths
+from llmsched.engine.memory.concurrency import LengthDistribution
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -26,7 +26,7 @@ VIDUR = """num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
 """
 
 
-def read(tmp_path: Path, text: str) -> Lengths:
+def read(tmp_path: Path, text: str) -> LengthDistribution:
     path = tmp_path / "lengths"
     path.write_text(text)
     return read_lengths(path)

@@ -25,7 +25,7 @@ def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> CommandLine:
     cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("llmsched.engine.memory.draft.cache_directory", lambda: cache)
+    monkeypatch.setattr("llmsched.engine.memory.planner.cache_directory", lambda: cache)
     return CommandLine(monkeypatch, capsys)
 
 

@@ -17,7 +17,7 @@ from llmsched.cli.profiles.apply import device_table, found_for_others, with_pro
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.draft import model_name, open_draft
+from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, save_calibration
 from llmsched.profiles.tuned import TunedProfile, latest_profile, save_profile
 
@@ -175,7 +175,7 @@ def test_a_model_is_known_by_its_config(command: CommandLine, tiny_model: Callab
     here, copied = tiny_model("llama"), tmp_path / "renamed"
     copied.mkdir()
     shutil.copy(here / "config.json", copied)
-    profile = replace(ONE, model={"name": here.name, "digest": open_draft(str(here)).digest}, device={})
+    profile = replace(ONE, model={"name": here.name, "digest": open_planner(str(here)).digest}, device={})
     save_profile(profile, "day")
     assert found_for_others("day", EngineConfig(str(copied), device="cpu")) == []
     other = tmp_path / "other" / here.name

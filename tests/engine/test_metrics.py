@@ -6,7 +6,7 @@ import pytest
 from exposition import samples
 
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
@@ -124,11 +124,11 @@ def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
 
 def test_memory_is_told_in_bytes_once_it_is_divided() -> None:
     metrics = EngineMetrics("demo", 16, 100)
-    metrics.kv_use(KVUse(held=160, empty=16, cached=320, total=1600))
+    metrics.kv_use(KVUsage(held=160, empty=16, cached=320, total=1600))
     assert not any("bytes" in name and name.startswith("llmsched:") for name in samples(metrics))
-    metrics.divided(MemoryParts(weights=5000, activations=700, other=30, kv=3200), KVUse(0, 0, 0, 1600))
+    metrics.divided(MemoryParts(weights=5000, activations=700, other=30, kv=3200), KVUsage(0, 0, 0, 1600))
     assert samples(metrics)["llmsched:kv_cache_used_bytes"] == 0
-    metrics.kv_use(KVUse(held=160, empty=16, cached=320, total=1600))
+    metrics.kv_use(KVUsage(held=160, empty=16, cached=320, total=1600))
     found = samples(metrics)
     assert [found[f"llmsched:memory_{name}_bytes"] for name in ("weights", "activations", "other")] == [5000, 700, 30]
     kv = [found[f"llmsched:kv_cache_{name}bytes"] for name in ("", "used_", "empty_", "cached_")]

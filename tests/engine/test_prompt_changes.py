@@ -8,7 +8,7 @@ import pytest
 from engines import generate, make_engine, sampling, tokenizer
 
 from llmsched.engine.core import Engine
-from llmsched.engine.kv.changing_prompts import WINDOW
+from llmsched.engine.kv.misses import WINDOW
 from llmsched.engine.prompt_changes import LOOK_EVERY
 
 SYSTEM = "You are a helpful assistant. The time is "

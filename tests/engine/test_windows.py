@@ -13,7 +13,7 @@ from tiny_models import ARCHITECTURES, build_model
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.reconcile import reconcile
+from llmsched.engine.memory.plan import reconcile
 
 #: Windows of 8 tokens: in 6 of 7 layers of gemma3, in 2 of 3 of gemma2 and gpt_oss, in all 3 of mistral.
 WINDOWED = ("gemma2", "gemma3", "gpt_oss", "mistral")

@@ -38,7 +38,7 @@ def test_a_line_is_read() -> None:
     assert row.tpot is not None
     assert (row.tpot.seconds, row.throughput) == (0.0075, 500.0)
     assert row.settings().max_num_seqs == 2
-    assert row.draft().content["num_hidden_layers"] == 36
+    assert row.planner().content["num_hidden_layers"] == 36
 
 
 @pytest.mark.parametrize("weights", ["fp8", "awq"])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from llmsched.engine.architecture.fields import read_config_file
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup, kv_geometry
-from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.grouping import MAX_GROUPS, cache_layout
+from llmsched.engine.kv.layout import MAX_GROUPS, KVLayout, group_layers
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 BF16 = 2
@@ -41,7 +40,7 @@ def geometry(full: int, windowed: int, window: int = 128, heads: int = 8) -> Geo
 def test_groups_have_equally_many_layers_and_little_padding(
     full: int, windowed: int, groups: tuple[int, int], layers: int
 ) -> None:
-    found = cache_layout(geometry(full, windowed), 16, None)
+    found = group_layers(geometry(full, windowed), 16, None)
     assert found.layout == KVLayout(16, *groups, 128)
     assert found.bytes_per_token(BF16) == layers * 2 * 8 * 64 * BF16
     assert found.reason is None
@@ -49,8 +48,8 @@ def test_groups_have_equally_many_layers_and_little_padding(
 
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_every_layer_has_a_place(full: int, windowed: int) -> None:
-    layout = cache_layout(geometry(full, windowed), 16, None).layout
-    size = cache_layout(geometry(full, windowed), 16, None).group[0].layers
+    layout = group_layers(geometry(full, windowed), 16, None).layout
+    size = group_layers(geometry(full, windowed), 16, None).group[0].layers
     assert layout.full_groups * size >= full > (layout.full_groups - 1) * size
     assert layout.window_groups * size >= windowed > (layout.window_groups - 1) * size
     assert layout.num_groups <= max(MAX_GROUPS, -(-max(full, windowed) // min(full, windowed)) + 1)
@@ -70,7 +69,7 @@ def test_every_layer_has_a_place(full: int, windowed: int) -> None:
 def test_all_layers_share_a_table_where_groups_cannot_be_or_are_of_no_use(
     model: Geometry, longest: int | None, reason: str | None
 ) -> None:
-    found = cache_layout(model, 16, longest)
+    found = group_layers(model, 16, longest)
     if reason is None:
         assert found.reason is None
         return
@@ -81,7 +80,7 @@ def test_all_layers_share_a_table_where_groups_cannot_be_or_are_of_no_use(
 
 def test_published_configs() -> None:
     def layout(name: str) -> KVLayout:
-        return cache_layout(kv_geometry(read_config_file(CONFIGS / f"{name}_config.json")), 16, 8192).layout
+        return group_layers(kv_geometry(read_config_file(CONFIGS / f"{name}_config.json")), 16, 8192).layout
 
     assert layout("openai--gpt-oss-20b") == KVLayout(16, 1, 1, 128)
     assert layout("meta-llama--Meta-Llama-3.1-8B") == KVLayout(16)
@@ -89,7 +88,7 @@ def test_published_configs() -> None:
 
 
 def test_windows_alone_make_one_group() -> None:
-    found = cache_layout(geometry(0, 32, window=4096), 16, 32768)
+    found = group_layers(geometry(0, 32, window=4096), 16, 32768)
     assert found.layout == KVLayout(16, 0, 1, 4096)
     assert found.bytes_per_token(BF16) == geometry(0, 32).cached_bytes_per_token(BF16)
     assert found.layout.num_blocks(32768) == 257
@@ -99,7 +98,7 @@ def test_windows_alone_make_one_group() -> None:
 def test_the_widest_of_several_windows_is_kept() -> None:
     windows = (LayerGroup("window", 6, 8, 64, 64, window) for window in (128, 512, 256))
     model = Geometry((LayerGroup("full", 6, 8, 64, 64), *windows), "exact", ())
-    assert cache_layout(model, 16, None).layout == KVLayout(16, 1, 3, 512)
+    assert group_layers(model, 16, None).layout == KVLayout(16, 1, 3, 512)
 
 
 LAYOUTS = st.builds(KVLayout, st.integers(1, 32), st.integers(1, 3), st.integers(0, 5), st.integers(1, 200))

@@ -8,8 +8,9 @@ import pytest
 from fakes import make_request, tokens
 from kv_driver import KVDriver
 
-from llmsched.engine.kv.finder import MIN_COPIED, NO_HIT
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.prefix_cache import MIN_COPIED
+from llmsched.engine.kv.prefix_tree import NO_HIT
 
 
 def find(driver: KVDriver, prompt: list[int], salt: str = "") -> int:

@@ -179,7 +179,7 @@ class KVLife(RuleBasedStateMachine):
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
         assert len(self.kv.prefixes) == 0
         assert not self.kv.prefixes._roots
-        assert self.kv._writers.requests() == []
+        assert self.kv._in_flight.requests() == []
 
 
 KVLife.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)

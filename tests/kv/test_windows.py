@@ -7,10 +7,9 @@ from fakes import Harness, assert_right, make_request, tokens
 from kv_driver import KVDriver
 
 from llmsched.engine.errors import RequestError
-from llmsched.engine.kv.finder import blocks_of
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.misses import MissKind
-from llmsched.engine.kv.prefix import encode
+from llmsched.engine.kv.prefix_tree import blocks_of, encode
 from llmsched.engine.request import Request
 
 #: Of a window of 40 tokens, three whole blocks of 16 are kept besides the one that is being filled.

@@ -13,23 +13,16 @@ from hypothesis import strategies as st
 
 from llmsched.engine.architecture.dtypes import check_servable
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
+from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, Holder
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.budget import (
-    CONTEXT_BYTES,
-    LOGITS_BYTES,
-    ModelShape,
-    activation_bytes,
-    draft_memory,
-    model_shape,
-    plan_memory,
-    token_budget,
-)
-from llmsched.engine.memory.draft import ModelDraft
+from llmsched.engine.memory.activations import LOGITS_BYTES, activation_bytes
+from llmsched.engine.memory.budget import CONTEXT_BYTES, plan_memory, token_budget
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import ModelPlanner
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -55,12 +48,12 @@ def cpu(available_gib: float, total_gib: float = 64) -> DeviceMemory:
     return DeviceMemory("cpu", "test CPU", total, total - int(available_gib * GIB))
 
 
-def draft(device: DeviceMemory, model: ModelShape | None = None, dtype_bytes: int = 2, **knobs: Any) -> MemoryPlan:
-    return draft_memory(model or shape(), EngineConfig(**knobs), device, dtype_bytes=dtype_bytes)
+def planned(device: DeviceMemory, model: ModelShape | None = None, dtype_bytes: int = 2, **knobs: Any) -> MemoryPlan:
+    return plan_memory(model or shape(), EngineConfig(**knobs), device, dtype_bytes=dtype_bytes)
 
 
 def test_the_arithmetic_on_a_gpu() -> None:
-    plan = draft(gpu(24), max_model_len=8192)
+    plan = planned(gpu(24), max_model_len=8192)
     assert plan.budget_bytes == int(24 * GIB * 0.9)
     assert plan.kv_bytes_per_token == 131072
     assert plan.block_bytes == 16 * 131072
@@ -75,11 +68,11 @@ def test_the_arithmetic_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3)])
 def test_the_last_token_needs_no_slot(length: int, blocks: int) -> None:
-    assert draft(gpu(24)).blocks_for(length) == blocks
+    assert planned(gpu(24)).blocks_for(length) == blocks
 
 
 def test_every_block_is_usable() -> None:
-    plan = draft(gpu(24), num_gpu_blocks_override=10)
+    plan = planned(gpu(24), num_gpu_blocks_override=10)
     assert plan.num_blocks == 10
     assert plan.num_tokens == plan.max_model_len == 160
     assert plan.num_seqs_at(161) == 1
@@ -87,28 +80,28 @@ def test_every_block_is_usable() -> None:
 
 
 def test_a_length_that_was_not_asked_for_is_lowered_and_said() -> None:
-    plan = draft(gpu(24))
+    plan = planned(gpu(24))
     assert plan.fits
     assert plan.max_model_len == plan.num_tokens < 131072
     assert any("lowered from 131072" in note for note in plan.notes)
-    assert draft(gpu(80)).max_model_len == 131072
+    assert planned(gpu(80)).max_model_len == 131072
 
 
 def test_a_model_without_a_stated_length_gets_what_fits() -> None:
-    plan = draft(gpu(24), shape(max_position=None))
+    plan = planned(gpu(24), shape(max_position=None))
     assert plan.max_model_len == plan.num_tokens
     assert any("no context length" in note for note in plan.notes)
 
 
 def test_a_length_that_was_asked_for_is_refused_with_one_that_works() -> None:
-    plan = draft(gpu(24), max_model_len=131072)
+    plan = planned(gpu(24), max_model_len=131072)
     assert not plan.fits
     assert plan.max_num_seqs == 0
     message = str(plan.problem)
     assert message.startswith("max_model_len: one request of 131072 tokens needs 16.0 GiB of KV")
     proposed = int(re.search(r"use at most (\d+)", message)[1])  # type: ignore[index]
-    assert draft(gpu(24), max_model_len=proposed).fits
-    assert not draft(gpu(24), max_model_len=proposed + 17).fits
+    assert planned(gpu(24), max_model_len=proposed).fits
+    assert not planned(gpu(24), max_model_len=proposed + 17).fits
 
 
 def test_more_than_the_model_has_positions_is_refused() -> None:
@@ -121,41 +114,41 @@ def test_more_than_the_model_has_positions_is_refused() -> None:
 
 def test_weights_beyond_the_budget_name_the_utilisation_that_suffices() -> None:
     model = shape(weights=10 * GIB)
-    plan = draft(gpu(12.5), model, gpu_memory_utilization=0.5)
+    plan = planned(gpu(12.5), model, gpu_memory_utilization=0.5)
     assert (plan.num_blocks, plan.available_kv_bytes, plan.max_num_seqs) == (0, 0, 0)
     message = str(plan.problem)
     assert "weights 10.0 GiB + activations" in message
     assert "the budget is 6.25 GiB (0.5 of 12.5 GiB)" in message
     assert "-" not in re.sub(r"gpu_memory|[a-z]-[a-z]", "", message)
     proposed = float(re.search(r"gpu_memory_utilization to at least ([\d.]+)", message)[1])  # type: ignore[index]
-    assert draft(gpu(12.5), model, gpu_memory_utilization=proposed).fits
-    assert not draft(gpu(12.5), model, gpu_memory_utilization=proposed - 0.01).fits
+    assert planned(gpu(12.5), model, gpu_memory_utilization=proposed).fits
+    assert not planned(gpu(12.5), model, gpu_memory_utilization=proposed - 0.01).fits
 
 
 def test_e13_ten_gib_of_weights_on_twelve_at_half_utilisation() -> None:
-    message = str(draft(gpu(12), shape(weights=10 * GIB), gpu_memory_utilization=0.5).problem)
+    message = str(planned(gpu(12), shape(weights=10 * GIB), gpu_memory_utilization=0.5).problem)
     assert "weights 10.0 GiB + activations" in message
     assert "the budget is 6.00 GiB (0.5 of 12.0 GiB); raise gpu_memory_utilization to at least 0.92" in message
 
 
 @pytest.mark.parametrize("utilisation", [0.5, 0.9, 0.95, 1.0])
 def test_utilisation_is_never_advised_beyond_95_percent(utilisation: float) -> None:
-    plan = draft(gpu(15.2), gpu_memory_utilization=utilisation)
+    plan = planned(gpu(15.2), gpu_memory_utilization=utilisation)
     assert plan.problem is not None
     assert "raise gpu_memory_utilization" not in str(plan.problem)
     assert "a GPU with at least" in str(plan.problem)
 
 
 def test_a_gpu_of_the_advised_size_is_enough() -> None:
-    message = str(draft(gpu(8)).problem)
+    message = str(planned(gpu(8)).problem)
     advised = float(re.search(r"a GPU with at least ([\d.]+) GiB", message)[1])  # type: ignore[index]
-    assert draft(gpu(advised + 0.05), gpu_memory_utilization=0.95).fits
+    assert planned(gpu(advised + 0.05), gpu_memory_utilization=0.95).fits
 
 
 def test_memory_that_others_hold_is_not_planned() -> None:
-    alone, shared = draft(gpu(24)), draft(gpu(24, others=4 * GIB))
+    alone, shared = planned(gpu(24)), planned(gpu(24, others=4 * GIB))
     assert shared.budget_bytes == 20 * GIB < alone.budget_bytes
-    full = draft(gpu(24, others=10 * GIB, holders=(Holder(4711, "python", 10 * GIB),)))
+    full = planned(gpu(24, others=10 * GIB, holders=(Holder(4711, "python", 10 * GIB),)))
     assert "but others hold 10.0 GiB" in str(full.problem)
     assert "free memory that others hold (python 4711)" in str(full.problem)
 
@@ -170,11 +163,11 @@ def test_impossible_utilisation_is_refused(value: float) -> None:
 
 
 def test_explicit_kv_memory_and_blocks() -> None:
-    assert draft(gpu(24), kv_cache_memory_bytes=GIB).available_kv_bytes == GIB
-    assert draft(gpu(24), kv_cache_memory_bytes=GIB).num_blocks == GIB // (16 * 131072)
-    both = draft(gpu(24), kv_cache_memory_bytes=GIB, num_gpu_blocks_override=7)
+    assert planned(gpu(24), kv_cache_memory_bytes=GIB).available_kv_bytes == GIB
+    assert planned(gpu(24), kv_cache_memory_bytes=GIB).num_blocks == GIB // (16 * 131072)
+    both = planned(gpu(24), kv_cache_memory_bytes=GIB, num_gpu_blocks_override=7)
     assert both.num_blocks == 7
-    above_utilisation = draft(gpu(24), kv_cache_memory_bytes=7 * GIB)
+    above_utilisation = planned(gpu(24), kv_cache_memory_bytes=7 * GIB)
     assert above_utilisation.fits
 
 
@@ -186,32 +179,32 @@ def test_explicit_kv_memory_and_blocks() -> None:
     ],
 )
 def test_explicit_sizes_that_do_not_fit_name_the_largest(knobs: dict[str, int], pattern: str) -> None:
-    message = str(draft(gpu(24), **knobs).problem)
+    message = str(planned(gpu(24), **knobs).problem)
     found = re.search(pattern, message)
     assert found is not None, message
     [knob] = knobs
     most = int(found[1]) * (MIB if knob == "kv_cache_memory_bytes" else 1)
-    assert draft(gpu(24), **{knob: most}).fits
+    assert planned(gpu(24), **{knob: most}).fits
 
 
 def test_a_cpu_gives_kv_a_quarter_of_what_is_free_and_at_most_4_gib() -> None:
     small = shape(weights=GIB)
-    assert draft(cpu(8), small).available_kv_bytes == 2 * GIB
-    assert draft(cpu(60), small).available_kv_bytes == 4 * GIB
-    assert draft(cpu(60), small, kv_cache_memory_bytes=10 * GIB).available_kv_bytes == 10 * GIB
-    assert draft(cpu(8), small, gpu_memory_utilization=0.1).available_kv_bytes == 2 * GIB
-    assert draft(cpu(8), small).context_bytes == 0
+    assert planned(cpu(8), small).available_kv_bytes == 2 * GIB
+    assert planned(cpu(60), small).available_kv_bytes == 4 * GIB
+    assert planned(cpu(60), small, kv_cache_memory_bytes=10 * GIB).available_kv_bytes == 10 * GIB
+    assert planned(cpu(8), small, gpu_memory_utilization=0.1).available_kv_bytes == 2 * GIB
+    assert planned(cpu(8), small).context_bytes == 0
 
 
 def test_a_cpu_without_room() -> None:
-    assert "use a smaller model" in str(draft(cpu(10)).problem)
+    assert "use a smaller model" in str(planned(cpu(10)).problem)
     wide = shape(weights=12 * GIB)
-    assert "set dtype to bfloat16 or use a smaller model" in str(draft(cpu(10), wide, dtype_bytes=4).problem)
-    assert "set dtype to float16" in str(draft(replace(cpu(10), computes_bf16=False), wide, dtype_bytes=4).problem)
-    assert "dtype" not in str(draft(cpu(5), wide, dtype_bytes=4).problem)
-    message = str(draft(cpu(40), max_model_len=131072).problem)
+    assert "set dtype to bfloat16 or use a smaller model" in str(planned(cpu(10), wide, dtype_bytes=4).problem)
+    assert "set dtype to float16" in str(planned(replace(cpu(10), computes_bf16=False), wide, dtype_bytes=4).problem)
+    assert "dtype" not in str(planned(cpu(5), wide, dtype_bytes=4).problem)
+    message = str(planned(cpu(40), max_model_len=131072).problem)
     assert "raise kv_cache_memory_bytes to at least 16384MiB" in message
-    assert draft(cpu(40), max_model_len=131072, kv_cache_memory_bytes=16384 * MIB).fits
+    assert planned(cpu(40), max_model_len=131072, kv_cache_memory_bytes=16384 * MIB).fits
 
 
 def test_the_token_budget_depends_on_the_device() -> None:
@@ -234,7 +227,7 @@ GPT_OSS_20B = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64
 
 def test_e05_windows_cost_what_this_allocator_keeps_of_them() -> None:
     """A block of 12 layers; of 8192 tokens 512 in the full ones, and ceil(127 / 16) + 1 in those with a window."""
-    plan = draft(gpu(80), shape(groups=GPT_OSS_20B), max_model_len=8192)
+    plan = planned(gpu(80), shape(groups=GPT_OSS_20B), max_model_len=8192)
     assert plan.block_bytes == 16 * 24576
     assert (plan.kv_bytes_per_token, plan.kv_bytes_per_token_window, plan.window) == (24576, 24576, 128)
     assert plan.blocks_for(8192) == 512 + 9
@@ -248,20 +241,20 @@ def test_e05_windows_cost_what_this_allocator_keeps_of_them() -> None:
 def test_recurrent_state_is_reserved_per_sequence_and_bounds_them() -> None:
     hybrid = (LayerGroup("full", 6, 2, 128, 128), LayerGroup("state", 23, state_bytes=2 * MIB))
     model = shape(weights=GIB, groups=hybrid, max_position=4096)
-    plan = draft(gpu(24), model, max_num_seqs=10)
+    plan = planned(gpu(24), model, max_num_seqs=10)
     assert plan.state_bytes == 10 * 23 * 2 * MIB
     assert plan.max_num_seqs == 10
-    assert draft(gpu(24), model, max_num_seqs=20).available_kv_bytes < plan.available_kv_bytes
+    assert planned(gpu(24), model, max_num_seqs=20).available_kv_bytes < plan.available_kv_bytes
 
 
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(ModelError, match="no attention layers"):
-        draft(gpu(24), shape(groups=(LayerGroup("state", 4, state_bytes=64),)))
+        planned(gpu(24), shape(groups=(LayerGroup("state", 4, state_bytes=64),)))
 
 
 def test_one_byte_kv_doubles_every_capacity() -> None:
     knobs = {"kv_cache_memory_bytes": 5 * GIB, "max_model_len": 8192}
-    wide, narrow = draft(gpu(80), **knobs), draft(gpu(80), dtype_bytes=1, **knobs)
+    wide, narrow = planned(gpu(80), **knobs), planned(gpu(80), dtype_bytes=1, **knobs)
     assert narrow.num_blocks == 2 * wide.num_blocks
     assert narrow.num_tokens == 2 * wide.num_tokens
     assert narrow.max_num_seqs == 2 * wide.max_num_seqs
@@ -269,8 +262,8 @@ def test_one_byte_kv_doubles_every_capacity() -> None:
 
 def test_kv_in_a_type_of_its_own_halves_kv_and_nothing_else() -> None:
     device, config = gpu(24), EngineConfig(max_model_len=8192)
-    same = draft_memory(shape(), config, device, dtype_bytes=2)
-    half = draft_memory(shape(), config, device, dtype_bytes=2, kv_dtype_bytes=1)
+    same = plan_memory(shape(), config, device, dtype_bytes=2)
+    half = plan_memory(shape(), config, device, dtype_bytes=2, kv_dtype_bytes=1)
     assert (half.weights_bytes, half.activation_bytes) == (same.weights_bytes, same.activation_bytes)
     assert (2 * half.block_bytes, 2 * half.kv_bytes_per_token) == (same.block_bytes, same.kv_bytes_per_token)
     assert half.num_blocks // 2 == same.num_blocks
@@ -282,8 +275,8 @@ def test_e04_every_layer_costs_a_short_sequence_kv() -> None:
     kinds = ("full", "window")
     groups = tuple(LayerGroup(kind, 18, 8, 64, 64, window=128 if kind == "window" else None) for kind in kinds)
     knobs = {"kv_cache_memory_bytes": int(5.38 * GIB)}
-    short = draft(gpu(80), shape(weights=GIB, groups=groups), max_model_len=1, **knobs)
-    plan = draft(gpu(80), shape(weights=GIB, groups=groups), max_model_len=4096, **knobs)
+    short = planned(gpu(80), shape(weights=GIB, groups=groups), max_model_len=1, **knobs)
+    plan = planned(gpu(80), shape(weights=GIB, groups=groups), max_model_len=4096, **knobs)
     assert short.block_bytes == 2 * plan.block_bytes == 16 * 73728, "with windows, a block of either kind of layer"
     assert plan.blocks_for(1) == 2
     for each in (short, plan):
@@ -293,8 +286,8 @@ def test_e04_every_layer_costs_a_short_sequence_kv() -> None:
 
 def test_e11_the_message_shows_what_changed_was_memory_not_the_type() -> None:
     config = EngineConfig(kv_cache_memory_bytes=int(5.59 * GIB), max_model_len=131072)
-    wide = draft_memory(shape(), config, gpu(80), dtype_bytes=2)
-    narrow = draft_memory(shape(), config, gpu(80), dtype_bytes=2, kv_dtype_bytes=1)
+    wide = plan_memory(shape(), config, gpu(80), dtype_bytes=2)
+    narrow = plan_memory(shape(), config, gpu(80), dtype_bytes=2, kv_dtype_bytes=1)
     assert narrow.num_tokens // 2 == pytest.approx(wide.num_tokens, abs=16)
     assert "one request of 131072 tokens needs 16.0 GiB of KV, 5.59 GiB is available" in str(wide.problem)
     assert "one request of 131072 tokens needs 8.00 GiB of KV, 5.59 GiB is available" in str(narrow.problem)
@@ -303,20 +296,22 @@ def test_e11_the_message_shows_what_changed_was_memory_not_the_type() -> None:
 
 
 def test_headroom_is_kept_by_the_fair_policy_alone() -> None:
-    plan = draft(gpu(24), max_model_len=8192, headroom=0.2)
+    plan = planned(gpu(24), max_model_len=8192, headroom=0.2)
     assert plan.headroom_blocks == int(0.2 * plan.num_blocks)
     assert plan.num_admitted_at(1024) == min(128, (plan.num_blocks - plan.headroom_blocks) // 64)
     assert plan.num_admitted_at(plan.num_tokens) == 1
-    assert draft(gpu(24), scheduling_policy="fcfs").headroom_blocks == 0
+    assert planned(gpu(24), scheduling_policy="fcfs").headroom_blocks == 0
 
 
 def test_attention_on_a_cpu_takes_memory_by_context() -> None:
     small = replace(shape(weights=GIB), heads=32, query_size=4096)
-    short, long = (draft(cpu(60), small, max_model_len=length) for length in (512, 131072))
+    short, long = (planned(cpu(60), small, max_model_len=length) for length in (512, 131072))
     assert long.activation_bytes > short.activation_bytes
-    chosen = draft(cpu(60), small)
-    assert chosen.activation_bytes <= draft(cpu(60), small, max_model_len=chosen.max_model_len).activation_bytes * 1.001
-    assert draft(gpu(80), small).activation_bytes == draft(gpu(80), small, max_model_len=512).activation_bytes
+    chosen = planned(cpu(60), small)
+    assert (
+        chosen.activation_bytes <= planned(cpu(60), small, max_model_len=chosen.max_model_len).activation_bytes * 1.001
+    )
+    assert planned(gpu(80), small).activation_bytes == planned(gpu(80), small, max_model_len=512).activation_bytes
 
 
 def test_shape_from_a_config() -> None:
@@ -378,15 +373,15 @@ def test_capacity_never_rises_with_what_costs_memory(
     situation: tuple[ModelShape, dict[str, Any], DeviceMemory, int], longer: int, headroom: int
 ) -> None:
     model, knobs, device, dtype_bytes = situation
-    plan = draft(device, model, dtype_bytes, **knobs)
+    plan = planned(device, model, dtype_bytes, **knobs)
     unbounded = replace(model, max_position=1 << 30)
     fuller = replace(device, used_by_others=min(device.total, device.used_by_others + headroom))
     less = max(0.01, 0.9 * knobs["gpu_memory_utilization"])
     worse = [
-        draft(device, unbounded, dtype_bytes, **{**knobs, "max_model_len": knobs["max_model_len"] + longer}),
-        draft(device, model, 2 * dtype_bytes, **knobs),
-        draft(fuller, model, dtype_bytes, **knobs),
-        draft(device, model, dtype_bytes, **{**knobs, "gpu_memory_utilization": less}),
+        planned(device, unbounded, dtype_bytes, **{**knobs, "max_model_len": knobs["max_model_len"] + longer}),
+        planned(device, model, 2 * dtype_bytes, **knobs),
+        planned(fuller, model, dtype_bytes, **knobs),
+        planned(device, model, dtype_bytes, **{**knobs, "gpu_memory_utilization": less}),
     ]
     assert all(other.max_num_seqs <= plan.max_num_seqs for other in worse)
 
@@ -400,7 +395,7 @@ def test_admission_never_lets_in_more_when_headroom_or_the_type_of_kv_grows(
 
     def plan(share: float, kv_bytes: int) -> MemoryPlan:
         config = EngineConfig(**knobs, headroom=share, max_headroom=0.9)
-        return draft_memory(model, config, device, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
+        return plan_memory(model, config, device, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
 
     bold = plan(less, dtype_bytes)
     assert 0 <= plan(max(headroom, more), dtype_bytes).num_admitted_at(length) <= bold.num_admitted_at(length)
@@ -417,7 +412,7 @@ def test_plans_stay_inside_memory_and_say_why_they_do_not_fit(
     situation: tuple[ModelShape, dict[str, Any], DeviceMemory, int],
 ) -> None:
     model, knobs, device, dtype_bytes = situation
-    plan = draft(device, model, dtype_bytes, **knobs)
+    plan = planned(device, model, dtype_bytes, **knobs)
     sizes = [value for value in dataclasses.astuple(replace(plan, problem=None)) if isinstance(value, int)]
     assert min(sizes) >= 0
     assert plan.num_blocks * plan.block_bytes <= plan.available_kv_bytes
@@ -459,7 +454,7 @@ def test_whatever_a_config_says_it_is_planned_or_refused_in_words(name: str, val
     for knobs in ({}, {"max_model_len": 64}):
         refusal = ""
         try:
-            plan = ModelDraft(content).plan(EngineConfig(**knobs), gpu(24))
+            plan = ModelPlanner(content).plan(EngineConfig(**knobs), gpu(24))
             assert plan.num_blocks >= 0 <= plan.max_num_seqs
         except (ModelError, ConfigError) as problem:
             refusal = str(problem)
@@ -468,5 +463,5 @@ def test_whatever_a_config_says_it_is_planned_or_refused_in_words(name: str, val
 
 def test_windows_have_groups_of_their_own_where_requests_may_be_longer_than_they_are() -> None:
     groups = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64, 64, 128))
-    assert draft(gpu(40), shape(groups=groups)).layout == KVLayout(16, 1, 1, 128)
-    assert draft(gpu(40), shape(groups=groups), max_model_len=120).layout == KVLayout(16)
+    assert planned(gpu(40), shape(groups=groups)).layout == KVLayout(16, 1, 1, 128)
+    assert planned(gpu(40), shape(groups=groups), max_model_len=120).layout == KVLayout(16)

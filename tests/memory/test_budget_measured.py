@@ -18,10 +18,10 @@ from transformers import (
     PretrainedConfig,
 )
 
+from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.memory.activations import CHUNK_TILE
-from llmsched.engine.memory.budget import activation_bytes, model_shape
+from llmsched.engine.memory.activations import CHUNK_TILE, activation_bytes
 from llmsched.engine.request import SamplingParams, Sequence
 from llmsched.kernels.cpu.chunks import QUERY_TILE
 

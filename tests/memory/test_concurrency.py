@@ -10,22 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.concurrency import Occupancy
-from llmsched.engine.memory.request_lengths import Lengths, lognormal_lengths
+from llmsched.engine.memory.concurrency import LengthDistribution, Occupancy, lognormal_lengths
 
 BLOCK = 16
 
 
-def lengths(*requests: tuple[int, int]) -> Lengths:
+def lengths(*requests: tuple[int, int]) -> LengthDistribution:
     prompts, outputs = zip(*requests, strict=True)
-    return Lengths("test", np.array(prompts), np.array(outputs))
+    return LengthDistribution("test", np.array(prompts), np.array(outputs))
 
 
-def totals(*values: int) -> Lengths:
-    return Lengths("test", np.array(values))
+def totals(*values: int) -> LengthDistribution:
+    return LengthDistribution("test", np.array(values))
 
 
-def held_blocks(mix: Lengths, block_size: int = BLOCK) -> list[int]:
+def held_blocks(mix: LengthDistribution, block_size: int = BLOCK) -> list[int]:
     """What a sequence holds at each step of each request's life: p, p + 1, ... p + o - 1 tokens."""
     assert mix.outputs is not None
     pairs = zip(mix.prompts.tolist(), mix.outputs.tolist(), strict=True)
@@ -66,7 +65,7 @@ def test_long_outputs_are_seen_more_often() -> None:
 
 def test_a_large_mix_agrees_with_simulation() -> None:
     generator = np.random.default_rng(7)
-    mix = Lengths("test", generator.integers(1, 4000, 500), generator.integers(1, 800, 500))
+    mix = LengthDistribution("test", generator.integers(1, 4000, 500), generator.integers(1, 800, 500))
     ways = np.array(held_blocks(mix))
     count, pool = 60, int(60 * ways.mean() * 1.08)
     drawn = generator.choice(ways, (20_000, count)).sum(axis=1)
@@ -108,3 +107,24 @@ def test_the_most_sequences_are_the_last_that_are_safe(requests: list[tuple[int,
     most = occupancy.most_seqs(risk, limit=4096)
     assert occupancy.preemption_probability(most) <= risk + 1e-9
     assert most == 4096 or occupancy.preemption_probability(most + 1) > risk - 1e-9
+
+
+def test_percentiles_are_lengths_that_occur() -> None:
+    lengths = LengthDistribution("some", np.arange(1, 101))
+    assert [lengths.percentile(percent) for percent in (50, 90, 95, 99, 100)] == [50, 90, 95, 99, 100]
+
+
+def test_requests_beyond_a_limit_are_left_out() -> None:
+    lengths = LengthDistribution("some", np.array([374, 396, 879]), np.array([44, 109, 1]))
+    kept = lengths.within(505)
+    assert kept is not None
+    assert kept.totals.tolist() == [418, 505]
+    assert lengths.within(417) is None
+
+
+@pytest.mark.parametrize(("mean", "variation"), [(1500, 0.5), (1500, 1.0), (300, 2.0), (8000, 0.0)])
+def test_a_log_normal_has_the_mean_and_the_variation_asked_for(mean: float, variation: float) -> None:
+    lengths = lognormal_lengths(mean, variation)
+    assert lengths.mean == pytest.approx(mean, rel=0.02)
+    assert lengths.variation == pytest.approx(variation, rel=0.12, abs=1e-3)
+    assert lengths.totals.min() >= 1

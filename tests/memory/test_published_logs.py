@@ -17,8 +17,8 @@ from llmsched.engine.architecture.fields import read_config_file
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.memory.draft import ModelDraft
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import ModelPlanner
 
 DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30
@@ -88,7 +88,7 @@ def plan_of(log: dict[str, Any]) -> MemoryPlan:
         max_model_len=min(log.get("max_model_len", 2048), 2048),
     )
     device = DeviceMemory("cuda", log["gpu"], int(log["gpu_total_gib"] * GIB))
-    return ModelDraft(config, None, given).plan(settings, device)
+    return ModelPlanner(config, None, given).plan(settings, device)
 
 
 @pytest.mark.parametrize("name", LOGS)

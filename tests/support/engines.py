@@ -15,9 +15,8 @@ from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.memory.grouping import cache_layout
 from llmsched.engine.model.info import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -38,7 +37,7 @@ def tokenizer() -> Tokenizer:
 
 def layout_of(arch: str, block_size: int = BLOCK, longest: int = MAX_POSITION) -> KVLayout:
     """How `serve` would lay out the KV cache of the model of `arch`."""
-    return cache_layout(kv_geometry(model(arch).config), block_size, longest).layout
+    return group_layers(kv_geometry(model(arch).config), block_size, longest).layout
 
 
 def make_engine(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from fakes import FakeExecutor, make_request
 
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
-from llmsched.engine.kv.finder import PrefixHit
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.prefix import PrefixNode
+from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import Request
 

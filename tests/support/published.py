@@ -20,8 +20,8 @@ from llmsched.engine.architecture.quantised import QUANTIZATIONS, quantised_conf
 from llmsched.engine.architecture.work import ModelWork, model_work
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.memory.draft import ModelDraft
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.profiles.gpus import GpuSpec
 
 DATA = Path(__file__).parent.parent / "data"
@@ -111,14 +111,14 @@ class Row:
     def dtype(self) -> str:
         return "float16" if self.weights == "fp16" else "bfloat16"
 
-    def draft(self) -> ModelDraft:
+    def planner(self) -> ModelPlanner:
         content = read_config_file(self.config)
         if self.weights in QUANTIZATIONS:
             content = quantised_config(content, self.weights)
         return _drafts(json.dumps(content, sort_keys=True))
 
     def work(self) -> ModelWork:
-        return model_work(self.draft().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
+        return model_work(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
 
     def settings(self) -> EngineConfig:
         """The scheduler's settings that come nearest to what the engine does by default."""
@@ -159,9 +159,9 @@ class Row:
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
         """The GPU's memory, with the model on it."""
-        return self.draft().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
+        return self.planner().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
 
 
 @cache
-def _drafts(content: str) -> ModelDraft:
-    return ModelDraft(json.loads(content))
+def _drafts(content: str) -> ModelPlanner:
+    return ModelPlanner(json.loads(content))

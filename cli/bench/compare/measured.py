@@ -38,15 +38,15 @@ class Engines:
         from llmsched.engine.architecture.dtypes import check_servable
         from llmsched.engine.blueprint import resolve
         from llmsched.engine.device import device_memory
-        from llmsched.engine.memory.draft import open_draft
+        from llmsched.engine.memory.planner import open_planner
         from llmsched.engine.model.placement import resolve_device
 
         configs = list(self._configs.values())
         for config in configs:
             check_servable(config)
-        draft = open_draft(configs[0].model, self._progress)
+        planner = open_planner(configs[0].model, self._progress)
         for config in configs:
-            resolve(draft, self._largest(config), device_memory(resolve_device(config.device)))
+            resolve(planner, self._largest(config), device_memory(resolve_device(config.device)))
 
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`. Raises ModelError and ConfigError."""

@@ -24,7 +24,7 @@ from llmsched.cli.targets.meter import Meter
 from llmsched.cli.targets.run import Run
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
 
@@ -141,7 +141,7 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     plan = asyncio.run(plan_of())
     meters = [Meter(), Meter()]
     for meter, use in zip((meters[0], *meters), [(0, 0, 640), (320, 160, 0), (160, 40, 0)], strict=True):
-        meter(KVUse(*use, 1024))
+        meter(KVUsage(*use, 1024))
     found = usage(plan, meters)  # type: ignore[arg-type]
     assert found.kv_waste == pytest.approx((0.5 + 0.25) / 2)
     assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]

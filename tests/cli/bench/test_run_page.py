@@ -28,7 +28,7 @@ from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usa
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.meter import Meter
 from llmsched.cli.targets.sampling import Sample
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.provenance import Provenance
@@ -140,7 +140,7 @@ def test_the_memory_of_a_run_is_in_the_report() -> None:
 
 def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
     meter = Meter()
-    for use in (KVUse(40, 10, 0, 100), KVUse(60, 0, 0, 100), KVUse(0, 0, 60, 100)):
+    for use in (KVUsage(40, 10, 0, 100), KVUsage(60, 0, 0, 100), KVUsage(0, 0, 60, 100)):
         meter(use)
     report = as_json(Subject("m", Provenance("u"), Workload(), Slo()), replace(run([], MEMORY), meter=meter))
     assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)

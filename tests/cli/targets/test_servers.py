@@ -21,7 +21,7 @@ from llmsched.cli.targets.client import HttpOptions, HttpTarget
 from llmsched.cli.targets.run import run_workload
 from llmsched.cli.targets.sampling import Sample
 from llmsched.cli.targets.server_metrics import ServerMetrics
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
@@ -344,6 +344,6 @@ def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
     metrics.gauges(running=3, waiting=2, used_blocks=50, cached_blocks=25)
     assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5)
     parts = MemoryParts(weights=5000, activations=700, other=30, kv=6400)
-    metrics.divided(parts, KVUse(held=800, empty=100, cached=400, total=1600))
+    metrics.divided(parts, KVUsage(held=800, empty=100, cached=400, total=1600))
     assert told(metrics).memory() == parts
     assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)

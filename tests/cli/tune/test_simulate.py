@@ -19,7 +19,7 @@ from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.blueprint import gpu_blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.draft import open_draft
+from llmsched.engine.memory.planner import open_planner
 from llmsched.profiles.tuned import list_profiles, load_profile
 
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"
@@ -42,7 +42,7 @@ def tune(command: CommandLine) -> Callable[..., Outcome]:
 
 def test_a_whole_run_is_what_bench_simulates() -> None:
     config = EngineConfig(str(CONFIG), max_num_batched_tokens=1024)
-    blueprint = gpu_blueprint(open_draft(str(CONFIG)), config, "h100")
+    blueprint = gpu_blueprint(open_planner(str(CONFIG)), config, "h100")
     setting = Setting(256, 16)
     run = simulated_run(blueprint.engine(), setting, 40, 0, TrialLoad(LOAD, SLO, 60.0))
     figures = simulate_workload(blueprint, LOAD, SLO, max_num_batched_tokens=256, max_num_seqs=16)
@@ -65,7 +65,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
 
 
 def test_what_ends_in_its_first_step_is_demand_as_well() -> None:
-    blueprint = gpu_blueprint(open_draft(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
+    blueprint = gpu_blueprint(open_planner(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
     load = Workload(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
     demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, 0, TrialLoad(load, SLO, 60.0)).demand
     assert demand is not None

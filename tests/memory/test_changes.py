@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.draft import ModelDraft
-from llmsched.engine.memory.whatif import (
+from llmsched.engine.memory.changes import (
     Change,
-    Demand,
+    MemoryDemand,
     asked_for,
     changes,
     longest_context,
@@ -24,6 +23,7 @@ from llmsched.engine.memory.whatif import (
     shortfall,
     step_sizes,
 )
+from llmsched.engine.memory.planner import ModelPlanner
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -36,7 +36,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-DRAFT = ModelDraft(LLAMA_8B)
+DRAFT = ModelPlanner(LLAMA_8B)
 GPUS = [("small", DeviceMemory("cuda", "small", 20 * GIB)), ("large", DeviceMemory("cuda", "large", 80 * GIB))]
 
 
@@ -50,7 +50,7 @@ def cpu(available_gib: float) -> DeviceMemory:
 
 def search(device: DeviceMemory, users: int, context: int, **knobs: Any) -> list[Change]:
     config = asked_for(EngineConfig(**knobs), knobs, users, context)
-    return changes(DRAFT, config, device, Demand(users, context), GPUS)
+    return changes(DRAFT, config, device, MemoryDemand(users, context), GPUS)
 
 
 def first(found: list[Change], name: str) -> Change:
@@ -59,7 +59,7 @@ def first(found: list[Change], name: str) -> Change:
 
 def check(found: list[Change], device: DeviceMemory, users: int, context: int, **knobs: Any) -> None:
     """Every change that keeps the demand meets it when it is really made."""
-    demand = Demand(users, context)
+    demand = MemoryDemand(users, context)
     config = asked_for(EngineConfig(**knobs), knobs, users, context)
     for change in found:
         if change.settings.keys() & {"gpu", "max_num_seqs"} or not change.settings:
@@ -71,14 +71,14 @@ def check(found: list[Change], device: DeviceMemory, users: int, context: int, *
 
 def test_a_demand_that_is_met() -> None:
     plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(80))
-    assert Demand(32, 8192).met_by(plan)
-    assert shortfall(plan, Demand(32, 8192)) is None
+    assert MemoryDemand(32, 8192).met_by(plan)
+    assert shortfall(plan, MemoryDemand(32, 8192)) is None
     assert (plan.max_num_seqs_limit, plan.max_model_len) == (32, 8192)
 
 
 def test_a_demand_that_is_not_met_is_told_in_blocks() -> None:
     plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(24))
-    message = shortfall(plan, Demand(32, 8192))
+    message = shortfall(plan, MemoryDemand(32, 8192))
     assert message is not None
     assert message.startswith("32 requests of 8,192 tokens need 32 x 512 = 16,384 blocks (32.0 GiB), there are ")
 
@@ -90,7 +90,7 @@ def test_utilisation_is_the_cheapest_and_the_least_that_suffices() -> None:
     assert 0.8 < share <= 0.95
     check(found, gpu(24), 4, 8192, gpu_memory_utilization=0.8)
     less = asked_for(EngineConfig(gpu_memory_utilization=share - 0.01), {}, 4, 8192)
-    assert not Demand(4, 8192).met_by(DRAFT.plan(less, gpu(24)))
+    assert not MemoryDemand(4, 8192).met_by(DRAFT.plan(less, gpu(24)))
 
 
 def test_smaller_steps_where_activations_are_the_trouble() -> None:
@@ -99,7 +99,7 @@ def test_smaller_steps_where_activations_are_the_trouble() -> None:
     assert found[0].settings.keys() == {"max_num_batched_tokens"}
     step = found[0].settings["max_num_batched_tokens"]
     larger = asked_for(EngineConfig(**knobs | {"max_num_batched_tokens": 2 * step}), {}, 6, 8192)
-    assert step == 16384 or not Demand(6, 8192).met_by(DRAFT.plan(larger, gpu(24)))
+    assert step == 16384 or not MemoryDemand(6, 8192).met_by(DRAFT.plan(larger, gpu(24)))
     check(found, gpu(24), 6, 8192, **knobs)
 
 
@@ -131,7 +131,7 @@ def test_a_shorter_context_is_the_longest_that_fits() -> None:
     context = first(found, "max_model_len").settings["max_model_len"]
     for length, wanted in ((context, True), (context + 16, False)):
         config = asked_for(EngineConfig(), {}, 8, length)
-        assert Demand(8, length).met_by(DRAFT.plan(config, gpu(24))) == wanted
+        assert MemoryDemand(8, length).met_by(DRAFT.plan(config, gpu(24))) == wanted
     check(found, gpu(24), 8, 8192)
 
 
@@ -154,8 +154,8 @@ def test_replicas_and_fewer_users() -> None:
     each = plan.num_seqs_at(8192)
     assert any(change.what == f"run {-(-32 // each)} of test GPU" for change in found)
     assert first(found, "max_num_seqs").settings == {"max_num_seqs": each}
-    assert replicas(plan, Demand(32, 8192)) == -(-32 // each)
-    assert replicas(DRAFT.plan(EngineConfig(), gpu(8)), Demand(2, 8)) is None
+    assert replicas(plan, MemoryDemand(32, 8192)) == -(-32 // each)
+    assert replicas(DRAFT.plan(EngineConfig(), gpu(8)), MemoryDemand(2, 8)) is None
 
 
 def test_explicit_sizes_are_raised_themselves() -> None:
@@ -168,12 +168,12 @@ def test_explicit_sizes_are_raised_themselves() -> None:
 
 
 def test_a_model_that_does_not_fit_at_all_gets_what_would_hold_it() -> None:
-    found = changes(DRAFT, EngineConfig(), gpu(12), Demand(), GPUS)
+    found = changes(DRAFT, EngineConfig(), gpu(12), MemoryDemand(), GPUS)
     assert [change.settings for change in found] == [{"gpu": "small"}]
-    tight = changes(DRAFT, EngineConfig(gpu_memory_utilization=0.5), gpu(24), Demand(), GPUS)
+    tight = changes(DRAFT, EngineConfig(gpu_memory_utilization=0.5), gpu(24), MemoryDemand(), GPUS)
     assert tight[0].settings.keys() == {"gpu_memory_utilization"}
     assert DRAFT.plan(EngineConfig(**tight[0].settings), gpu(24)).fits
-    assert changes(DRAFT, EngineConfig(), gpu(8), Demand(), []) == []
+    assert changes(DRAFT, EngineConfig(), gpu(8), MemoryDemand(), []) == []
 
 
 def test_the_longest_context_for_so_many_users() -> None:
@@ -181,7 +181,7 @@ def test_the_longest_context_for_so_many_users() -> None:
     assert context is not None
     for length, wanted in ((context, True), (context + 16, False)):
         plan = DRAFT.plan(EngineConfig(max_num_seqs=32, max_model_len=length), gpu(80))
-        assert Demand(32, length).met_by(plan) == wanted
+        assert MemoryDemand(32, length).met_by(plan) == wanted
     assert longest_context(DRAFT, EngineConfig(), gpu(80), 1) == 131072
     assert longest_context(DRAFT, EngineConfig(), gpu(8), 1) is None
     assert longest_context(DRAFT, EngineConfig(), gpu(80), 1, below=100) == 99
@@ -219,7 +219,7 @@ def test_whatever_is_proposed_works(
     device = gpu(gib) if on_gpu else cpu(min(gib, 64))
     knobs: dict[str, Any] = {"gpu_memory_utilization": utilisation, "dtype": dtype}
     config = asked_for(EngineConfig(**knobs), knobs, users, context)
-    demand = Demand(users, context)
+    demand = MemoryDemand(users, context)
     if demand.met_by(DRAFT.plan(config, device)):
         return
     check(search(device, users, context, **knobs), device, users, context, **knobs)

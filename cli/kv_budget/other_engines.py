@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from llmsched.cli.kv_budget.findings import Findings
+from llmsched.cli.kv_budget.analysis import Findings
 
 Target = Literal["vllm", "sglang"]
 
@@ -22,8 +22,8 @@ def command_line(found: Findings, target: Target) -> str:
 
 def _model(found: Findings) -> str:
     """What the other engine can open: a directory, a .gguf file or a hub id."""
-    if found.spec == "demo" and found.draft.directory is not None:
-        return str(found.draft.directory)
+    if found.spec == "demo" and found.planner.directory is not None:
+        return str(found.planner.directory)
     return str(Path(found.spec).parent) if found.spec.endswith(".json") else found.spec
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fakes import Harness, make_request, tokens
 
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.use import KVUse
+from llmsched.engine.kv.pool import KVUsage
 
 
-def use(harness: Harness) -> KVUse:
+def use(harness: Harness) -> KVUsage:
     return harness.scheduler.kv.use(harness.scheduler.running)
 
 
@@ -16,13 +16,13 @@ def test_continuous_batching_holds_what_the_tokens_need() -> None:
     """Blocks of 16: a prompt of 20 has two, 12 of whose places are empty; another token fills one more."""
     harness = Harness(40, budget=256)
     harness.add(make_request("a", tokens(20), 3))
-    assert use(harness) == KVUse(0, 0, 0, 640)
+    assert use(harness) == KVUsage(0, 0, 0, 640)
     harness.step()
-    assert use(harness) == KVUse(32, 12, 0, 640)
+    assert use(harness) == KVUsage(32, 12, 0, 640)
     harness.step()
-    assert use(harness) == KVUse(32, 11, 0, 640)
+    assert use(harness) == KVUsage(32, 11, 0, 640)
     harness.step()
-    assert use(harness) == KVUse(0, 0, 16, 640), "its first block can be found again"
+    assert use(harness) == KVUsage(0, 0, 16, 640), "its first block can be found again"
 
 
 def test_a_shared_block_counts_once_and_is_full() -> None:
@@ -40,7 +40,7 @@ def test_what_has_left_a_window_is_cached_and_its_end_is_as_empty_as_that_of_oth
     harness = Harness(64, budget=256, layout=KVLayout(16, 1, 2, 40))
     harness.add(make_request("a", tokens(100), 9))
     harness.step()
-    assert use(harness) == KVUse((7 + 2 * 4) * 16, 3 * 12, 2 * 3 * 16, 64 * 16)
+    assert use(harness) == KVUsage((7 + 2 * 4) * 16, 3 * 12, 2 * 3 * 16, 64 * 16)
 
 
 def test_a_static_batch_reserves_for_the_maximum_until_its_last_member_ends() -> None:
@@ -48,10 +48,10 @@ def test_a_static_batch_reserves_for_the_maximum_until_its_last_member_ends() ->
     harness.add(make_request("short", tokens(10), 2, arrival=0.0))
     harness.add(make_request("long", tokens(10, seed=1), 30, arrival=1.0))
     harness.step()
-    assert use(harness) == KVUse(320, 320 - 20, 0, 640)
+    assert use(harness) == KVUsage(320, 320 - 20, 0, 640)
     harness.step()
     harness.step()
-    assert use(harness) == KVUse(320, (160 - 11) + (160 - 12), 0, 640), "the short one has ended with 11 computed"
+    assert use(harness) == KVUsage(320, (160 - 11) + (160 - 12), 0, 640), "the short one has ended with 11 computed"
     harness.run()
     assert use(harness).held == 0
     assert use(harness).empty == 0

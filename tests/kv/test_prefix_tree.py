@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.engine.kv.prefix import MAX_COMPARED, PrefixTree, encode, num_common_tokens
+from llmsched.engine.kv.prefix_tree import MAX_COMPARED, PrefixTree, encode, num_common_tokens
 
 IDS = st.lists(st.sampled_from([0, 1, 255, 256, 257, 65536, 2**31 - 1]), max_size=20)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
-from llmsched.engine.kv.in_flight import Writers
+from llmsched.engine.kv.in_flight import InFlightPrefixes
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.prefix import TOKEN_BYTES, PrefixNode, PrefixTree, encode
+from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixHit, PrefixNode, PrefixTree, blocks_of, encode
 from llmsched.engine.request import Request
 
 #: A partly matching block is copied if that saves at least this many tokens. Fewer are what chat templates make any two
@@ -16,54 +13,13 @@ from llmsched.engine.request import Request
 MIN_COPIED = 4
 
 
-class PrefixHit(NamedTuple):
-    """A known prefix; what was found goes stale when blocks are allocated.
-
-    `num_evictable` of the blocks that admission takes over from the nodes are evictable now, so taking them uses up
-    memory: all blocks of groups that keep all tokens, and those of groups with a window from nodes[window_start] on.
-    The KV of the first `num_tokens` tokens is there: in the nodes' blocks, and, where they go beyond those, in the
-    first part of `copy_from` (a block of each group). The first `num_alike` tokens are those of a cached prefix,
-    whether or not their KV is worth copying, or is still there in every group. `from_host`: host memory has more of the
-    request than the cache, and what its windows see.
-    """
-
-    nodes: list[PrefixNode]
-    num_evictable: int
-    num_tokens: int = 0
-    copy_from: tuple[int, ...] | None = None
-    num_alike: int = 0
-    window_start: int = 0
-    from_host: bool = False
-
-    @property
-    def node(self) -> PrefixNode | None:
-        return self.nodes[-1] if self.nodes else None
-
-    @property
-    def window_nodes(self) -> list[PrefixNode]:
-        return self.nodes[self.window_start :]
-
-    def blocks(self) -> list[int]:
-        """Blocks that admission takes over, beginnings first."""
-        return blocks_of(self.nodes, self.window_nodes)
-
-
-NO_HIT = PrefixHit([], 0)
-
-
-def blocks_of(nodes: Iterable[PrefixNode], window_nodes: Iterable[PrefixNode]) -> list[int]:
-    """The blocks of `nodes` in groups that keep all tokens, and those of `window_nodes` in groups with a window."""
-    blocks = [block for node in nodes for block in node.blocks]
-    return blocks + [block for node in window_nodes for block in node.window_blocks]
-
-
 class PrefixFinder:
     """Looks requests up. Requests with the same cache_salt alone see each other's blocks."""
 
-    def __init__(self, layout: KVLayout, prefixes: PrefixTree, writers: Writers, pool: BlockPool) -> None:
+    def __init__(self, layout: KVLayout, prefixes: PrefixTree, in_flight: InFlightPrefixes, pool: BlockPool) -> None:
         self._layout = layout
         self._prefixes = prefixes
-        self._writers = writers
+        self._in_flight = in_flight
         self._pool = pool
 
     def find(self, request: Request) -> PrefixHit:
@@ -107,7 +63,7 @@ class PrefixFinder:
         known = 0
         if child is not None and (child.window_blocks or not self._layout.window_groups):
             source, known = child.blocks + child.window_blocks, alike
-        being_filled = self._writers.open_block(last, salt, block)
+        being_filled = self._in_flight.open_block(last, salt, block)
         if being_filled is not None and being_filled[1] > known:
             source, known = being_filled
         return source, known
@@ -115,7 +71,7 @@ class PrefixFinder:
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
         """Tokens beyond the hit that running requests are about to write, as whole blocks that then can be found."""
         start = len(hit.nodes) * self._prefixes.block_size
-        coming = self._writers.num_coming(hit.node, request, start, request.num_tokens - 1)
+        coming = self._in_flight.num_coming(hit.node, request, start, request.num_tokens - 1)
         return max(0, start + coming - hit.num_tokens)
 
 

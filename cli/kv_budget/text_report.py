@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget.findings import Concurrency, Findings
+from llmsched.cli.kv_budget.analysis import Concurrency, Findings
 from llmsched.cli.options.engine import with_flags
 from llmsched.cli.render import human_bytes
 from llmsched.engine.architecture.geometry import LayerGroup

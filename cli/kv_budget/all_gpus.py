@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget.findings import Findings
+from llmsched.cli.kv_budget.analysis import Findings
 from llmsched.cli.options.engine import with_flags
 from llmsched.cli.render import human_bytes
-from llmsched.engine.memory.whatif import replicas
+from llmsched.engine.memory.changes import replicas
 from llmsched.profiles.gpus import GpuSpec
 
 Compared = tuple[GpuSpec, Findings]

@@ -17,8 +17,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.measure import tensor_bytes
-from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
-from llmsched.engine.memory.reconcile import Reconciled, ratios, reconcile
+from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan, Reconciled, ratios, reconcile
 from llmsched.engine.request import SamplingParams
 from llmsched.profiles.tuned import TunedProfile, load_profile, save_profile
 

@@ -14,9 +14,9 @@ from llmsched.engine.architecture.dtypes import DTYPE_BYTES
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.advice import MAX_ADVISED_UTILISATION
-from llmsched.engine.memory.draft import ModelDraft
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.plan_errors import MAX_ADVISED_UTILISATION
+from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.engine.units import human_bytes
 
 #: Values of max_num_batched_tokens that are compared.
@@ -25,7 +25,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """Sequences that shall run at the same time, each of up to `context` tokens; 0 tokens: of max_model_len."""
 
     users: int = 1
@@ -55,10 +55,10 @@ class Change:
 
 
 def changes(
-    draft: ModelDraft,
+    planner: ModelPlanner,
     config: EngineConfig,
     device: DeviceMemory,
-    demand: Demand,
+    demand: MemoryDemand,
     gpus: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> list[Change]:
     """The changes that would make `demand` fit, the cheapest first; none where nothing does.
@@ -67,7 +67,7 @@ def changes(
     one suffices; a context that is shorter, but not by half; another GPU (the smallest of `gpus` that suffices);
     several of the same; and what no longer is what was asked for, fewer users or a context of less than half.
     """
-    search = _Search(draft, config, device, demand)
+    search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
     if not found:
         found += search.all_settings()
@@ -80,12 +80,12 @@ def changes(
 class _Search:
     """Tries changes to one configuration."""
 
-    def __init__(self, draft: ModelDraft, config: EngineConfig, device: DeviceMemory, demand: Demand) -> None:
-        self.draft = draft
+    def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
+        self.planner = planner
         self.config = config
         self.device = device
         self.demand = demand
-        self.plan = draft.plan(config, device)
+        self.plan = planner.plan(config, device)
         #: No length was asked for: whatever holds a block will do, and the length follows.
         self.any_length = config.max_model_len is None and not demand.context
         self.by_utilisation = (
@@ -121,7 +121,7 @@ class _Search:
     def narrower_types(self) -> list[Change]:
         """Half the bytes for weights and KV, or for KV alone."""
         half, found = self._half, []
-        kv_bytes = DTYPE_BYTES[self.draft.kv_dtype(self.config, self.device)]
+        kv_bytes = DTYPE_BYTES[self.planner.kv_dtype(self.config, self.device)]
         if kv_bytes > 2:
             found += self._try(f"set kv_cache_dtype to {half}", "KV is rounded to 16 bits", kv_cache_dtype=half)
         if self._is_wide:
@@ -158,17 +158,17 @@ class _Search:
 
     @property
     def _is_wide(self) -> bool:
-        return DTYPE_BYTES[self.draft.dtype(self.config, self.device)] > 2
+        return DTYPE_BYTES[self.planner.dtype(self.config, self.device)] > 2
 
     def shorter_context(self) -> list[Change]:
         """The longest context that the users can have."""
         wanted = self.demand.context or self.plan.max_model_len
         if self.any_length:
             return []
-        context = longest_context(self.draft, self.config, self.device, self.demand.users, below=wanted)
+        context = longest_context(self.planner, self.config, self.device, self.demand.users, below=wanted)
         if context is None:
             return []
-        plan = self.draft.plan(replace(self.config, max_model_len=context), self.device)
+        plan = self.planner.plan(replace(self.config, max_model_len=context), self.device)
         what = f"shorten the context to {context:,} tokens"
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
@@ -178,7 +178,7 @@ class _Search:
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
                 continue
-            plan = self.draft.plan(config, gpu)
+            plan = self.planner.plan(config, gpu)
             if self.demand.met_by(plan):
                 return [Change(f"use a GPU like {name}", f"{human_bytes(gpu.total)} of memory", plan, {"gpu": name})]
         return []
@@ -199,11 +199,11 @@ class _Search:
 
     def _try(self, what: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
         """The change, if the demand is met with it."""
-        plan = self.draft.plan(replace(self.config, **settings), self.device)
+        plan = self.planner.plan(replace(self.config, **settings), self.device)
         return [Change(what, cost, plan, settings, servable)] if self.demand.met_by(plan) else []
 
 
-def shortfall(plan: MemoryPlan, demand: Demand) -> str | None:
+def shortfall(plan: MemoryPlan, demand: MemoryDemand) -> str | None:
     """Why the plan does not meet the demand, with the numbers; None if it does."""
     if plan.problem is not None:
         return str(plan.problem)
@@ -219,37 +219,39 @@ def shortfall(plan: MemoryPlan, demand: Demand) -> str | None:
     )
 
 
-def replicas(plan: MemoryPlan, demand: Demand) -> int | None:
+def replicas(plan: MemoryPlan, demand: MemoryDemand) -> int | None:
     """Devices like this one that the demand takes together; None where not a single user fits."""
     each = plan.num_seqs_at(demand.context or plan.max_model_len) if plan.fits else 0
     return -(-demand.users // each) if each else None
 
 
 def longest_context(
-    draft: ModelDraft, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
+    planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
     """The longest max_model_len with which `users` sequences of it fit at the same time, None if none does.
 
     At most the model's limit, and less than `below` where that is given. Found by halving: longer contexts never leave
     room for more sequences.
     """
-    limit = draft.shape(config, device).max_position or draft.plan(replace(config, max_model_len=1), device).num_tokens
+    limit = (
+        planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
+    )
     low, high = 0, min(limit, below - 1) if below else limit
     while low < high:
         tried = (low + high + 1) // 2
-        plan = draft.plan(replace(config, max_model_len=tried), device)
-        if Demand(users, tried).met_by(plan):
+        plan = planner.plan(replace(config, max_model_len=tried), device)
+        if MemoryDemand(users, tried).met_by(plan):
             low = tried
         else:
             high = tried - 1
     return low or None
 
 
-def step_sizes(draft: ModelDraft, config: EngineConfig, device: DeviceMemory) -> list[MemoryPlan]:
+def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> list[MemoryPlan]:
     """Plans with max_num_batched_tokens at each of STEP_SIZES and at its present value."""
-    present = draft.plan(config, device).max_num_batched_tokens
+    present = planner.plan(config, device).max_num_batched_tokens
     sizes = sorted({present, *STEP_SIZES})
-    return [draft.plan(replace(config, max_num_batched_tokens=size), device) for size in sizes]
+    return [planner.plan(replace(config, max_num_batched_tokens=size), device) for size in sizes]
 
 
 def asked_for(config: EngineConfig, given: Mapping[str, Any], users: int | None, context: int | None) -> EngineConfig:

@@ -19,7 +19,7 @@ from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
-from llmsched.engine.memory.budget import draft_memory
+from llmsched.engine.memory.budget import plan_memory
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import fetch_config, locate
@@ -27,10 +27,10 @@ from llmsched.engine.progress import Progress, silent
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDraft:
+class ModelPlanner:
     """A model by the content of its config.json, and by its weights: `given`, of files in `directory`, or counted.
 
-    `recall` keeps, for the next draft of the same content, what takes long to find out.
+    `recall` keeps, for the next planner of the same content, what takes long to find out.
     """
 
     content: Mapping[str, Any]
@@ -50,7 +50,7 @@ class ModelDraft:
 
         Raises ConfigError for a max_model_len beyond the model's positions, ModelError for a model without attention.
         """
-        return draft_memory(
+        return plan_memory(
             self.shape(config, device),
             config,
             device,
@@ -87,9 +87,9 @@ def model_name(spec: str) -> str:
     return path.stem if path.suffix in (".json", ".gguf") else spec
 
 
-def open_draft(
+def open_planner(
     spec: str, progress: Progress = silent, weights: Weights | None = None, quantization: str | None = None
-) -> ModelDraft:
+) -> ModelPlanner:
     """The model that `spec` means: a directory, a config.json, a .gguf file, demo, or a hub id, of which only
     config.json is fetched. `weights` are taken as given. With `quantization` it is a checkpoint of the same model in
     one of QUANTIZATIONS, whatever files there are. Raises ModelError, and ConfigError for a form that it cannot have.
@@ -97,7 +97,7 @@ def open_draft(
     content, directory = _read_model(spec, progress)
     if quantization is not None:
         content, directory = quantised_config(content, quantization), None
-    return ModelDraft(content, directory, weights, Recall(content, cache_directory() / "configs"))
+    return ModelPlanner(content, directory, weights, Recall(content, cache_directory() / "configs"))
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:

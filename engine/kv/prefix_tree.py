@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 TOKEN_BYTES = 4
 #: How many of the children of a node are compared for a partly matching block, newest first.
@@ -185,3 +186,44 @@ class PrefixTree:
         """Whether, among the `most` newest salts, another one than `salt` has a prefix that begins with this block."""
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
+
+
+class PrefixHit(NamedTuple):
+    """A known prefix; what was found goes stale when blocks are allocated.
+
+    `num_evictable` of the blocks that admission takes over from the nodes are evictable now, so taking them uses up
+    memory: all blocks of groups that keep all tokens, and those of groups with a window from nodes[window_start] on.
+    The KV of the first `num_tokens` tokens is there: in the nodes' blocks, and, where they go beyond those, in the
+    first part of `copy_from` (a block of each group). The first `num_alike` tokens are those of a cached prefix,
+    whether or not their KV is worth copying, or is still there in every group. `from_host`: host memory has more of the
+    request than the cache, and what its windows see.
+    """
+
+    nodes: list[PrefixNode]
+    num_evictable: int
+    num_tokens: int = 0
+    copy_from: tuple[int, ...] | None = None
+    num_alike: int = 0
+    window_start: int = 0
+    from_host: bool = False
+
+    @property
+    def node(self) -> PrefixNode | None:
+        return self.nodes[-1] if self.nodes else None
+
+    @property
+    def window_nodes(self) -> list[PrefixNode]:
+        return self.nodes[self.window_start :]
+
+    def blocks(self) -> list[int]:
+        """Blocks that admission takes over, beginnings first."""
+        return blocks_of(self.nodes, self.window_nodes)
+
+
+NO_HIT = PrefixHit([], 0)
+
+
+def blocks_of(nodes: Iterable[PrefixNode], window_nodes: Iterable[PrefixNode]) -> list[int]:
+    """The blocks of `nodes` in groups that keep all tokens, and those of `window_nodes` in groups with a window."""
+    blocks = [block for node in nodes for block in node.blocks]
+    return blocks + [block for node in window_nodes for block in node.window_blocks]

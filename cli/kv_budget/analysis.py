@@ -10,15 +10,15 @@ from llmsched.cli.render import human_bytes
 from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, gpu_device
-from llmsched.engine.memory import whatif
-from llmsched.engine.memory.draft import ModelDraft
-from llmsched.engine.memory.grouping import cache_layout
+from llmsched.engine.kv.layout import group_layers
+from llmsched.engine.memory import changes as whatif
+from llmsched.engine.memory.changes import Change, MemoryDemand
 from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.whatif import Change, Demand
+from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.profiles.gpus import gpus
 
 if TYPE_CHECKING:
-    from llmsched.engine.memory.request_lengths import Lengths
+    from llmsched.engine.memory.concurrency import LengthDistribution
 
 PERCENTILES = (50, 90, 95, 99)
 #: Preemption probabilities for which the most sequences are told.
@@ -44,7 +44,7 @@ class LengthRow:
 class Concurrency:
     """What a distribution of lengths means for the pool. `refused` requests beyond max_model_len are left out."""
 
-    lengths: Lengths
+    lengths: LengthDistribution
     refused: int
     rows: tuple[LengthRow, ...]
     safe: tuple[tuple[float, int], ...]
@@ -55,30 +55,30 @@ class Findings:
     """`asked` tells whether users or a context were named; `refusal` is why serve would not take the model at all."""
 
     spec: str
-    draft: ModelDraft
+    planner: ModelPlanner
     config: EngineConfig
     device: DeviceMemory
-    demand: Demand = Demand()
+    demand: MemoryDemand = MemoryDemand()
     asked: bool = False
     mean_len: int | None = None
-    lengths: Lengths | None = None
+    lengths: LengthDistribution | None = None
     refusal: str | None = None
 
     @cached_property
     def plan(self) -> MemoryPlan:
-        return self.draft.plan(self.config, self.device)
+        return self.planner.plan(self.config, self.device)
 
     @cached_property
     def shape(self) -> ModelShape:
-        return self.draft.shape(self.config, self.device)
+        return self.planner.shape(self.config, self.device)
 
     @property
     def dtype(self) -> str:
-        return self.draft.dtype(self.config, self.device)
+        return self.planner.dtype(self.config, self.device)
 
     @property
     def kv_dtype(self) -> str:
-        return self.draft.kv_dtype(self.config, self.device)
+        return self.planner.kv_dtype(self.config, self.device)
 
     @cached_property
     def problem(self) -> str | None:
@@ -95,11 +95,11 @@ class Findings:
         if self.fits:
             return []
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]
-        return whatif.changes(self.draft, self.config, self.device, self.demand, known)
+        return whatif.changes(self.planner, self.config, self.device, self.demand, known)
 
     @cached_property
     def step_sizes(self) -> list[MemoryPlan]:
-        return whatif.step_sizes(self.draft, self.config, self.device)
+        return whatif.step_sizes(self.planner, self.config, self.device)
 
     @property
     def cached_bytes_per_token(self) -> int:
@@ -183,7 +183,7 @@ class Findings:
             )
         freed = self.shape.geometry.bytes_with_windows_freed(length, plan.kv_dtype_bytes)
         longest = self.config.max_model_len or self.shape.max_position  # as the plan had it
-        reason = cache_layout(self.shape.geometry, plan.block_size, longest).reason
+        reason = group_layers(self.shape.geometry, plan.block_size, longest).reason
         return (
             f"layers with a window of {plan.window} tokens keep all tokens, as {reason}: a sequence of {length:,} "
             f"holds {held}, without what is outside the window it would be {human_bytes(freed)}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmsched.cli.kv_budget.findings import Concurrency, Findings
+from llmsched.cli.kv_budget.analysis import Concurrency, Findings
 from llmsched.cli.options.engine import with_flags
 from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.engine.memory.changes import Change
 from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.whatif import Change
 
 
 def as_json(found: Findings) -> dict[str, Any]:
