@@ -100,6 +100,7 @@ async def run(
             log_level="warning",
             access_log=False,
             lifespan="off",
+            http="h11",  # bounds the head of a request; uvicorn's httptools does not
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSING_S,

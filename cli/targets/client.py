@@ -15,7 +15,7 @@ from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.load.prompts import Encode
 from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.chunks import shorten
-from llmsched.cli.targets.connections import Connections
+from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.meter import Meter
 from llmsched.cli.targets.sampling import Sample
 from llmsched.cli.targets.server_metrics import ServerMetrics
@@ -140,7 +140,7 @@ class HttpTarget:
         self._lookups = httpx.AsyncClient(
             headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
         )
-        self._connections = Connections(options.url, transport)
+        self._connections = TransportPool(options.url, transport)
 
     async def connect(self) -> None:
         """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""

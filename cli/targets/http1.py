@@ -1,100 +1,195 @@
-"""HTTP/1.1 as a load generator needs it: one connection, little work per chunk.
+"""HTTP/1.1 client for a load generator: little work per chunk, and the time at which each read was received.
 
-httpx's own transport spends more time on a chunk than the parsing of its JSON takes, and as much on beginning a request
-as a server needs for a token; at some hundred streams the client would be what is measured. (RFC 9112.)
+httpx's own transport needs more time per chunk than parsing the JSON in it. With some hundred streams the client, not
+the server, would be measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple, cast
+from urllib.request import getproxies, proxy_bypass
 
+import httptools
 import httpx
 
-from llmsched.cli.targets.wire import Wire
+#: Receive buffer of all connections: allocating one per read would take longer than the rest of the read.
+_BUFFER = memoryview(bytearray(1 << 16))
 
-#: Bytes of a line with the size of a chunk, or of trailers, beyond which an answer is none.
-_LONGEST_LINE = 1 << 14
-
-_NO_ANSWER = "the connection was closed without an answer"
+#: Most bytes without content (head, chunk sizes, trailers) in a row before the answer is rejected.
+_MAX_OVERHEAD = 1 << 16
 
 
-class ChunkDecoder:
-    """Takes the bytes of a chunked body as they come, split anywhere, and gives its content (RFC 9112, section 7.1).
+class Received(NamedTuple):
+    """Bytes, and the event loop's time when they were received."""
 
-    What follows the body, once it is `done`, is left in `rest`.
+    content: bytes
+    time: float
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Connection that queues what it receives with the time of the socket read, not of the task that handles it.
+
+    There is no flow control: answers are small, and pausing the sender would falsify the times.
     """
 
     def __init__(self) -> None:
-        self.done = False
-        self.rest = b""
-        self._left = 0
-        self._trailers = False
+        self._now = asyncio.get_running_loop().time
+        self._transport: asyncio.Transport | None = None
+        self._received: deque[Received] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._problem: Exception | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether a request can be sent: the connection is open, and no unrequested bytes have come."""
+        return not (self._ended or self._received)
+
+    def write(self, content: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(content)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    async def read(self) -> Received:
+        """Return the next bytes received, empty at the end of the connection. Raise OSError if it broke."""
+        while not self._received:
+            if self._problem is not None:
+                raise self._problem
+            if self._ended:
+                return Received(b"", self._now())
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._received.popleft()
+
+    # -- called by the event loop -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received.append(Received(bytes(_BUFFER[:nbytes]), self._now()))
+        self._wake()
+
+    def eof_received(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended, self._problem = True, exc
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ResponseParser:
+    """Incremental parser of one response; interim responses (1xx) before it are skipped.
+
+    `status` and `headers` are set once `has_head`. `complete`: the body has ended. `reusable`: the connection can carry
+    another request, because the body has ended, nothing came after it, and the server does not close the connection.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.has_head = False
+        self.complete = False
+        self.reusable = False
+        self._content: list[bytes] = []
+        self._overhead = 0
+        self._parser = httptools.HttpResponseParser(self)
+        # A response with both lengths is chunked (RFC 9112, section 6.3).
+        self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def feed(self, received: bytes) -> bytes:
-        """The content that these bytes complete. Raises ValueError for what is no chunked body."""
-        data, content, at = self.rest + received, [], 0
-        while not self.done and at < len(data):
-            if self._left > 2:
-                part = data[at : at + self._left - 2]
-                content.append(part)
-                self._left -= len(part)
-                at += len(part)
-            elif self._left:
-                # The line end after a chunk; its bytes may come one by one.
-                if data[at : at + 1] != b"\r\n"[2 - self._left : 3 - self._left]:
-                    raise ValueError("a chunk is longer than its size says")
-                self._left -= 1
-                at += 1
-            elif (end := data.find(b"\r\n", at)) < 0:
-                break
-            else:
-                self._line(data[at:end])
-                at = end + 2
-        self.rest = data[at:]
-        if len(self.rest) > _LONGEST_LINE:
-            raise ValueError("a line between chunks does not end")
-        return b"".join(content)
+        """Return the body's content in these bytes, which may be split anywhere. Raise ValueError if malformed."""
+        self._content.clear()
+        try:
+            self._parser.feed_data(received)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as problem:
+            self.reusable = False
+            if not self.complete:
+                what = "malformed body" if self.has_head else f"{received[:60]!r} is not an HTTP/1.1 answer"
+                raise ValueError(f"{what}: {problem}") from problem
+        if self._content:
+            self._overhead = 0
+            return b"".join(self._content)
+        self._overhead += len(received)
+        if self._overhead > _MAX_OVERHEAD:
+            part = "a chunk size or trailer" if self.has_head else "the head"
+            raise ValueError(f"{part} of the answer is longer than {_MAX_OVERHEAD} bytes")
+        return b""
 
-    def _line(self, line: bytes) -> None:
-        """The size of the next chunk, or what follows the last one."""
-        if self._trailers:
-            self.done = not line
-            return
-        size = line.partition(b";")[0].strip()
-        if not size or size.strip(b"0123456789abcdefABCDEF"):
-            raise ValueError(f"{line[:40]!r} is no size of a chunk")
-        if int(size, 16):
-            self._left = int(size, 16) + 2
-        else:
-            self._trailers = True
+    def check_end(self) -> None:
+        """Raise ValueError unless the end of the connection is the end of the body."""
+        headers = httpx.Headers(self.headers)
+        if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():
+            raise ValueError("the connection was closed before the answer was over")
+
+    # -- called by httptools ----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self.reusable = False  # if another response has begun
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.has_head:  # later ones are trailers
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if not self.has_head:
+            self.status = self._parser.get_status_code()
+            self.has_head = self.status >= 200
+            if not self.has_head:
+                self.headers.clear()
+
+    def on_body(self, content: bytes) -> None:
+        if not self.complete:
+            self._content.append(content)
+
+    def on_message_complete(self) -> None:
+        if self.has_head and not self.complete:
+            self.complete, self.reusable = True, self._parser.should_keep_alive()
 
 
-class _NoAnswerError(httpx.RemoteProtocolError):
+class NoAnswerError(httpx.RemoteProtocolError):
     """The connection ended before the first byte of an answer."""
 
 
 class Http1Transport(httpx.AsyncBaseTransport):
-    """One connection, for one request at a time; opened when needed, kept open while the server does.
+    """Transport with one connection, for one request at a time; opened when needed, kept while the server keeps it.
 
-    Tells the request's `trace` extension when a connection is begun and stands, and when the request is sent. The
-    response's extension `arrived` tells when (the event loop's time) the bytes that were read last had been received.
+    Calls the request's `trace` extension when it begins to connect, has connected, and sends the request. The
+    response's extension `arrived` returns when (event loop's time) the content read last was received.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
         self._ssl = verify
-        self._wire: Wire | None = None
+        self._connection: Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and read the head of its answer. Raises httpx's errors."""
-        if self._wire is not None and not self._wire.fresh:
+        """Send a request and read the head of its answer. Raise httpx's errors."""
+        if self._connection is not None and not self._connection.idle:
             self.drop()
-        used_before = self._wire is not None
+        used_before = self._connection is not None
         try:
             return await self._exchange(request)
-        except _NoAnswerError:
-            # A server may close a connection just when it is used again.
+        except NoAnswerError:
+            # A server may close a connection at the moment it is used again.
             if not used_before:
                 raise
             return await self._exchange(request)
@@ -103,25 +198,23 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self.drop()
 
     def drop(self) -> None:
-        """Close the connection, whatever still comes on it."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        """Close the connection, even within an answer."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         try:
-            wire = await self._connected(request)
+            connection = await self._connected(request)
             await request.extensions["trace"]("http11.send_request_headers.started", {})
-            wire.write(_head_of(request) + request.content)
-            status, headers = await _read_head(wire)
-            body = _Body(self, wire, status, httpx.Headers(headers))
-            return httpx.Response(status, headers=headers, stream=body, extensions={"arrived": lambda: body.arrived})
-        except (OSError, EOFError) as problem:
+            connection.write(_head_of(request) + request.content)
+            parser = ResponseParser()
+            body = _Body(self, connection, parser, await _read_head(connection, parser))
+            extensions = {"arrived": lambda: body.arrived}
+            return httpx.Response(parser.status, headers=parser.headers, stream=body, extensions=extensions)
+        except OSError as problem:
             self.drop()
-            begun = isinstance(problem, EOFError) and problem.args[0]
-            reason = "the connection was closed within the head of the answer" if begun else _NO_ANSWER
-            reason = _reason(problem) if isinstance(problem, OSError) else reason
-            raise (httpx.RemoteProtocolError if begun else _NoAnswerError)(reason) from problem
+            raise NoAnswerError(_reason(problem)) from problem
         except ValueError as problem:
             self.drop()
             raise httpx.RemoteProtocolError(_reason(problem)) from problem
@@ -129,74 +222,67 @@ class Http1Transport(httpx.AsyncBaseTransport):
             self.drop()
             raise
 
-    async def _connected(self, request: httpx.Request) -> Wire:
-        if self._wire is None:
+    async def _connected(self, request: httpx.Request) -> Connection:
+        if self._connection is None:
             trace, url = request.extensions["trace"], request.url
             secure = url.scheme == "https"
             await trace("connection.connect_tcp.started", {})
             try:
-                _, self._wire = await asyncio.get_running_loop().create_connection(
-                    Wire, url.host, url.port or (443 if secure else 80), ssl=self._ssl if secure else None
+                _, self._connection = await asyncio.get_running_loop().create_connection(
+                    Connection, url.host, url.port or (443 if secure else 80), ssl=self._ssl if secure else None
                 )
             except OSError as problem:
                 raise httpx.ConnectError(_reason(problem)) from problem
             await trace("connection.connect_tcp.complete", {})
-        return self._wire
+        return self._connection
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of an answer; when it is not read to its end, or the server says so, its connection is closed.
+    """Body of an answer, which begins with the content that came with its head.
 
-    `arrived` is when what was given last had been received.
+    `arrived` is the time at which the part yielded last was received.
     """
 
-    def __init__(self, transport: Http1Transport, wire: Wire, status: int, headers: httpx.Headers) -> None:
-        self.arrived = 0.0
+    def __init__(
+        self, transport: Http1Transport, connection: Connection, parser: ResponseParser, first: Received
+    ) -> None:
+        self.arrived = first.time
         self._transport = transport
-        self._wire = wire
-        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        length = headers.get("content-length")
-        self._left = _length(length) if length is not None and not self._chunked else None
-        self._complete = status in (204, 304) or self._left == 0
-        self._keep = "close" not in headers.get("connection", "").lower()
+        self._connection = connection
+        self._parser = parser
+        self._first = first.content
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        decoder = ChunkDecoder() if self._chunked else None
+        if self._first:
+            yield self._first
         try:
-            while not self._complete:
-                received, self.arrived = await self._wire.read()
+            while not self._parser.complete:
+                received, self.arrived = await self._connection.read()
                 if not received:
-                    self._end_of_connection()
+                    self._parser.check_end()
                     return
-                if decoder is not None:
-                    received = decoder.feed(received)
-                    self._complete = decoder.done
-                    self._keep = self._keep and not (decoder.done and decoder.rest)
-                elif self._left is not None:
-                    self._keep = self._keep and len(received) <= self._left
-                    received = received[: self._left]
-                    self._left -= len(received)
-                    self._complete = not self._left
-                if received:
-                    yield received
+                if content := self._parser.feed(received):
+                    yield content
         except (OSError, ValueError) as problem:
             raise httpx.RemoteProtocolError(_reason(problem)) from problem
 
-    def _end_of_connection(self) -> None:
-        """The end of a body that has no other; of any other it comes too early."""
-        self._keep = False
-        if self._chunked or self._left is not None:
-            raise httpx.RemoteProtocolError("the connection was closed before the answer was over")
-
     async def aclose(self) -> None:
-        if not (self._complete and self._keep):
+        if not self._parser.reusable:
             self._transport.drop()
 
 
-def _length(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{text[:40]!r} is no Content-Length")
-    return int(text)
+async def _read_head(connection: Connection, parser: ResponseParser) -> Received:
+    """Read up to the end of the head; return the content that came with it."""
+    begun = False
+    while True:
+        received, time = await connection.read()
+        if not received and not begun:
+            raise NoAnswerError("the connection was closed without an answer")
+        if not received:
+            raise ValueError("the connection was closed within the head of the answer")
+        begun, content = True, parser.feed(received)
+        if parser.has_head:
+            return Received(content, time)
 
 
 def _head_of(request: httpx.Request) -> bytes:
@@ -205,17 +291,48 @@ def _head_of(request: httpx.Request) -> bytes:
     return b"\r\n".join([*lines, b"", b""])
 
 
-async def _read_head(wire: Wire) -> tuple[int, list[tuple[bytes, bytes]]]:
-    """Status and headers of the answer, after any interim ones (100 and the like)."""
-    while True:
-        first, *lines = (await wire.read_until(b"\r\n\r\n")).split(b"\r\n")
-        version, _, rest = first.partition(b" ")
-        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
-            raise ValueError(f"{first[:60]!r} is no answer in HTTP/1.1")
-        if int(rest[:3]) >= 200:
-            pairs = (line.partition(b":") for line in lines if line)
-            return int(rest[:3]), [(name.strip(), value.strip()) for name, _, value in pairs]
-
-
 def _reason(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
+
+
+class TransportPool:
+    """Transports to one server, lent to one request at a time; the last one returned is lent first.
+
+    If `transport` is given, all requests go through it.
+    """
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._shared = transport
+        self._free: list[httpx.AsyncBaseTransport] = []
+        self._proxy = _proxy_of(httpx.URL(url))
+        # Loading certificates takes tens of milliseconds: do it once, and only for https.
+        self._verify = httpx.create_ssl_context(verify=url.startswith("https:"))
+
+    @asynccontextmanager
+    async def lend(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
+        """Yield a transport that no other request uses until the block ends."""
+        if self._shared is not None:
+            yield self._shared
+            return
+        transport = self._free.pop() if self._free else self._new()
+        try:
+            yield transport
+        finally:
+            self._free.append(transport)
+
+    def _new(self) -> httpx.AsyncBaseTransport:
+        """Return a new transport: ours, or httpx's if there is a proxy."""
+        if self._proxy is None:
+            return Http1Transport(self._verify)
+        return httpx.AsyncHTTPTransport(self._verify, proxy=self._proxy)
+
+    async def close(self) -> None:
+        """Close all connections. No request may be under way."""
+        for transport in self._free:
+            await transport.aclose()
+
+
+def _proxy_of(url: httpx.URL) -> str | None:
+    """Return the proxy that the environment names for this server."""
+    proxies = getproxies()
+    return None if proxy_bypass(url.host) else proxies.get(url.scheme) or proxies.get("all")

@@ -11,9 +11,9 @@ from llmsched.cli.bench.selfcheck.server import ScriptedServer
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets import connections
+from llmsched.cli.targets import http1
 from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.connections import Connections
+from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.run import run_workload
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
@@ -73,10 +73,10 @@ def test_the_proxy_of_the_environment(
         monkeypatch.setenv(name, value)
     made: list[object] = []
     monkeypatch.setattr(httpx, "AsyncHTTPTransport", lambda verify, proxy: made.append(proxy))
-    monkeypatch.setattr(connections, "Http1Transport", lambda verify: made.append(None))
+    monkeypatch.setattr(http1, "Http1Transport", lambda verify: made.append(None))
 
     async def main() -> None:
-        async with Connections(url).lend():
+        async with TransportPool(url).lend():
             pass
 
     asyncio.run(main())

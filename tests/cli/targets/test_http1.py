@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_time import run_virtual
 
-from llmsched.cli.targets.http1 import ChunkDecoder, Http1Transport
+from llmsched.cli.targets.http1 import Connection, Http1Transport, Received, ResponseParser
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked_body() -> ResponseParser:
+    """Return a parser that has read the head of a chunked answer."""
+    parser = ResponseParser()
+    assert parser.feed(CHUNKED) == b""
+    assert parser.has_head
+    return parser
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=5), st.lists(st.integers(0, 300), max_size=8))
@@ -26,26 +36,54 @@ def test_chunks_come_out_whole_however_they_are_split(contents: list[bytes], cut
     )
     whole = body + b"0\r\nTrailer: x\r\n\r\n"
     ends = sorted(min(cut, len(whole)) for cut in cuts)
-    decoder, found = ChunkDecoder(), b""
+    parser, found = chunked_body(), b""
     for start, end in zip([0, *ends], [*ends, len(whole)], strict=True):
-        assert not decoder.done or start == end
-        found += decoder.feed(whole[start:end])
-    assert decoder.done
+        assert not parser.complete or start == end
+        found += parser.feed(whole[start:end])
+    assert parser.complete
+    assert parser.reusable
     assert found == b"".join(contents)
 
 
 def test_content_comes_out_with_its_last_byte_not_before_the_chunk_is_whole() -> None:
-    decoder = ChunkDecoder()
-    assert [decoder.feed(part) for part in (b"5\r", b"\nab", b"cde", b"\r\n0\r\n")] == [b"", b"ab", b"cde", b""]
-    assert not decoder.done
-    assert decoder.feed(b"\r\n") == b""
-    assert decoder.done
+    parser = chunked_body()
+    assert [parser.feed(part) for part in (b"5\r", b"\nab", b"cde", b"\r\n0\r\n")] == [b"", b"ab", b"cde", b""]
+    assert not parser.complete
+    assert parser.feed(b"\r\n") == b""
+    assert parser.complete
 
 
-@pytest.mark.parametrize("body", [b"x\r\n", b"\r\n", b"-1\r\n", b"3\r\nabcdef", b"1 2\r\n", b"0x3\r\n", b"3" * 20_000])
-def test_what_is_no_chunked_body(body: bytes) -> None:
-    with pytest.raises(ValueError, match="chunk"):
-        ChunkDecoder().feed(body)
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"x\r\n", b"\r\n", b"-1\r\n", b"3\r\nabcdef", b"1 2\r\n", b"0x3\r\n", b"3" * 20_000),
+        *(b"1;" + b"x" * 70_000, b"0\r\nTrailer: " + b"x" * 70_000),
+    ],
+)
+def test_a_malformed_chunked_body_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"[Cc]hunk"):
+        chunked_body().feed(body)
+
+
+def test_chunk_sizes_and_trailers_are_bounded_over_many_reads() -> None:
+    parser = chunked_body()
+    parser.feed(b"0\r\n")
+    trailer = b"Trailer: " + b"x" * 5_000 + b"\r\n"
+    with pytest.raises(ValueError, match="longer than 65536 bytes"):
+        deque((parser.feed(trailer) for _ in range(20)), maxlen=0)
+
+
+def test_content_that_comes_with_the_head_is_returned() -> None:
+    parser = ResponseParser()
+    assert [parser.feed(part) for part in (OK[:9], OK[9:] + b"Content-Length: 6\r\n\r\nbo", b"dy", b"ab")] == [
+        *(b"", b"bo", b"dy", b"ab")
+    ]
+    assert (parser.status, parser.headers, parser.complete) == (200, [(b"Content-Length", b"6")], True)
+
+
+def test_a_malformed_head_is_quoted() -> None:
+    with pytest.raises(ValueError, match=r"220 smtp ready.* is not an HTTP/1\.1 answer"):
+        ResponseParser().feed(b"220 smtp ready\r\n\r\n")
 
 
 class Outcome:
@@ -135,7 +173,7 @@ def test_a_request_that_a_used_connection_does_not_answer_is_sent_once_more() ->
     outcome = Outcome([answer, None, answer])
     assert outcome.results[:2] == [(200, b"a"), (200, b"a")]
     assert len(outcome.requests) == 3
-    assert Outcome([None]).results == ["_NoAnswerError"]
+    assert Outcome([None]).results == ["NoAnswerError"]
 
 
 def test_an_answer_without_a_length_ends_with_its_connection() -> None:
@@ -192,3 +230,64 @@ def test_nobody_listens() -> None:
             await Http1Transport(ssl.create_default_context()).handle_async_request(request)
 
     asyncio.run(main())
+
+
+def received(connection: Connection, *parts: bytes) -> None:
+    """What the event loop does when bytes have come."""
+    for part in parts:
+        connection.get_buffer(-1)[: len(part)] = part
+        connection.buffer_updated(len(part))
+
+
+def with_connection(test: Callable[[Connection], Awaitable[object]]) -> object:
+    async def main() -> object:
+        return await test(Connection())
+
+    return run_virtual(main())
+
+
+def test_bytes_have_the_time_at_which_they_came() -> None:
+    async def test(connection: Connection) -> list[Received]:
+        start = asyncio.get_running_loop().time()
+        received(connection, b"ab")
+        await asyncio.sleep(1.0)
+        received(connection, b"cd")
+        await asyncio.sleep(3.0)  # the client is busy
+        return [part._replace(time=part.time - start) for part in (await connection.read(), await connection.read())]
+
+    assert with_connection(test) == [(b"ab", 0.0), (b"cd", pytest.approx(1.0))]
+
+
+def test_a_reader_waits_for_what_comes_later() -> None:
+    async def test(connection: Connection) -> list[Received]:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        loop.call_later(2.0, received, connection, b"x")
+        loop.call_later(3.0, connection.eof_received)
+        return [part._replace(time=part.time - start) for part in (await connection.read(), await connection.read())]
+
+    assert with_connection(test) == [(b"x", pytest.approx(2.0)), (b"", pytest.approx(3.0))]
+
+
+def test_what_came_before_the_connection_broke_is_read_first() -> None:
+    async def test(connection: Connection) -> bytes:
+        received(connection, b"x")
+        connection.connection_lost(ConnectionResetError("reset"))
+        first = (await connection.read()).content
+        with pytest.raises(ConnectionResetError, match="reset"):
+            await connection.read()
+        return first
+
+    assert with_connection(test) == b"x"
+
+
+def test_a_connection_with_something_unasked_for_is_not_idle() -> None:
+    async def test(connection: Connection) -> list[bool]:
+        states = [connection.idle]
+        received(connection, b"HTTP/1.1 408 Request Timeout\r\n")
+        states.append(connection.idle)
+        await connection.read()
+        connection.eof_received()
+        return [*states, connection.idle]
+
+    assert with_connection(test) == [True, False, False]

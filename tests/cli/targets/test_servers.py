@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from virtual_time import run_virtual
 
 from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, served
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.client import HttpOptions, HttpTarget
 from llmsched.cli.targets.run import run_workload
 from llmsched.cli.targets.sampling import Sample
@@ -347,3 +349,28 @@ def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
     metrics.divided(parts, KVUsage(held=800, empty=100, cached=400, total=1600))
     assert told(metrics).memory() == parts
     assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)
+
+
+def test_tokens_have_the_time_of_receipt_that_the_transport_reports() -> None:
+    """However late the client comes to parse them."""
+    parts = [b'data: {"choices": [{"text": "a"}]}\n\n', b'data: {"choices": [{"text": "b"}]}\n\ndata: [DONE]\n\n']
+    times = iter([11.0, 12.0])
+    last = 0.0
+
+    class Body(httpx.AsyncByteStream):
+        async def __aiter__(self):  # type: ignore[no-untyped-def]
+            nonlocal last
+            for part in parts:
+                last = next(times)
+                await asyncio.sleep(5.0)
+                yield part
+
+    async def main() -> RequestRecord:
+        record = RequestRecord(0, 10.0)
+        response = httpx.Response(200, stream=Body(), extensions={"arrived": lambda: last})
+        await read_answer(response, record, asyncio.get_running_loop().time)
+        return record
+
+    record = run_virtual(main())
+    assert [chunk.time for chunk in record.chunks] == [11.0, 12.0]
+    assert record.end == 12.0
