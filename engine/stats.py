@@ -69,11 +69,11 @@ class Accounts:
     def update(self) -> None:
         """Bring the metrics up to date."""
         scheduler, metrics = self._scheduler, self._metrics
-        pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.door.control
+        pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
         metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
         metrics.pinned(scheduler.kv.num_pinned)
         metrics.admission(control.headroom, control.max_running)
-        metrics.step_budget(scheduler.pacer.latest)
+        metrics.step_budget(scheduler.pacer.step_budget)
         metrics.swap_usage((swap.num_slots - swap.num_free) / max(1, swap.num_slots))
         if not scheduler.running or self._clock() >= self._next_use:
             metrics.kv_use(scheduler.kv_use())
@@ -106,8 +106,8 @@ class Accounts:
             num_swapped_in=counters.num_swapped_in,
             swap_slots_used=swap.num_slots - swap.num_free,
             swap_slots_total=swap.num_slots,
-            headroom=scheduler.door.control.headroom,
-            max_running=scheduler.door.control.max_running,
+            headroom=scheduler.admission.control.headroom,
+            max_running=scheduler.admission.control.max_running,
             headroom_changes=counters.num_headroom_changes,
             finished=dict(self.finished),
             steps=self.steps,

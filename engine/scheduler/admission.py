@@ -1,4 +1,4 @@
-"""The door: lets waiting requests in, one after the other, while slots, budget and memory last."""
+"""Admission: moves waiting requests to running while places, token budget and memory last."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from collections.abc import Callable
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.misses import Miss, MissKind
-from llmsched.engine.kv.prefix_tree import PrefixHit
+from llmsched.engine.kv.prefix_tree import PrefixHit, blocks_of
 from llmsched.engine.request import Request, RequestStatus
-from llmsched.engine.scheduler.backfill import Passing
-from llmsched.engine.scheduler.counters import SchedulerCounters
+from llmsched.engine.scheduler.backfill import Backfill
 from llmsched.engine.scheduler.headroom import HeadroomControl
-from llmsched.engine.scheduler.ledger import Detail, Ledger
-from llmsched.engine.scheduler.peak_memory import Admission, Shortage
+from llmsched.engine.scheduler.ledger import Detail, Ledger, SchedulerCounters
+from llmsched.engine.scheduler.peak_forecast import PeakForecast
 from llmsched.engine.scheduler.prediction import OutputPredictor
-from llmsched.engine.scheduler.step import Step
-from llmsched.engine.scheduler.waiting import WaitingQueue, is_short
-from llmsched.engine.scheduler.waits import WaitFor, Waits
+from llmsched.engine.scheduler.step import StepBuilder
+from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, is_short
 
-#: Requests that are offered a place in one step beyond those that get one.
-OFFERS_BEYOND_SLOTS = 8
-#: A prefix hit shorter than this moves nobody forward (tokens).
+#: Requests considered for admission in one step beyond the number of free places.
+EXTRA_OFFERS = 8
+#: The shortest prefix hit (tokens) that earns a cache bonus.
 MIN_BONUS_HIT = 512
 
 
-class Door:
-    """Moves requests from `waiting` to `running`, which it shares with the scheduler.
+class Admission:
+    """Moves requests from `waiting` to `running`, both of which it shares with the scheduler.
 
-    It remembers when there is no use in trying: an epoch ends whenever somebody arrives, ends, is preempted or let in,
-    and an epoch in which nobody could be let in is not tried again unless more memory has come free (as chunks leave
-    the windows of layers).
+    An epoch ends whenever a request arrives, ends, is preempted or is admitted. If an epoch's round admitted no
+    request, another round is not tried in it unless more blocks have become available (prefill chunks free blocks in
+    layers with a window).
     """
 
     def __init__(
@@ -47,9 +45,8 @@ class Door:
     ) -> None:
         assert config.max_num_batched_tokens is not None
         self.control = HeadroomControl(config, min(config.max_num_seqs, config.max_num_batched_tokens))
-        self.passing = Passing(waiting, ledger, config.max_passes)
-        self.waits = Waits(clock)
-        self._admission = Admission(kv, config, predictor)
+        self.backfill = Backfill(waiting, ledger, predictor, config)
+        self._forecast = PeakForecast(kv, predictor)
         self._kv = kv
         self._config = config
         self._lane_ratio = config.fast_lane_share / (1 - config.fast_lane_share)
@@ -62,24 +59,24 @@ class Door:
         self._stuck_epoch = -1
         self._stuck_available = 0
         self._try_again = False
-        self._shut_out: set[Request] = set()
+        self._excluded: set[Request] = set()
         self._lane_places = 1.0
-        self._first_lacks = WaitFor.STEP
+        self._first_lacks = WaitReason.STEP
 
     def new_step(self) -> None:
-        """Nobody has been preempted in this step yet."""
+        """Begin a step: no request has been preempted in it yet."""
         self._try_again = False
-        self._shut_out.clear()
-        self.passing.new_step()
+        self._excluded.clear()
+        self.backfill.new_step()
 
     def changed(self) -> None:
-        """Somebody has come, gone or lost memory: those who wait may have better luck now."""
+        """Begin an epoch: a request has arrived, ended or lost its memory, so admission is worth trying again."""
         self._epoch += 1
 
-    def shut_out(self, request: Request) -> None:
-        """The request was preempted in this step, so it is not let in again in it."""
-        self._shut_out.add(request)
-        self._first_lacks = WaitFor.MEMORY
+    def exclude(self, request: Request) -> None:
+        """Do not admit a request that was preempted in this step before the next one."""
+        self._excluded.add(request)
+        self._first_lacks = WaitReason.MEMORY
         self.changed()
 
     @property
@@ -92,71 +89,63 @@ class Door:
             return False
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
-    def lacking(self, step: Step) -> WaitFor:
-        """What the first of those who wait after this step has been decided waits for."""
+    def wait_reason(self, step: StepBuilder) -> WaitReason:
+        """Return what the first waiting request lacks, now that `step` is planned."""
         if self.is_full:
-            return WaitFor.SLOT
-        return WaitFor.STEP if step.left <= 0 else self._first_lacks
+            return WaitReason.MAX_RUNNING
+        return WaitReason.STEP if step.left <= 0 else self._first_lacks
 
-    def admit_short_ones(self, step: Step, lane: int) -> list[Request]:
-        """Let short requests in while the fast lane's `lane` tokens last; returns those let in.
+    def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
+        """Admit short requests while the fast lane's `lane` tokens last. Return those admitted.
 
-        Where more wait than there are slots, the lane takes no more than its share of those either: else short requests
-        could take every slot that comes free.
+        If more requests wait than may run, the lane takes no more than its share of the places either; otherwise short
+        requests could take every place that becomes free.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
-        for request in self._waiting.short_ones(OFFERS_BEYOND_SLOTS):
+        for request in self._waiting.short_ones(EXTRA_OFFERS):
             if lane <= 0 or (scarce and self._lane_places < 1.0) or self.is_full:
                 break
-            if self.admit(request):
+            if self._admit(request):
                 self._lane_places -= scarce
                 lane -= step.give(request, lane)
                 admitted.append(request)
         return admitted
 
-    def admit_in_order(self, step: Step) -> None:
-        """Offer places by rank and quota while budget and slots last; past one that does not fit, to those who may.
+    def admit_in_order(self, step: StepBuilder) -> None:
+        """Admit requests by rank and arrival quota while budget and places last.
 
-        If nobody could take one, there is no use in trying again until somebody arrives, ends or is preempted.
+        Requests behind one that does not fit may pass it (see Backfill). If none can be admitted, the next try waits
+        for the next epoch.
         """
-        epoch, slots = self._epoch, self.control.max_running - len(self._running)
-        if slots <= 0:
+        epoch, places = self._epoch, self.control.max_running - len(self._running)
+        if places <= 0:
             return
-        offers = self._waiting.in_order(slots + OFFERS_BEYOND_SLOTS, self._bonus, self._config.cache_bonus)
-        for request in offers:
+        for offer in self._waiting.offers(places + EXTRA_OFFERS, self._bonus, self._config.cache_bonus):
             if step.left <= 0 or self.is_full:
                 return
-            if request.status is not RequestStatus.RUNNING and self.admit(request):
-                self._waiting.count_admission(request)
+            if self._admit(offer.request):
+                self._waiting.quota.count(offer)
                 self._lane_places = min(1.0, self._lane_places + self._lane_ratio)
-                step.give(request, step.left)
+                step.give(offer.request, step.left)
         if self._lane_places < 1.0 and self._waiting.has_short:
-            self._lane_places, self._try_again = 1.0, True  # slots that nobody could take in order
+            self._lane_places, self._try_again = 1.0, True  # the fast lane may use the places that are left over
         if epoch == self._epoch and step.left > 0 and not self._try_again:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
-    def admit(self, request: Request) -> bool:
-        """Let a waiting request in, if there is a slot, its memory, and nobody is passed who may not be.
-
-        One that was preempted in this step is not scheduled in it.
-        """
+    def _admit(self, request: Request) -> bool:
+        """Admit a waiting request if there is a place and memory for it and it passes no request it must not pass."""
         if self.is_full:
             return False
-        if request in self._shut_out:
+        if request in self._excluded:
             self._try_again = True
             return False
-        if not self.passing.may_go(request, self._admission):
+        if not self.backfill.may_pass(request):
             return False
         hit = self._kv.find_prefix(request)
-        if self._waits_for_prefix(request, hit):
+        if self._waits_for_prefix(request, hit) or self._lacks_memory(request, hit):
             return False
-        headroom = int(self.control.headroom * self._kv.pool.num_blocks)
-        shortage = self._admission.shortage(request, hit, self._running, headroom)
-        if shortage is not None:
-            self._note_shortage(request, shortage, headroom)
-            return False
-        self.passing.goes(request)
+        self.backfill.admitted(request)
         self.start(request, hit)
         self._counters.num_headroom_changes += self.control.admitted()
         self.changed()
@@ -164,15 +153,15 @@ class Door:
 
     def start(self, request: Request, hit: PrefixHit) -> None:
         """Move a request from waiting to running."""
-        self._waiting.remove(request)
+        waited = self._waiting.remove(request)
         miss = self._kv.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
-        self._count_admission(request, miss, num_restored)
+        self._record_start(request, miss, num_restored, waited)
         request.status = RequestStatus.RUNNING
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Whether the fast lane is for this request, as things are in the cache now."""
+        """Return whether the request may use the fast lane, given what the prefix cache holds of it now."""
         if self._config.fast_lane_share == 0:
             return False
         known = request.num_computed_tokens if request.swapped is None else request.swapped.num_tokens
@@ -181,31 +170,48 @@ class Door:
         return is_short(request, known, self._config)
 
     def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether running requests are about to write what this one would have to compute as well."""
+        """Return whether running requests are about to compute at least a block that this request needs too."""
         if request.swapped is not None:
             return False
         coming = self._kv.find_in_flight(request, hit)
         if coming < self._kv.block_size:
             return False
         self._ledger.note(request.request_id, "waits for a prefix", tokens=coming)
-        self._refused(request, WaitFor.PREFIX)
+        self._refused(request, WaitReason.PREFIX)
         self._try_again = True
         return True
 
-    def _note_shortage(self, request: Request, shortage: Shortage, headroom: int) -> None:
+    def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
+        """Return whether memory is short: the uncached prompt must fit above the headroom, the predicted peak the pool.
+
+        If no request is running there is nothing to keep headroom for, and every request fits the pool alone.
+        """
+        if not self._running:
+            return False
+        pool = self._kv.pool
+        headroom = int(self.control.headroom * pool.num_blocks)
+        missing, reason = self._kv.num_missing(request, hit) + headroom - pool.num_available, "now"
+        if missing <= 0 and self._config.output_prediction != "none":
+            found = blocks_of(hit.nodes, ())
+            held_by_others = len(found) - pool.count_cached(found)
+            missing = self._forecast.peak_blocks(request, self._running) - held_by_others - pool.num_blocks
+            reason = "predicted peak"
+        if missing <= 0:
+            return False
         self._ledger.note(
             request.request_id,
             "does not fit",
-            reason="now" if shortage.now else "predicted peak",
-            missing_blocks=shortage.blocks,
-            free_blocks=self._kv.pool.num_available,
+            reason=reason,
+            missing_blocks=missing,
+            free_blocks=pool.num_available,
             headroom_blocks=headroom,
             running=len(self._running),
         )
-        self._refused(request, WaitFor.MEMORY)
-        self.passing.blocked(request, shortage.blocks, self._running, self._admission)
+        self._refused(request, WaitReason.MEMORY)
+        self.backfill.reserve(request, missing, self._running)
+        return True
 
-    def _refused(self, request: Request, lacking: WaitFor) -> None:
+    def _refused(self, request: Request, lacking: WaitReason) -> None:
         if request is self._waiting.first:
             self._first_lacks = lacking
 
@@ -215,11 +221,13 @@ class Door:
         hit = self._kv.find_prefix(request)
         return self._config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
 
-    def _count_admission(self, request: Request, miss: Miss | None, num_restored: int) -> None:
-        """Prefix hits are counted once, on first admission; work that preemption makes us do again is kept apart."""
+    def _record_start(
+        self, request: Request, miss: Miss | None, num_restored: int, waited: dict[WaitReason, float]
+    ) -> None:
+        """Count prefix hits on first admission; count work repeated after preemption apart."""
         cached: dict[str, Detail] = {"cached_tokens": request.num_computed_tokens, "tokens": request.num_tokens}
         if miss is not None:
-            # What other tenants have sent is not for the eyes of this one.
+            # A tenant must not learn what other tenants have sent.
             kind = MissKind.COLD if miss.kind is MissKind.OTHER_SALT else miss.kind
             cached |= {"prefix": kind.value, "known_tokens": miss.position}
             if miss.age is not None:
@@ -227,8 +235,7 @@ class Door:
         if num_restored:
             cached["restored_blocks"] = num_restored
             self._counters.num_swapped_in += 1
-        for what, seconds in self.waits.end(request).items():
-            cached[f"waited_for_{what}_ms"] = round(1e3 * seconds, 3)
+        cached |= {f"waited_for_{reason}_ms": round(1e3 * seconds, 3) for reason, seconds in waited.items()}
         self._ledger.note(request.request_id, "admitted", running=len(self._running), **cached)
         if request.num_preemptions:
             self._counters.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)

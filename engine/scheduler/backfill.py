@@ -1,60 +1,88 @@
-"""Going before others: requests that fit pass one that does not, a bounded number of times."""
+"""Backfill: lets requests that fit pass one that does not, a bounded number of times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
-from llmsched.engine.scheduler.peak_memory import Admission, Reservation
+from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.waiting import WaitingQueue
 
 
-class Passing:
-    """Keeps who is passed, how often, and the reservation of the first by rank that did not fit.
+@dataclass(slots=True)
+class Reservation:
+    """Request that does not fit yet, and the number of steps after which it is predicted to fit."""
 
-    A request that is not the first by rank passes that one when it is admitted, for whatever reason it goes before it:
-    the fast lane, waiting time, a cache hit, or that it fits. The first is passed at most `max_passes` times in all;
-    from then on it alone may be admitted.
+    request: Request
+    steps: int
+
+
+class Backfill:
+    """Counts how often the first waiting request by rank is passed, and reserves memory for a request that did not fit.
+
+    Admitting a request that is not the first by rank passes the first, whatever the cause: the fast lane, the arrival
+    quota, a cache bonus, or that it fits. The first is passed at most `max_passes` times; after that only it may be
+    admitted. A request behind the reserved one must also be predicted to end before the reservation's start.
     """
 
-    def __init__(self, waiting: WaitingQueue, ledger: Ledger, max_passes: int) -> None:
+    def __init__(self, waiting: WaitingQueue, ledger: Ledger, predictor: OutputPredictor, config: EngineConfig) -> None:
         self._waiting = waiting
         self._ledger = ledger
-        self._max_passes = max_passes
+        self._predictor = predictor
+        self._max_passes = config.max_passes
+        self._prefill_per_step = config.max_num_batched_tokens or 1
         self._reservation: Reservation | None = None
 
     def new_step(self) -> None:
-        """The reserved place comes nearer, by one token of those that run."""
+        """Move the reserved start one step nearer."""
         if self._reservation is not None:
             self._reservation.steps -= 1
 
-    def may_go(self, request: Request, admission: Admission) -> bool:
-        """Whether nobody is passed by this request who was passed too often, or whose place it would take."""
+    def may_pass(self, request: Request) -> bool:
+        """Return whether admitting the request keeps to max_passes and to the reservation."""
         first, reserved = self._waiting.first, self._reservation
         if first is not request and first.num_passed >= self._max_passes:
-            self._ledger.note(request.request_id, "held back", reason="the first in the queue was passed often enough")
-            return False
-        if reserved is None or request.rank <= reserved.request.rank or admission.may_pass(request, reserved):
+            reason = "the first in the queue was passed often enough"
+        elif reserved is None or request.rank <= reserved.request.rank or self._ends_before(request, reserved):
             return True
-        self._ledger.note(request.request_id, "held back", reason="the place is kept for one in front of it")
+        else:
+            reason = "the place is kept for one in front of it"
+        self._ledger.note(request.request_id, "held back", reason=reason)
         return False
 
-    def blocked(self, request: Request, shortage: int, running: Sequence[Request], admission: Admission) -> None:
-        """A request lacks `shortage` blocks: keep a place for it, unless one is kept for another in front of it."""
-        if self._reservation is None or request.rank <= self._reservation.request.rank:
-            self._reservation = admission.reserve(request, running, shortage)
+    def _ends_before(self, request: Request, reserved: Reservation) -> bool:
+        steps = -(-request.num_tokens // self._prefill_per_step) + self._predictor.remaining(request)
+        return reserved.request.num_passed < self._max_passes and steps <= reserved.steps
 
-    def goes(self, request: Request) -> None:
-        """A request that still waits is admitted: book whom it passes. Tenants do not learn each other's ids."""
+    def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
+        """Reserve a start for a request that lacks blocks, when enough of the running requests are predicted to end.
+
+        A reservation for a request ahead of it stays.
+        """
+        if self._reservation is not None and request.rank > self._reservation.request.rank:
+            return
+        steps = 0
+        for remaining, blocks in sorted((self._predictor.remaining(r), r.table.num_blocks) for r in running):
+            steps = remaining
+            missing_blocks -= blocks
+            if missing_blocks <= 0:
+                break
+        self._reservation = Reservation(request, steps)
+
+    def admitted(self, request: Request) -> None:
+        """Count the request that this admission passes. Call it while the admitted request still waits."""
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1
+            # A tenant must not learn the request ids of another.
             by = request.request_id if request.cache_salt == first.cache_salt else "a request with another cache_salt"
             self._ledger.note(first.request_id, "passed", by=by, by_priority=request.priority, times=first.num_passed)
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """The request waits no longer."""
+        """Drop the reservation of a request that no longer waits."""
         if self._reservation is not None and self._reservation.request is request:
             self._reservation = None

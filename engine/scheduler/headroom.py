@@ -1,4 +1,4 @@
-"""The loop against thrash: preemptions make admission more careful, quiet makes it bolder again."""
+"""Headroom control: keeps more blocks free when requests are preempted often, and fewer again when they are not."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ from llmsched.engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-#: Admissions over which the preemption rate is taken.
+#: Number of admissions over which the preemption rate is taken.
 WINDOW = 64
 #: Above the first rate the headroom grows, below the second it decays; between them it stays (hysteresis).
 THRASH_RATE = 0.05
 QUIET_RATE = 0.01
 GROWTH = 1.3
 DECAY = 0.95
-#: A headroom so little above the least one is that: it would decay, and tell of it, for ever.
-NEXT_TO_NOTHING = 1e-3
-#: The concurrency cap shrinks and recovers by these factors.
+#: A headroom this close to the least one is set to it, so that decay (which is logged) comes to an end.
+NEGLIGIBLE = 1e-3
+#: Factors by which the concurrency cap shrinks and recovers.
 CAP_SHRINK = 0.85
 CAP_GROWTH = 1.1
 
 
 class HeadroomControl:
-    """`headroom` is the share of blocks that admission keeps free, `max_running` the concurrency cap.
+    """Adapts `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
 
-    Once per half window of admissions the preemptions in the window are looked at; every change is logged, and told to
-    the caller, who counts them.
+    The preemption rate is checked once per half window of admissions. Every change is logged and reported to the
+    caller, who counts it.
     """
 
-    def __init__(self, config: EngineConfig, slots: int) -> None:
+    def __init__(self, config: EngineConfig, max_running: int) -> None:
         self.headroom = config.headroom
-        self.max_running = slots
-        self._slots = slots
+        self.max_running = self._most_running = max_running
         self._least = config.headroom
         self._most = config.max_headroom
         self._preemptions: deque[int] = deque([0], maxlen=WINDOW)
         self._since_change = 0
 
     def admitted(self) -> bool:
-        """A request was admitted; looks at the window now and then. True if that changed anything."""
+        """Count an admission. Return whether that changed headroom or cap."""
         self._preemptions.append(0)
         self._since_change += 1
         return self._since_change >= WINDOW // 2 and self._adjust()
 
     def preempted(self, num_running: int) -> bool:
-        """A request was preempted with `num_running` left. True if that changed anything."""
+        """Count a preemption that left `num_running` requests. Return whether that changed headroom or cap."""
         self._preemptions[-1] += 1
         thrashing = sum(self._preemptions) > THRASH_RATE * WINDOW and self._since_change >= WINDOW // 8
         return thrashing and self._tighten(num_running)
@@ -54,11 +53,11 @@ class HeadroomControl:
     def _adjust(self) -> bool:
         self._since_change = 0
         rate = sum(self._preemptions) / len(self._preemptions)
-        if rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._slots):
+        if rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._most_running):
             return False
-        cap = min(self._slots, int(self.max_running * CAP_GROWTH) + 1)
+        cap = min(self._most_running, int(self.max_running * CAP_GROWTH) + 1)
         headroom = self.headroom * DECAY
-        return self._set(headroom if headroom > self._least + NEXT_TO_NOTHING else self._least, cap, rate)
+        return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap, rate)
 
     def _tighten(self, num_running: int) -> bool:
         self._since_change = 0

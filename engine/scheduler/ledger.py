@@ -1,4 +1,4 @@
-"""Why each request was delayed, cut, or thrown out: the decisions that cost it something, in order."""
+"""Decision ledger: why each request was delayed, preempted or ended. Also the scheduler's totals."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ MAX_ENTRIES = 256
 
 Detail = int | float | str
 
-#: Details that make a decision another one, not the same again.
-_TELLING = ("reason", "by")
+#: Details in which a decision must equal the last one to be merged with it.
+_MUST_MATCH = ("reason", "by")
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start, in tokens or events."""
+
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_headroom_changes: int = 0
 
 
 @dataclass(slots=True)
 class Entry:
-    """One decision. `time` and `until` are seconds of the engine's clock: the same decision, taken again and again, is
-    one entry with a `count`; one that took its time has a count of 1.
-    """
+    """Decision about a request, taken `count` times in a row, from `time` until `until` on the engine's clock."""
 
     time: float
     what: str
@@ -30,9 +41,9 @@ class Entry:
 
 
 class Ledger:
-    """Entries of all requests that live and of the latest that have ended, by request id.
+    """Entries by request id, of all live requests and of those that ended last.
 
-    Costs nothing for a step in which nothing is decided.
+    Steps in which nothing is decided cost nothing.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -41,18 +52,18 @@ class Ledger:
         self._ended: OrderedDict[str, list[Entry]] = OrderedDict()
 
     def begin(self, request_id: str, arrival_time: float, **details: Detail) -> None:
-        """Write down that a request was queued, which began when it arrived: a step may have been in between."""
+        """Note that a request was queued. It arrived at `arrival_time`; a step may have run since."""
         self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
-        """Write down a decision. One that repeats the last is merged with it and keeps the newest numbers.
+        """Note a decision. One that repeats the last is merged with it and keeps the newest numbers.
 
-        A request that has too many entries keeps its first ones and the last.
+        A request with MAX_ENTRIES entries keeps its first ones and the newest.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
         last = entries[-1] if entries else None
-        if last is not None and last.what == what and all(last.details.get(k) == details.get(k) for k in _TELLING):
+        if last is not None and last.what == what and all(last.details.get(k) == details.get(k) for k in _MUST_MATCH):
             last.details, last.until, last.count = details, now, last.count + 1
             return
         if len(entries) == MAX_ENTRIES:
@@ -60,11 +71,11 @@ class Ledger:
         entries.append(Entry(now, what, details, now))
 
     def end(self, request_id: str) -> None:
-        """Nothing more will be noted of this request: it may be forgotten when MAX_REQUESTS others have ended."""
+        """Mark the request as ended. Its entries are dropped after MAX_REQUESTS others have ended."""
         self._ended[request_id] = self._living.pop(request_id, [])
         if len(self._ended) > MAX_REQUESTS:
             self._ended.popitem(last=False)
 
     def entries(self, request_id: str) -> list[Entry]:
-        """What was noted for a request, oldest first; empty if it is unknown or long gone."""
+        """Return a request's entries, oldest first; an empty list if it is unknown or was dropped."""
         return self._living.get(request_id) or self._ended.get(request_id, [])

@@ -1,4 +1,4 @@
-"""The scheduler for each scheduling_policy. All share one interface, so that every claim can be measured in one run."""
+"""Schedulers for each scheduling_policy. All share one interface, so that one run can compare them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,66 @@ from dataclasses import replace
 
 from llmsched.engine.config import BASELINE, EngineConfig
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
-from llmsched.engine.scheduler.static import StaticScheduler
+from llmsched.engine.scheduler.step import StepBuilder
+from llmsched.engine.scheduler.waiting import WaitReason
 
 
 def make_scheduler(kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> Scheduler:
-    """The scheduler that `config.scheduling_policy` names.
+    """Return the scheduler that `config.scheduling_policy` names.
 
-    The baselines are the same scheduler without its cleverness: no headroom, prediction, fast lane, classes, cache
-    bonus or passing, which leaves first come, first served (fcfs), shortest first (sptf) or one at a time (serial).
+    The baselines are the same scheduler without headroom, prediction, fast lane, classes, cache bonus and backfill.
+    That leaves first come, first served (fcfs), shortest first (sptf) or one at a time (serial).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
     seqs = 1 if config.scheduling_policy == "serial" else config.max_num_seqs
     plain = replace(config, **BASELINE, max_num_seqs=seqs)
     return StaticScheduler(kv, plain, clock) if config.scheduling_policy == "static" else Scheduler(kv, plain, clock)
+
+
+class StaticScheduler(Scheduler):
+    """Static batching, the baseline: a batch runs until its longest request ends.
+
+    When a batch has ended, up to max_num_seqs requests form the next, each with KV reserved for max_model_len. Requests
+    that end early keep their places and blocks until the batch ends, as in a padded batch. This baseline is faster than
+    most real ones: prompts are not padded, and each token is emitted at once.
+    """
+
+    def _secure_memory(self) -> bool:
+        """Exchange blocks in layers with a window; all others were reserved. No request is ever preempted."""
+        for request in self.running:
+            self.kv.grow(request)
+        return False
+
+    def _wait_reason(self, step: StepBuilder) -> WaitReason:
+        """Return that requests wait for a place in the next batch, even if this one has places left."""
+        return WaitReason.MAX_RUNNING
+
+    def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
+        if not self.running:
+            behind = self._form_batch()
+        for request in behind:
+            step.give(request, step.left)
+
+    def _form_batch(self) -> list[Request]:
+        assert self.config.max_model_len is not None
+        reserved = self.kv.num_blocks_for(self.config.max_model_len)
+        size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
+        for request in list(self.waiting)[:size]:
+            self.admission.start(request, self.kv.find_prefix(request))
+        for request in self.running:
+            self.kv.reserve(request, self.config.max_model_len)
+        return list(self.running)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request. Its blocks stay reserved while other requests of the batch run.
+
+        A failed request frees its blocks at once: mid-step its window groups may exceed the reservation.
+        """
+        if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
+            self.kv.static_batch.add(request)
+        super().finish(request, reason)
+        if not self.running:
+            self.kv.static_batch.release()

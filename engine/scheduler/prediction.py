@@ -1,4 +1,4 @@
-"""How long outputs will be: learned from those that ended."""
+"""Prediction of output lengths, learned from outputs that have ended."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import numpy.typing as npt
 from llmsched.engine.config import Prediction
 from llmsched.engine.request import FinishReason, Request
 
-#: Ended outputs that are remembered per priority, and how many there must be before they are trusted.
+#: Ended outputs that are remembered per priority, and the number needed before they are trusted.
 WINDOW = 512
 MIN_SAMPLES = 16
-#: Outputs are taken to be as long as this share of those that got as far.
+#: Quantile of the longer outputs that is taken as the prediction.
 QUANTILE = 0.65
 
 _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """What is known of n requests: their tokens now, how many of these are generated (`done`), and max_tokens
-    (`limit`), int64 [n] each; and what was `learned`: of which of them (bool [n]), and the sorted lengths of ended
-    outputs like theirs.
+    """Lengths of n requests: their tokens now, how many of these are generated (`done`), and max_tokens (`limit`), each
+    int64 [n]. `learned` has pairs: a mask (bool [n]) of requests, and the sorted lengths of ended outputs like theirs.
     """
 
     num_tokens: npt.NDArray[np.int64]
@@ -36,28 +35,28 @@ class Outlook(NamedTuple):
 
     @property
     def most(self) -> npt.NDArray[np.int64]:
-        """The most tokens [n] that each may generate still, at least 1."""
+        """Most tokens [n] that each request may still generate, at least 1."""
         most: npt.NDArray[np.int64] = np.maximum(1, self.limit - self.done)
         return most
 
     def survival(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Probability [n, len(steps)] that each still generates after so many more tokens.
+        """Return the probability [n, len(steps)] that each request still generates after so many more tokens.
 
-        From the samples: of those that got as far, the share that got further by that much.
+        It is estimated from the samples: of the outputs that got as far, the share that got that much further.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
-        for told, ordered in self.learned:
-            as_far = len(ordered) - np.searchsorted(ordered, self.done[told], side="right")
-            alive[told] *= (len(ordered) - np.searchsorted(ordered, length[told])) / as_far[:, None]
+        for mask, ordered in self.learned:
+            as_far = len(ordered) - np.searchsorted(ordered, self.done[mask], side="right")
+            alive[mask] *= (len(ordered) - np.searchsorted(ordered, length[mask])) / as_far[:, None]
         return np.minimum(alive, 1.0)
 
 
 class OutputPredictor:
     """Predicts the output length (tokens) of a request from the lengths of ended outputs of the same priority.
 
-    The prediction is the QUANTILE of those outputs that were longer than what the request has already, never more than
-    its max_tokens; with too few samples, or where end-of-sequence is ignored, it is max_tokens.
+    The prediction is the QUANTILE of those outputs that were longer than what the request has generated already, at
+    most its max_tokens. With too few samples, or if the request ignores end-of-sequence, it is max_tokens.
     """
 
     def __init__(self, method: Prediction) -> None:
@@ -66,7 +65,7 @@ class OutputPredictor:
         self._sorted: dict[int, list[int]] = {}
 
     def learn(self, request: Request) -> None:
-        """Remember the output of a request that has ended; one that was cut short says nothing."""
+        """Remember the output length of a request that has ended. Aborted and failed requests are ignored."""
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return
@@ -78,7 +77,7 @@ class OutputPredictor:
             del ordered[bisect.bisect_left(ordered, recent.popleft())]
 
     def remaining(self, request: Request) -> int:
-        """Tokens that the request is expected to generate still, at least 1."""
+        """Return how many more tokens the request is expected to generate, at least 1."""
         limit = request.sampling.max_tokens
         done = request.num_output_tokens
         if (ordered := self._samples(request)) is not None:
@@ -87,7 +86,7 @@ class OutputPredictor:
         return max(1, limit - done)
 
     def outlook(self, requests: Sequence[Request]) -> Outlook:
-        """What is known of the lengths of all these together."""
+        """Return what is known of the lengths of all these requests."""
         num_tokens = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
         done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
@@ -95,13 +94,13 @@ class OutputPredictor:
         for priority, ordered in self._sorted.items():
             if self._method == "learned" and len(ordered) >= MIN_SAMPLES:
                 alike = (request.priority == priority and not request.sampling.ignore_eos for request in requests)
-                told = np.fromiter(alike, np.bool_, len(requests)) & (done < ordered[-1])
-                if told.any():
-                    learned.append((told, np.array(ordered)))
+                mask = np.fromiter(alike, np.bool_, len(requests)) & (done < ordered[-1])
+                if mask.any():
+                    learned.append((mask, np.array(ordered)))
         return Outlook(num_tokens, done, limit, learned)
 
     def _samples(self, request: Request) -> list[int] | None:
-        """Sorted lengths of comparable outputs, some of them longer than the request's; None if it is all guesswork."""
+        """Return the sorted lengths of outputs of the same priority, or None if no prediction can be made from them."""
         if self._method != "learned" or request.sampling.ignore_eos:
             return None
         ordered = self._sorted.get(request.priority, [])

@@ -1,4 +1,4 @@
-"""Whom to preempt when memory runs out, and whether its KV is thrown away or copied to host memory."""
+"""Preemption: which running request gives up its blocks, and whether its KV is discarded or swapped to host memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,87 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Detail
-from llmsched.engine.scheduler.rates import Rates
 
-#: A request that was preempted this often is left alone as long as there is another.
+#: A request that was preempted this often is not preempted again while there are others to choose from.
 SAFE_AFTER = 2
+#: Prefill rate (tokens/s) assumed until prefills have been measured. Hardly ever used: a victim has been prefilled.
+ASSUMED_PREFILL_RATE = 10_000.0
+#: Copy rate (bytes/s) assumed until copies have been measured: that of PCIe 4 x16. Rather too high than too low, since
+#: copies that are never made are never measured.
+ASSUMED_COPY_RATE = 20e9
+#: Number of later measurements after which one counts half.
+HALF_LIFE = 64
+#: How far each decision against a copy moves its measured cost back to the assumed one, so that copies are tried again
+#: later: the machine may have been busy when they were measured.
+FADING = 0.02
+
+
+class _Mean:
+    """Seconds per unit over the measurements so far; newer ones count more."""
+
+    def __init__(self, assumed: float) -> None:
+        self._seconds = self._units = 0.0
+        self._assumed = assumed
+
+    def add(self, seconds: float, units: int) -> None:
+        forget = 0.5 ** (1 / HALF_LIFE)
+        self._seconds = self._seconds * forget + seconds
+        self._units = self._units * forget + units
+
+    def fade(self) -> None:
+        """Move the mean towards the assumed cost."""
+        self._seconds += FADING * (self._assumed * self._units - self._seconds)
+
+    @property
+    def per_unit(self) -> float:
+        return self._seconds / self._units if self._units else self._assumed
+
+
+class MeasuredCosts:
+    """Seconds per prefill token and per block copied from or to host memory, measured while serving.
+
+    A prefill token costs the time by which steps with prefills exceed steps of decodes alone, because decodes go on
+    beside a recomputation anyway.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._prefill = _Mean(1 / ASSUMED_PREFILL_RATE)
+        self._copy = _Mean(block_bytes / ASSUMED_COPY_RATE)
+        self._decode = _Mean(0.0)
+
+    @property
+    def per_prefill_token(self) -> float:
+        return self._prefill.per_unit
+
+    @property
+    def per_block(self) -> float:
+        return self._copy.per_unit
+
+    def not_copied(self) -> None:
+        """Record that copying was rejected because of its cost."""
+        self._copy.fade()
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in the measured times of a step."""
+        if result.swap_elapsed > 0:
+            self._copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
+        computing = result.elapsed - result.swap_elapsed
+        num_prefill_tokens = plan.num_tokens - len(plan.rows)
+        if num_prefill_tokens == 0:
+            self._decode.add(computing, 1)
+        else:
+            self._prefill.add(max(0.0, computing - self._decode.per_unit), num_prefill_tokens)
 
 
 class Loss(NamedTuple):
-    """What it costs to preempt a request now: `seconds` to compute `num_tokens` tokens again or, with `swap`, to copy
-    `num_blocks` blocks to host memory and back.
+    """Cost of preempting a request now.
+
+    `seconds` are the time to compute `num_tokens` tokens again or, with `swap`, to copy `num_blocks` blocks to host
+    memory and back.
     """
 
     swap: bool
@@ -26,7 +95,7 @@ class Loss(NamedTuple):
     num_blocks: int
 
     def details(self) -> dict[str, Detail]:
-        """For the ledger."""
+        """Return the details for the ledger."""
         cost_ms = round(1e3 * self.seconds, 3)
         if self.swap:
             return {"how": "swap", "swapped_blocks": self.num_blocks, "cost_ms": cost_ms}
@@ -34,48 +103,50 @@ class Loss(NamedTuple):
 
 
 class Preemption:
-    """Chooses victims, and how they lose their memory: as `preemption_mode` says, by swap as long as there is room.
+    """Chooses victims, and by `preemption_mode` whether their KV is swapped or recomputed later.
 
-    auto takes what is predicted to cost less time: computing again those tokens that the prefix cache will not hold, at
-    the measured rate of prefills, or copying blocks both ways at the measured rate of copies (see Rates for what is
-    assumed before anything was measured).
+    Mode auto takes what is predicted to cost less time: computing again those tokens that the prefix cache will not
+    keep, or copying the blocks both ways. Swap needs free host blocks; without them every mode recomputes.
+
+    Priority classes decide who is preempted only if priority_step gives a priority level any worth.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:
-        self.rates = Rates(kv.swap.block_bytes)
+        self.costs = MeasuredCosts(kv.swap.block_bytes)
         self._kv = kv
         self._mode = config.preemption_mode
         self._has_classes = config.priority_step > 0
 
     def loss(self, request: Request, demand: int | None = None) -> Loss:
-        """What preempting the request costs. `demand` are the blocks that are wanted of it; None: all, and more.
+        """Return the cost of preempting the request.
 
-        More is the rule: memory ran out, and those that go on keep growing.
+        `demand` is the number of blocks that will be taken from the pool. None: assume every available block will be
+        needed, because running requests keep growing.
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
-        recompute = Loss(False, num_tokens * self.rates.per_prefill_token, num_tokens, 0)
+        recompute = Loss(False, num_tokens * self.costs.per_prefill_token, num_tokens, 0)
         if self._mode == "recompute":
             return recompute
         num_blocks = self._kv.num_swapped(request)
-        swap = Loss(True, 2 * num_blocks * self.rates.per_block, num_tokens, num_blocks)
+        swap = Loss(True, 2 * num_blocks * self.costs.per_block, num_tokens, num_blocks)
         if not 0 < num_blocks <= self._kv.swap.num_free:
             return recompute
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None) -> Loss:
-        """How a request that is preempted loses its memory; see `loss`."""
+        """Return how the request that is preempted now loses its KV; see `loss`."""
         loss = self.loss(request, demand)
         if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
-            self.rates.not_copied()
+            self.costs.not_copied()
         return loss
 
     def choose_victim(self, running: Sequence[Request]) -> Request:
-        """The running request (of at least two) that gives its blocks back.
+        """Return which of at least two running requests gives up its blocks when memory runs out.
 
-        Lowest class first, if classes are worth anything; then the one whose loss is cheapest; then the last in the
-        queue. Requests preempted SAFE_AFTER times are safe while there are others, and the first of all by rank always:
-        it makes progress in every step, so everybody's turn comes.
+        The lowest class comes first, then the cheapest loss, then the last in the queue. A request that was preempted
+        SAFE_AFTER times is chosen only if all others were too. The first by rank is never chosen, so it makes progress
+        in every step and each request's turn comes.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -86,6 +157,19 @@ class Preemption:
             lowest = max(request.priority for request in unsafe)
             unsafe = [request for request in unsafe if request.priority == lowest]
         return max(unsafe, key=self._cheapness)
+
+    def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
+        """Return the running request that gives its place to one of a higher class, or None if all keep theirs.
+
+        The victim is of the lowest class that runs, ranks behind `waiting`, and was preempted less than SAFE_AFTER
+        times.
+        """
+        if not self._has_classes:
+            return None
+        lowest = max(running, key=lambda r: (r.priority, r.rank, r.request_id))
+        if lowest.priority <= waiting.priority or lowest.rank <= waiting.rank or lowest.num_preemptions >= SAFE_AFTER:
+            return None
+        return lowest
 
     def _cheapness(self, request: Request) -> tuple[float, int, float, str]:
         loss = self.loss(request)

@@ -1,17 +1,68 @@
-"""One step being put together: who gets how many tokens."""
+"""One step: how many tokens it may compute, and which requests get them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 
-from llmsched.engine.executor.base import ScheduledRow
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.executor.base import ScheduledRow, StepPlan
+from llmsched.engine.executor.cost import StepTimeModel, shape_of
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
 
+logger = logging.getLogger(__name__)
 
-class Step:
-    """Tokens given out so far, `left` of the token budget."""
+#: Prefill tokens that every step may compute, so that prefills go on when decodes alone miss the target.
+LEAST_PREFILL = 16
+#: Consecutive steps in which decodes alone are predicted to miss the target before a warning is logged, once.
+WARN_AFTER = 32
+
+
+class Pacer:
+    """Sizes the token budget of each step to meet target_itl, by a step-time model fitted to the steps so far.
+
+    The budget is max_num_batched_tokens if there is no target, if no request decodes, or while the model is not
+    trusted. `step_budget` is the budget of the latest step.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.model = StepTimeModel()
+        self.step_budget = self._most = config.max_num_batched_tokens or 0
+        self._target = config.target_itl
+        self._misses = 0
+
+    def next_budget(self, running: Sequence[Request], num_decodes: int) -> int:
+        """Return the budget of the next step, in which `num_decodes` of the running requests decode."""
+        self.step_budget = self._budget(running, num_decodes)
+        return self.step_budget
+
+    def _budget(self, running: Sequence[Request], num_decodes: int) -> int:
+        if self._target is None or num_decodes == 0 or not self.model.trusted:
+            return self._most
+        kv_tokens = sum(request.num_tokens for request in running)
+        prefill = self.model.prefill_tokens_within(self._target, num_decodes, kv_tokens)
+        if self._misses < WARN_AFTER:
+            self._misses = 0 if prefill else self._misses + 1
+            if self._misses == WARN_AFTER:
+                logger.warning(
+                    "target_itl %.3g ms is missed by decodes alone (%d of them): prefills get %d tokens a step, so "
+                    "first tokens come late; raise target_itl or lower max_num_seqs",
+                    1e3 * self._target,
+                    num_decodes,
+                    LEAST_PREFILL,
+                )
+        return min(self._most, num_decodes + max(LEAST_PREFILL, prefill))
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Fit the model to a step that has been computed."""
+        if self._target is not None:
+            self.model.learn(shape_of(plan), seconds)
+
+
+class StepBuilder:
+    """Shares out the token budget of one step; `left` of it is not given yet."""
 
     def __init__(self, token_budget: int, kv: KVManager, ledger: Ledger) -> None:
         self.left = token_budget
@@ -21,9 +72,9 @@ class Step:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Let the request compute as much of what it is behind as `limit` and the budget allow; returns how much.
+        """Let the request compute as many of its missing tokens as `limit` and the budget allow. Return how many.
 
-        In layers with a window memory may allow less (see KVManager.reach).
+        In layers with a window memory may allow fewer (see KVManager.reach).
         """
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
@@ -38,12 +89,12 @@ class Step:
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """Give one token to each of these, which are one behind; nothing has been given yet."""
+        """Give one token to each of these requests, which miss exactly one. Call it before `give`."""
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
-        """The step as it is to be computed; what is no decode is written down."""
+        """Return the rows to compute, and note in the ledger those that are no decodes."""
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)

@@ -1,19 +1,21 @@
-"""The waiting queue: in which order requests are offered a place."""
+"""Waiting queue: in which order requests are offered a place, and what they wait for."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from operator import attrgetter
+from typing import NamedTuple
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.request import Request
 
-#: Of each round of admissions this share goes by waiting time alone, whatever ranks say (70/30 quota).
+#: Share of admissions that go by arrival time alone, whatever the ranks are (70/30 quota).
 ARRIVAL_QUOTA = 0.3
-#: Requests at the front of the queue among which a prefix hit may change the order.
+#: Requests at the front of the queue whose order a prefix hit may change.
 BONUS_WINDOW = 8
-#: The smallest difference of ranks that is made on purpose (seconds).
+#: Difference of ranks (seconds) that puts one request just before another.
 RANK_STEP = 1e-6
 
 _BY_RANK = attrgetter("rank", "request_id")
@@ -21,10 +23,10 @@ _BY_ARRIVAL = attrgetter("arrival_time", "request_id")
 
 
 def initial_rank(request: Request, config: EngineConfig) -> float:
-    """Place in the queue: the arrival time, moved by what the priority is worth in waiting (a lower number is earlier).
+    """Return the request's place in the queue (lower is earlier): its arrival time plus priority x priority_step.
 
-    Ageing is linear in waiting time, so the order of two requests never changes while they wait: a sorted list does,
-    and a request is passed only by those that arrive within (levels between them) x priority_step after it.
+    Ageing is linear in waiting time, so the order of two waiting requests never changes and a sorted list suffices. A
+    request is passed only by those that arrive within (levels between them) x priority_step after it.
     """
     if config.scheduling_policy == "sptf":
         return float(request.num_prompt_tokens + request.sampling.max_tokens)
@@ -32,22 +34,92 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
 
 
 def is_short(request: Request, num_cached_tokens: int, config: EngineConfig) -> bool:
-    """Whether the fast lane is for this request: little to compute before its first token, and soon gone."""
+    """Return whether the fast lane is for this request: it has a short uncached prompt and a small max_tokens."""
     uncached = request.num_tokens - num_cached_tokens
     return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
 
-class WaitingQueue:
-    """Waiting requests, sorted by rank, by arrival, and the short ones by rank once more. All operations but iteration
-    cost a binary search, however many wait.
+class WaitReason(StrEnum):
+    """What keeps the first waiting request from being admitted: the limit of running requests, blocks, the step's token
+    budget, or a prefix that running requests are computing for it.
     """
 
+    MAX_RUNNING = "slot"
+    MEMORY = "memory"
+    STEP = "step"
+    PREFIX = "prefix"
+
+
+class WaitingTimes:
+    """Seconds that the queue has waited for each reason, in total and since each waiting request was added.
+
+    The reason is set after each step and holds until the next. The cost per step does not depend on the queue's length.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(WaitReason, 0.0)
+        self._reason: WaitReason | None = None
+        self._since = 0.0
+        self._at_start: dict[Request, dict[WaitReason, float]] = {}
+
+    def now_waiting_for(self, reason: WaitReason | None) -> None:
+        """Set what the queue waits for from now on; None if no request waits."""
+        self._count()
+        self._reason = reason
+
+    def begin(self, request: Request) -> None:
+        self._count()
+        self._at_start[request] = self._seconds.copy()
+
+    def end(self, request: Request) -> dict[WaitReason, float]:
+        """Forget the request and return how many seconds it waited for each reason, leaving out less than 1 ms."""
+        self._count()
+        at_start = self._at_start.pop(request, self._seconds)
+        waited = {reason: seconds - at_start[reason] for reason, seconds in self._seconds.items()}
+        return {reason: seconds for reason, seconds in waited.items() if seconds >= 1e-3}
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._reason is not None:
+            self._seconds[self._reason] += now - self._since
+        self._since = now
+
+
+class Offer(NamedTuple):
+    """A waiting request whose turn it is, and whether the arrival quota gave it the turn."""
+
+    request: Request
+    by_arrival: bool
+
+
+class ArrivalQuota:
+    """Decides which places go to the request that has waited longest. Only places that are taken count."""
+
     def __init__(self) -> None:
+        self._credit = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return self._credit >= 1.0
+
+    def count(self, offer: Offer) -> None:
+        """Count an offer that was taken: one by arrival spends the credit that those by rank build up."""
+        self._credit += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
+
+
+class WaitingQueue:
+    """Waiting requests sorted by rank and by arrival; the short ones by rank once more.
+
+    All operations but iteration cost a binary search, however many requests wait.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.times = WaitingTimes(clock)
+        self.quota = ArrivalQuota()
         self._by_rank: list[Request] = []
         self._by_arrival: list[Request] = []
         self._short: list[Request] = []
-        self._quota = 0.0
-        self._by_turn: Request | None = None
 
     def __len__(self) -> int:
         return len(self._by_rank)
@@ -61,7 +133,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request:
-        """The first by rank; there must be one."""
+        """First request by rank. The queue must not be empty."""
         return self._by_rank[0]
 
     @property
@@ -73,26 +145,31 @@ class WaitingQueue:
         bisect.insort(self._by_arrival, request, key=_BY_ARRIVAL)
         if short:
             bisect.insort(self._short, request, key=_BY_RANK)
+        self.times.begin(request)
 
-    def move_to_head_of_class(self, request: Request) -> None:
-        """Give a request that is to be added the rank before all that wait with its priority."""
+    def add_at_head_of_class(self, request: Request, *, short: bool) -> None:
+        """Add a request before all that wait with its priority."""
         first = next((other.rank for other in self._by_rank if other.priority == request.priority), request.rank)
         request.rank = min(request.rank, first - RANK_STEP)
+        self.add(request, short=short)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Request) -> dict[WaitReason, float]:
+        """Remove the request and return how many seconds it waited for each reason."""
         _remove(self._by_rank, request, _BY_RANK)
         _remove(self._by_arrival, request, _BY_ARRIVAL)
         _remove(self._short, request, _BY_RANK)
+        return self.times.end(request)
 
     def short_ones(self, count: int) -> list[Request]:
-        """The first `count` requests of the fast lane."""
+        """Return the first `count` requests of the fast lane."""
         return self._short[:count]
 
-    def in_order(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Request]:
-        """The first `count` requests to offer a place to; take out and count those that are admitted as they come.
+    def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
+        """Yield the first `count` requests, each once, in the order in which they may take a place.
 
-        Mostly by rank, where `bonus` (at most `max_bonus`) moves requests of the front window forward; ARRIVAL_QUOTA of
-        the places that are taken goes to the one that has waited longest (see `count_admission`).
+        The order is by rank, where `bonus` (at most `max_bonus`) moves requests of the front window forward. Whenever
+        `quota` is due, the request that has waited longest comes next: pass each offer that was taken to
+        `quota.count`. The order is fixed by a copy of the queue, which may change meanwhile.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
@@ -102,22 +179,14 @@ class WaitingQueue:
         oldest = iter(self._by_arrival[:count])
         offered: set[Request] = set()
         for request in ranked:
-            if self._quota >= 1.0:
-                self._by_turn = next((r for r in oldest if r not in offered), None)
-                if self._by_turn is not None:
-                    offered.add(self._by_turn)
-                    yield self._by_turn
-                self._by_turn = None
+            if self.quota.is_due:
+                longest_waiting = next((r for r in oldest if r not in offered), None)
+                if longest_waiting is not None:
+                    offered.add(longest_waiting)
+                    yield Offer(longest_waiting, by_arrival=True)
             if request not in offered:
                 offered.add(request)
-                yield request
-
-    def count_admission(self, request: Request) -> None:
-        """A request of `in_order` took its place: the turn of waiting time alone comes nearer, or this was it."""
-        if request is self._by_turn:
-            self._quota -= 1.0
-        else:
-            self._quota += ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
+                yield Offer(request, by_arrival=False)
 
 
 def _remove(requests: list[Request], request: Request, key: Callable[[Request], tuple[float, str]]) -> None:

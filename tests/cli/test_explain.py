@@ -16,7 +16,7 @@ from scripted import ScriptedServer
 from llmsched.cli.explain import _WAITED_FOR, _WORDS, summary, told
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.core import Timeline
-from llmsched.engine.scheduler.waits import WaitFor
+from llmsched.engine.scheduler.waiting import WaitReason
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_what_a_request_waited_for_is_told() -> None:
     assert told({"what": "admitted", "count": 1, "details": details}) == (
         "waited 20.0 ms for a slot, 1.25 s for memory; 0 of 9 tokens were there, 1 running"
     )
-    assert set(_WAITED_FOR) == set(WaitFor)
+    assert set(_WAITED_FOR) == set(WaitReason)
 
 
 def test_what_only_windows_have_lost_has_no_age() -> None:

@@ -11,7 +11,7 @@ from llmsched.engine.scheduler.headroom import HeadroomControl
 
 
 def test_headroom_grows_under_thrash_and_decays_in_quiet() -> None:
-    control = HeadroomControl(EngineConfig(headroom=0.1, max_headroom=0.25), slots=32)
+    control = HeadroomControl(EngineConfig(headroom=0.1, max_headroom=0.25), max_running=32)
     changes = 0
     for i in range(200):
         changes += control.admitted()
@@ -30,7 +30,7 @@ def test_headroom_grows_under_thrash_and_decays_in_quiet() -> None:
 
 def test_every_change_of_the_headroom_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness(24, budget=256, max_num_seqs=8, headroom=0.0, output_prediction="none", fast_lane_share=0.0)
-    control, changes = harness.scheduler.door.control, 0
+    control, changes = harness.scheduler.admission.control, 0
     with caplog.at_level("INFO", logger="llmsched"):
         for i in range(200):  # first such that outgrow the pool, then such that do not
             harness.add(make_request(f"r{i:03}", tokens(20, seed=i), 90 if i < 30 else 2, arrival=float(i)))
@@ -44,14 +44,14 @@ def test_every_change_of_the_headroom_is_logged_and_counted(caplog: pytest.LogCa
 
 
 def test_one_burst_of_preemptions_is_answered_once() -> None:
-    control = HeadroomControl(EngineConfig(headroom=0.1), slots=32)
+    control = HeadroomControl(EngineConfig(headroom=0.1), max_running=32)
     for _ in range(10):
         control.admitted()
     assert sum(control.preempted(num_running=30 - i) for i in range(20)) == 1
 
 
 def test_headroom_that_has_decayed_to_nothing_stays_there() -> None:
-    control = HeadroomControl(EngineConfig(headroom=0.0), slots=32)
+    control = HeadroomControl(EngineConfig(headroom=0.0), max_running=32)
     for _ in range(10):
         control.admitted()
         control.preempted(num_running=20)
@@ -63,7 +63,7 @@ def test_headroom_that_has_decayed_to_nothing_stays_there() -> None:
 
 
 def test_headroom_stays_between_the_two_rates() -> None:
-    control = HeadroomControl(EngineConfig(headroom=0.1), slots=32)
+    control = HeadroomControl(EngineConfig(headroom=0.1), max_running=32)
     for i in range(640):
         assert not control.admitted()
         assert i % 32 or not control.preempted(num_running=20)

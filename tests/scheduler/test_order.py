@@ -13,7 +13,7 @@ CONFIG = EngineConfig()
 
 
 def queue(*requests: Request) -> WaitingQueue:
-    waiting = WaitingQueue()
+    waiting = WaitingQueue(lambda: 0.0)
     for request in requests:
         request.rank = initial_rank(request, CONFIG)
         waiting.add(request, short=False)
@@ -21,7 +21,7 @@ def queue(*requests: Request) -> WaitingQueue:
 
 
 def names(waiting: WaitingQueue, count: int = 99) -> list[str]:
-    return [request.request_id for request in waiting.in_order(count, lambda _: 0.0, 0.0)]
+    return [offer.request.request_id for offer in waiting.offers(count, lambda _: 0.0, 0.0)]
 
 
 def test_a_priority_level_is_worth_its_waiting_and_no_more() -> None:
@@ -38,10 +38,10 @@ def test_a_part_of_the_places_goes_by_waiting_time_alone() -> None:
     waiting = queue(cold, *(make_request(f"hot{i:02}", [1], arrival=1 + i / 10) for i in range(20)))
     taken = []
     while cold.request_id not in taken:
-        first = next(waiting.in_order(1, lambda _: 0.0, 0.0))
-        waiting.remove(first)
-        waiting.count_admission(first)
-        taken.append(first.request_id)
+        first = next(waiting.offers(1, lambda _: 0.0, 0.0))
+        waiting.remove(first.request)
+        waiting.quota.count(first)
+        taken.append(first.request.request_id)
     assert len(taken) <= 4
 
 
@@ -50,10 +50,10 @@ def test_a_round_that_admits_many_gives_its_share_to_the_longest_waiting() -> No
     hot = [make_request(f"hot{i:02}", [1], arrival=1 + i / 10) for i in range(30)]
     waiting = queue(*cold, *hot)
     taken = []
-    for request in waiting.in_order(20, lambda _: 0.0, 0.0):
-        waiting.remove(request)
-        waiting.count_admission(request)
-        taken.append(request.request_id)
+    for offer in waiting.offers(20, lambda _: 0.0, 0.0):
+        waiting.remove(offer.request)
+        waiting.quota.count(offer)
+        taken.append(offer.request.request_id)
         if len(taken) == 20:
             break
     assert sum(name.startswith("cold") for name in taken) == 6
@@ -63,17 +63,17 @@ def test_a_turn_that_is_not_taken_is_not_spent() -> None:
     hot = [make_request(f"hot{i}", [1], arrival=1.0) for i in range(5)]
     waiting = queue(make_request("cold", [1], priority=5), *hot)
     for _ in range(3):
-        first = next(waiting.in_order(1, lambda _: 0.0, 0.0))
-        waiting.remove(first)
-        waiting.count_admission(first)
+        first = next(waiting.offers(1, lambda _: 0.0, 0.0))
+        waiting.remove(first.request)
+        waiting.quota.count(first)
     assert names(waiting)[0] == "cold"
     assert names(waiting)[0] == "cold"
 
 
 def test_cache_bonus_moves_only_those_that_are_near() -> None:
     waiting = queue(*(make_request(f"r{i}", [1], arrival=float(i)) for i in range(6)))
-    order = [r.request_id for r in waiting.in_order(9, lambda r: 2.5 if r.request_id in ("r2", "r5") else 0.0, 2.5)]
-    assert order == ["r2", "r0", "r1", "r3", "r4", "r5"]
+    offers = waiting.offers(9, lambda r: 2.5 if r.request_id in ("r2", "r5") else 0.0, 2.5)
+    assert [offer.request.request_id for offer in offers] == ["r2", "r0", "r1", "r3", "r4", "r5"]
 
 
 @pytest.mark.parametrize(("cached", "goes_first"), [(496, False), (512, True)])
@@ -92,8 +92,7 @@ def test_preempted_requests_come_before_their_class() -> None:
     waiting = queue(*(make_request(f"r{i}", [1], arrival=float(i)) for i in range(3)))
     victim = make_request("victim", [1], arrival=9)
     victim.rank = 9.0
-    waiting.move_to_head_of_class(victim)
-    waiting.add(victim, short=False)
+    waiting.add_at_head_of_class(victim, short=False)
     assert names(waiting)[0] == "victim"
 
 

@@ -17,9 +17,9 @@ from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
-from llmsched.engine.scheduler.pacing import LEAST_PREFILL, TOLD_AFTER, Pacer
-from llmsched.engine.scheduler.peak_memory import expected_peak, future_peak, saturating_peak
+from llmsched.engine.scheduler.peak_forecast import expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.prediction import MIN_SAMPLES, WINDOW, OutputPredictor
+from llmsched.engine.scheduler.step import LEAST_PREFILL, WARN_AFTER, Pacer
 
 
 class Growth(NamedTuple):
@@ -228,29 +228,29 @@ def test_step_time_model_finds_the_coefficients() -> None:
 
 def test_pacer_sizes_steps_only_with_a_target_a_model_and_decodes() -> None:
     request = make_request("r", [1] * 100)
-    pacer = Pacer(EngineConfig(target_itl=0.010))
-    assert pacer.token_budget(2048, [request], 1) == 2048, "not trusted yet"
+    pacer = Pacer(EngineConfig(max_num_batched_tokens=2048, target_itl=0.010))
+    assert pacer.next_budget([request], 1) == 2048, "not trusted yet"
     for i in range(MIN_STEPS * 2):
         pacer.model.learn(StepShape(i * 13 % 300, 1, 100), 0.004 + 20e-6 * (i * 13 % 300))
-    assert pacer.token_budget(2048, [request], 1) == pytest.approx(300, abs=10)
-    assert pacer.token_budget(2048, [request], 0) == 2048, "nobody waits for a next token"
-    assert Pacer(EngineConfig()).token_budget(2048, [request], 1) == 2048
-    tight = Pacer(EngineConfig(target_itl=0.001))
+    assert pacer.next_budget([request], 1) == pytest.approx(300, abs=10)
+    assert pacer.next_budget([request], 0) == 2048, "nobody waits for a next token"
+    assert Pacer(EngineConfig(max_num_batched_tokens=2048)).next_budget([request], 1) == 2048
+    tight = Pacer(EngineConfig(max_num_batched_tokens=2048, target_itl=0.001))
     tight.model = pacer.model
-    assert tight.token_budget(2048, [request], 1) == tight.latest == 1 + LEAST_PREFILL
+    assert tight.next_budget([request], 1) == tight.step_budget == 1 + LEAST_PREFILL
 
 
 def test_a_target_that_decodes_alone_miss_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    request, pacer = make_request("r", [1] * 100), Pacer(EngineConfig(target_itl=0.006))
+    request, pacer = make_request("r", [1] * 100), Pacer(EngineConfig(max_num_batched_tokens=2048, target_itl=0.006))
     for i in range(MIN_STEPS * 2):
         pacer.model.learn(StepShape(i * 13 % 300, 1 + i % 8, 100), 0.004 + 20e-6 * (i * 13 % 300) + 1e-3 * (1 + i % 8))
-    for _ in range(4 * TOLD_AFTER):
-        pacer.token_budget(2048, [request], 1)
+    for _ in range(4 * WARN_AFTER):
+        pacer.next_budget([request], 1)
     assert not caplog.records
-    for steps in (TOLD_AFTER - 1, 1, TOLD_AFTER, TOLD_AFTER):
+    for steps in (WARN_AFTER - 1, 1, WARN_AFTER, WARN_AFTER):
         for _ in range(steps):
-            pacer.token_budget(2048, [request], 8)
-        pacer.token_budget(2048, [request], 1)
+            pacer.next_budget([request], 8)
+        pacer.next_budget([request], 1)
     (record,) = caplog.records
     assert "target_itl 6 ms is missed by decodes alone (8 of them)" in record.getMessage()
 

@@ -13,7 +13,7 @@ from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, Ste
 from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.ledger import Entry
-from llmsched.engine.scheduler.rates import ASSUMED_COPY_RATE, ASSUMED_PREFILL_RATE, Rates
+from llmsched.engine.scheduler.preemption import ASSUMED_COPY_RATE, ASSUMED_PREFILL_RATE, MeasuredCosts
 
 
 def crowded(swap_slots: int = 20, **knobs: Any) -> tuple[Harness, list[Request]]:
@@ -69,9 +69,9 @@ def test_without_room_a_victim_is_recomputed() -> None:
 def test_auto_takes_what_costs_less(seconds: float, swaps: int) -> None:
     """A step of a prefill takes a second as others do, so what it adds is what was measured before any decode."""
     harness, pair = crowded()
-    harness.scheduler.preemption.rates.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, seconds))
+    harness.scheduler.preemption.costs.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, seconds))
     for _ in range(20):
-        harness.scheduler.preemption.rates.learn(plan_of(100), StepResult([], 3.0))
+        harness.scheduler.preemption.costs.learn(plan_of(100), StepResult([], 3.0))
     harness.run()
     assert_right(*pair)
     assert harness.scheduler.counters.num_swapped_out == swaps
@@ -85,7 +85,7 @@ def test_the_ledger_has_reason_and_cost() -> None:
     assert details["reason"] == "memory"
     assert (details["how"], details["swapped_blocks"]) == ("swap", 5)
     assert details["cost_ms"] == pytest.approx(1e3 * 2 * 5 * BLOCK_BYTES / ASSUMED_COPY_RATE, abs=1e-3)
-    assert harness.scheduler.preemption.rates.per_block == pytest.approx(0.001)
+    assert harness.scheduler.preemption.costs.per_block == pytest.approx(0.001)
     told = [entry.what for entry in harness.scheduler.ledger.entries(pair[1].request_id)]
     assert told == ["queued", "admitted", "computed", "preempted", "does not fit", "admitted", "computed", "finished"]
     back = [e for e in harness.scheduler.ledger.entries(pair[1].request_id) if e.what == "admitted"][1]
@@ -105,7 +105,7 @@ def test_aborting_a_swapped_request_frees_its_slots() -> None:
 
 def test_a_class_victim_whose_blocks_stay_in_the_cache_is_not_copied() -> None:
     harness = Harness(64, max_num_seqs=1, swap_slots=20)
-    harness.scheduler.preemption.rates.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, 1.0))
+    harness.scheduler.preemption.costs.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, 1.0))
     low = harness.add(make_request("low", tokens(32), 40, priority=1))
     for _ in range(3):
         harness.step()
@@ -163,7 +163,7 @@ def plan_of(num_tokens: int) -> StepPlan:
 
 
 def test_rates_are_what_was_measured() -> None:
-    rates = Rates(block_bytes=80_000)
+    rates = MeasuredCosts(block_bytes=80_000)
     assert rates.per_prefill_token == 1 / ASSUMED_PREFILL_RATE
     assert rates.per_block == 80_000 / ASSUMED_COPY_RATE
     for _ in range(50):
@@ -187,9 +187,9 @@ def test_copies_that_were_slow_once_are_tried_again_some_time() -> None:
     harness, pair = crowded()
     harness.step()
     preemption = harness.scheduler.preemption
-    preemption.rates.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, 1.0))
+    preemption.costs.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, 1.0))
     for _ in range(20):
-        preemption.rates.learn(plan_of(100), StepResult([], 3.0))
+        preemption.costs.learn(plan_of(100), StepResult([], 3.0))
     ways = [preemption.decide(pair[0], None).swap for _ in range(600)]
     assert not ways[0]
     assert ways[-1]

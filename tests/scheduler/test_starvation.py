@@ -1,4 +1,19 @@
-"""The bound that Scheduler states for those who wait, over random loads."""
+"""The starvation bound that Scheduler states, checked over random loads.
+
+Let S be the number of requests of a smaller rank that wait at some time while a request R waits. They were there when
+R came, or came less than (levels between their priorities) x priority_step after it, or were preempted and returned to
+the head of their class. All of them may be admitted before R.
+
+Of all other requests at most max_passes x (1 + S) are admitted before R, whatever lets them pass: the fast lane, the
+quota, a cache hit, or that they fit where R does not. Each counts against the first in the queue, which at most
+max_passes requests ever pass, and while R waits the first is R or one of S. When R is the first and its passes are used
+up, no other request is admitted, and R is admitted as soon as it fits: at the latest when all running requests have
+ended.
+
+In steps: each step computes at least one token of the requests that ran when R came, or of the S + max_passes x (1 + S)
+others. So R waits for no more steps than these have tokens (prompts and max_tokens together), plus the tokens that
+preemption makes them compute again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +65,7 @@ def run_load(seed: int, max_passes: int) -> Witness:
 
 
 @pytest.mark.parametrize("max_passes", [0, 1, 4])
-def test_nobody_is_passed_more_often_than_stated(max_passes: int) -> None:
+def test_no_request_is_passed_more_often_than_stated(max_passes: int) -> None:
     seen = [run_load(seed, max_passes) for seed in range(40)]
     assert max(witness.most_passes for witness in seen) == max_passes, "the bound of the first is reached"
     if max_passes:
@@ -65,8 +80,8 @@ def test_the_first_that_was_passed_often_enough_is_next() -> None:
     head = harness.add(make_request("head", tokens(500, seed=1), 4, arrival=1.0))
     others = [harness.add(make_request(f"r{i}", tokens(10, seed=i + 2), 3, arrival=2.0 + i)) for i in range(20)]
     order: list[str] = []
-    start = harness.scheduler.door.start
-    harness.scheduler.door.start = lambda r, hit: (order.append(r.request_id), start(r, hit))[1]  # type: ignore
+    start = harness.scheduler.admission.start
+    harness.scheduler.admission.start = lambda r, hit: (order.append(r.request_id), start(r, hit))[1]  # type: ignore
     harness.run()
     assert order[:3] == ["r0", "r1", "head"]
     assert running.num_preemptions == 0

@@ -1,4 +1,4 @@
-"""What a request is told that it waited for."""
+"""What the ledger says that a request waited for."""
 
 from __future__ import annotations
 
@@ -75,4 +75,18 @@ def test_those_that_end_while_they_wait_leave_nothing_behind() -> None:
     for request in requests[1:3]:
         harness.scheduler.finish(request, FinishReason.ABORT)
     harness.run()
-    assert not harness.scheduler.door.waits._before
+    assert not harness.scheduler.waiting.times._at_start
+
+
+def test_configure_keeps_the_waiting_times_of_waiting_requests() -> None:
+    harness = Harness(64, max_num_seqs=1)
+    first = harness.add(make_request("first", tokens(10), 8, arrival=0.0))
+    harness.step()
+    second = harness.add(make_request("second", tokens(10, seed=1), 2, arrival=1.0))
+    for _ in range(3):
+        harness.step()
+    harness.scheduler.finish(first, FinishReason.ABORT)
+    harness.time = 10.0
+    harness.scheduler.configure(max_num_batched_tokens=32)
+    harness.run()
+    assert waited(harness, second) == [{"slot": 9.0}], "from 1 to 10"

@@ -146,7 +146,7 @@ class Harness:
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
         if self.scheduler.counters.num_preemptions > preemptions and ran & set(self.scheduler.running):
             assert ran >= set(self.scheduler.running), "a step that preempted admits nobody"
-        assert plan.num_tokens <= self.scheduler.token_budget
+        assert plan.num_tokens <= self.scheduler.pacer.step_budget
         self.scheduler.update(plan, self.executor.execute(plan))
         self.scheduler.check_integrity()
         self.time += 1.0

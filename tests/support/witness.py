@@ -34,14 +34,14 @@ class Witness:
         self.waits: dict[Request, Wait] = {}
         self.most_passes = 0
         self.tightest = 0.0
-        start = self.scheduler.door.start
+        start = self.scheduler.admission.start
 
         def watched(request: Request, hit: Any) -> Any:
             self.see()
             self.admitted(request)
             return start(request, hit)
 
-        self.scheduler.door.start = watched  # type: ignore[method-assign]
+        self.scheduler.admission.start = watched  # type: ignore[method-assign]
 
     def see(self) -> None:
         """Note who waits now, in front of whom."""
