@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 #: Seconds of work about which a log is told nothing, and the least time between two lines.
@@ -64,3 +65,23 @@ class LogProgress:
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
         self._told = True
+
+
+#: The displays of the long work that is running, innermost last.
+_displays: list[Display] = []
+
+
+def detail(text: str) -> None:
+    """Show `text` beside the progress of the running work; do nothing if no progress is shown."""
+    if _displays:
+        _displays[-1].detail(text)
+
+
+@contextmanager
+def shown(display: Display) -> Iterator[Display]:
+    """Send `detail` texts to `display` while the block runs."""
+    _displays.append(display)
+    try:
+        yield display
+    finally:
+        _displays.remove(display)

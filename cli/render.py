@@ -12,9 +12,9 @@ from enum import Enum
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from llmsched.cli.progress import BarProgress, Display, LogProgress
+from llmsched.cli.progress import BarProgress, LogProgress, shown
 from llmsched.engine.progress import Progress
-from llmsched.engine.units import human_bytes, three_figures
+from llmsched.engine.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "chart",
-    "detail",
     "emit_json",
     "error",
     "human_bytes",
@@ -162,13 +161,6 @@ def _cumulative_cells(counts: Sequence[int], total: int, width: int) -> list[int
     return ends
 
 
-def human_seconds(seconds: float) -> str:
-    """A time with three significant figures: 12.3 ms, 1.50 s."""
-    if seconds < 1:
-        return f"{three_figures(seconds * 1e3)} ms"
-    return f"{three_figures(seconds)} s"
-
-
 def emit_json(value: Any) -> None:
     """Write one JSON document to stdout. Not-a-number is a fault of the caller (ValueError), never written."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False, default=_plain) + "\n")
@@ -187,36 +179,17 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-#: What shows the long work that is under way.
-_displays: list[Display] = []
-
-
-def detail(text: str) -> None:
-    """Say how the long work that is under way stands, beside its progress; nothing where none is shown."""
-    if _displays:
-        _displays[-1].detail(text)
-
-
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """Yield the Progress callback of long work: bars on a terminal, else a line now and then."""
     if sys.stderr.isatty():
-        with _bars() as bars, _shown(BarProgress(bars)) as display:
+        with _bars() as bars, shown(BarProgress(bars)) as display:
             yield display
         return
     log = LogProgress()
-    with _shown(log) as display:
+    with shown(log) as display:
         yield display
     log.done()
-
-
-@contextmanager
-def _shown(display: Display) -> Iterator[Display]:
-    _displays.append(display)
-    try:
-        yield display
-    finally:
-        _displays.remove(display)
 
 
 def _bars() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Byte counts as text. Binary units only: GiB (1024^3) and GB (1000^3) must never meet in one figure."""
+"""Byte counts and times as text. Bytes in binary units only: GiB (1024^3) and GB (1000^3) must never be mixed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ def human_bytes(count: int | float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{three_figures(value)} {unit}"
         value /= 1024
     return f"{three_figures(value)} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a time with three significant figures: 12.3 ms, 1.50 s."""
+    if seconds < 1:
+        return f"{three_figures(seconds * 1e3)} ms"
+    return f"{three_figures(seconds)} s"
 
 
 def three_figures(value: float) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from llmsched.cli.bench.output.report import Subject, as_json, show
+from llmsched.cli.bench.output.report import as_json, show
 from llmsched.cli.bench.result import Measured, Result
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load
@@ -22,14 +23,14 @@ async def bench_once(
     try:
         async with opening as opened:
             figures = await opened.measure(plan.workload, plan.slo, progress)
-            subject = opened.subject(plan.workload, plan.slo)
+            experiment = opened.experiment(plan.workload, plan.slo)
     except TargetUnreachableError as problem:
         assert url is not None
         figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
-        subject = Subject(url, Provenance(url), plan.workload, plan.slo, plan.warmup or 0)
+        experiment = Experiment(url, Provenance(url), plan.workload, plan.slo, plan.warmup or 0)
     well = not figures.failed and figures.completed > 0
-    report = as_json(subject, figures)
-    return Result(report, lambda: show(subject, figures), well, [report], Measured(subject, figures))
+    report = as_json(experiment, figures)
+    return Result(report, lambda: show(experiment, figures), well, [report], Measured(experiment, figures))
 
 
 def _none_sent(workload: Load, why: str) -> list[RequestRecord]:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmsched.cli.bench.output.report import Subject
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 
 
 class Measured(NamedTuple):
     """One run: what was measured, and its figures."""
 
-    subject: Subject
+    experiment: Experiment
     figures: Measurement
 
 

@@ -11,15 +11,13 @@ from itertools import chain
 from typing import NamedTuple, TypedDict
 
 from llmsched.cli.figures.interval import p99_interval
+from llmsched.cli.figures.kv_memory import KVMeter, MemoryUsage, TargetState, memory_usage
 from llmsched.cli.figures.lag import Lag
 from llmsched.cli.figures.lateness import lateness, tokens_per_chunk
-from llmsched.cli.figures.memory import MemoryUse, memory_use
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.steady import steady, steady_window
 from llmsched.cli.figures.token_times import CHUNKS, RETOKENISED, CountTokens, Served, served, worst_source
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.meter import Meter
-from llmsched.cli.targets.sampling import Sample
 from llmsched.engine.latency import (
     Arrival,
     Goodput,
@@ -116,15 +114,15 @@ class Measurement:
     start: float = 0.0
     records: tuple[RequestRecord, ...] = ()
     served: tuple[Served, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[TargetState, ...] = ()
     memory: MemoryParts | None = None
     interrupted: bool = False
-    meter: Meter | None = None
+    meter: KVMeter | None = None
 
     @property
-    def memory_use(self) -> MemoryUse | None:
+    def memory_usage(self) -> MemoryUsage | None:
         """What the work took of the target's memory; None where it does not tell."""
-        return memory_use(self.samples, self.memory, self.meter)
+        return memory_usage(self.samples, self.memory, self.meter)
 
 
 def measure(
@@ -136,10 +134,10 @@ def measure(
     count_tokens: CountTokens | None = None,
     loop_lags: Sequence[Lag] | None = None,
     own_process: bool = True,
-    samples: Sequence[Sample] = (),
+    samples: Sequence[TargetState] = (),
     memory: MemoryParts | None = None,
     interrupted: bool = False,
-    meter: Meter | None = None,
+    meter: KVMeter | None = None,
 ) -> Measurement:
     """Work out the figures. `count_tokens` counts the tokens of a text where the target stated no usage.
 

@@ -10,14 +10,13 @@ from urllib.parse import quote
 
 import httpx
 
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.load.prompts import Encode
 from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.chunks import shorten
 from llmsched.cli.targets.http1 import TransportPool
-from llmsched.cli.targets.meter import Meter
-from llmsched.cli.targets.sampling import Sample
 from llmsched.cli.targets.server_metrics import ServerMetrics
 from llmsched.cli.timeline import read_timeline
 from llmsched.engine.memory.plan import MemoryParts
@@ -61,7 +60,7 @@ class Target(Protocol):
     in_process: bool
     encode: Encode | None
     sample_interval: float
-    meter: Meter | None
+    meter: KVMeter | None
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
@@ -71,7 +70,7 @@ class Target(Protocol):
         """Preemptions since the target started; None where it does not tell."""
         ...
 
-    async def state(self) -> Sample | None:
+    async def state(self) -> TargetState | None:
         """What it does now, by the event loop's clock; None where it does not tell."""
         ...
 
@@ -124,7 +123,7 @@ class HttpTarget:
     in_process = False
     encode: Encode | None = None
     sample_interval = 1.0
-    meter: Meter | None = None
+    meter: KVMeter | None = None
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url
@@ -221,7 +220,7 @@ class HttpTarget:
     async def preemptions(self) -> int | None:
         return None if (metrics := await self._metrics()) is None else metrics.preemptions()
 
-    async def state(self) -> Sample | None:
+    async def state(self) -> TargetState | None:
         metrics = await self._metrics()
         return None if metrics is None else metrics.sample(asyncio.get_running_loop().time())
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.load.prompts import Encode, TokenizerEncode
-from llmsched.cli.targets.meter import Meter
-from llmsched.cli.targets.sampling import Sample, sample_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.memory.plan import MemoryParts
@@ -57,7 +56,7 @@ class EngineTarget:
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.model.name
         self.encode: Encode | None = TokenizerEncode(engine.tokenizer)
-        self.meter: Meter | None = Meter()
+        self.meter: KVMeter | None = KVMeter()
         self._engine = engine
         engine.watch_steps(self.meter)
 
@@ -89,13 +88,13 @@ class EngineTarget:
     async def preemptions(self) -> int:
         return self._engine.stats().num_preemptions
 
-    async def state(self) -> Sample | None:
+    async def state(self) -> TargetState | None:
         try:
             use = await self._engine.kv_use()
         except EngineDeadError:
             return None
         stats, now = self._engine.stats(), asyncio.get_running_loop().time()
-        return sample_of(now, stats.num_running, stats.num_waiting, use)
+        return target_state(now, stats.num_running, stats.num_waiting, use)
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from llmsched.cli.bench.output.report import Subject
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, usable_ids
@@ -54,9 +54,9 @@ class Opened:
     measure: Callable[[Load, Slo, Progress], Awaitable[Measurement]]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def subject(self, workload: Load, slo: Slo) -> Subject:
+    def experiment(self, workload: Load, slo: Slo) -> Experiment:
         """The target under this load, for a report."""
-        return Subject(self.name, self.provenance, workload, slo, self.warmup, self.settings)
+        return Experiment(self.name, self.provenance, workload, slo, self.warmup, self.settings)
 
 
 @asynccontextmanager

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmsched.cli.bench.output.live import LiveFigures
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.lag import Lag, loop_lags, settled_heap
+from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import CountTokens
 from llmsched.cli.load.load import Load, run_load
 from llmsched.cli.targets.client import Target
-from llmsched.cli.targets.meter import Meter
-from llmsched.cli.targets.sampling import Sample, sampled
+from llmsched.cli.targets.sampling import sampled
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
@@ -33,10 +33,10 @@ class Run(NamedTuple):
     preemptions: int | None
     loop_lags: list[Lag] | None
     own_process: bool
-    samples: Sequence[Sample] = ()
+    samples: Sequence[TargetState] = ()
     memory: MemoryParts | None = None
     interrupted: bool = False
-    meter: Meter | None = None
+    meter: KVMeter | None = None
 
     def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
         """The figures; see `measure`."""
@@ -96,7 +96,7 @@ async def send_workload(
         live.ended(record)
         progress("requests", len(ended), total)
 
-    async def state() -> Sample | None:
+    async def state() -> TargetState | None:
         if target.in_process:
             await _ask_timelines(target, untold)
         return await target.state()

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from llmsched.cli.targets.sampling import Sample
+from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.engine.memory.plan import MemoryParts
 
 #: Names without the prefix that is the server's, first match counts.
@@ -62,7 +62,7 @@ class ServerMetrics:
         known = [int(size) for size in parts if size is not None]
         return MemoryParts(*known) if len(known) == len(parts) else None
 
-    def sample(self, time: float) -> Sample | None:
+    def sample(self, time: float) -> TargetState | None:
         """The state at `time`; None if not even who runs and waits is told."""
         running, waiting = self._first(_RUNNING), self._first(_WAITING)
         if running is None or waiting is None:
@@ -70,8 +70,8 @@ class ServerMetrics:
         total, used = self._first(("kv_cache_bytes",)), [self._first((name,)) for name in _KV_USE]
         if total:
             shares = [None if size is None else size / total for size in used]
-            return Sample(time, int(running), int(waiting), *shares)
-        return Sample(time, int(running), int(waiting), kv_held=self._share(_KV_USAGE))
+            return TargetState(time, int(running), int(waiting), *shares)
+        return TargetState(time, int(running), int(waiting), kv_held=self._share(_KV_USAGE))
 
     def _first(self, names: Sequence[str]) -> float | None:
         """The sum over all labels."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Unpack
 
 from llmsched.cli import render
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.interrupt import interrupted_at_once
@@ -22,10 +23,9 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
 from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.options.engine import EngineOptions
-from llmsched.cli.targets.meter import Meter
 from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.cli.targets.run import Run
-from llmsched.cli.targets.sampling import MOST_SAMPLES, Sample, sample_of
+from llmsched.cli.targets.sampling import MOST_SAMPLES
 from llmsched.cli.targets.virtual import simulate_load
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
@@ -77,7 +77,7 @@ def simulate_run(
     """Serve a load on a new engine with this memory plan. Texts go through the model's tokenizer if it is at hand."""
     planned, ended = workload.plan(COMMON_IDS, TextEncode(engine.config.model)), 0
     total = 0 if workload.stop_after else len(planned)
-    watch, meter = _Watch(engine), Meter()
+    watch, meter = _Watch(engine), KVMeter()
     engine.on_step = meter
 
     def count(record: RequestRecord) -> None:
@@ -132,7 +132,7 @@ class _Watch:
     """Samples an engine's state by its own clock, the further apart the longer a run gets."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[TargetState] = []
         self._engine = engine
         self._interval = _SAMPLE_INTERVAL
         self._next = self._interval
@@ -143,7 +143,7 @@ class _Watch:
         if now < self._next:
             return
         scheduler, use = self._engine.scheduler, self._engine.kv_use()
-        self.samples.append(sample_of(now, len(scheduler.running), len(scheduler.waiting), use))
+        self.samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), use))
         if len(self.samples) > MOST_SAMPLES:
             del self.samples[1::2]
             self._interval *= 2

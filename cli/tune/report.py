@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.output.report import Subject as BenchSubject
-from llmsched.cli.bench.output.report import headline
 from llmsched.cli.bench.output.tables import Table
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.page import Page
 from llmsched.cli.tune.charts import curve
 from llmsched.cli.tune.job import Outcome
@@ -90,8 +89,8 @@ def page(outcome: Outcome, profile: Path | None) -> str:
 def _origin(outcome: Outcome) -> list[str]:
     """Where the figures come from."""
     subject, load = outcome.subject, outcome.task.load
-    origin = BenchSubject(subject.name, subject.provenance, load, outcome.task.slo)
-    return [headline(origin), *subject.provenance.caveats()]
+    origin = Experiment(subject.name, subject.provenance, load, outcome.task.slo)
+    return [origin.headline(), *subject.provenance.caveats()]
 
 
 def _reasons(history: TrialHistory) -> list[str]:

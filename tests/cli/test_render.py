@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from llmsched.cli import render
-from llmsched.cli.progress import LogProgress
+from llmsched.cli.progress import LogProgress, detail
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_detail_is_heard_by_who_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    render.detail("heard by nobody")
+    detail("heard by nobody")
     with render.progress_bar():
-        render.detail("3 running")
+        detail("3 running")
     assert capsys.readouterr().err == ""
 
 
@@ -157,7 +157,7 @@ def test_on_a_narrow_terminal_the_detail_has_a_line_of_its_own(monkeypatch: pyte
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with render.progress_bar() as progress:
         progress("requests", 12, 300)
-        render.detail("17.1 requests/s, 12 running, TTFT P50 104 ms, ITL P50 20.0 ms")
+        detail("17.1 requests/s, 12 running, TTFT P50 104 ms, ITL P50 20.0 ms")
     lines = [line.strip() for line in written.getvalue().splitlines()]
     assert any(line.endswith("-:--:--") and " 12/300 " in line for line in lines)
     assert any(line.startswith("17.1 requests/s") and line.endswith("ITL P50 20.0 ms") for line in lines)

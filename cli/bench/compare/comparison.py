@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from llmsched.cli.bench.compare.usage import Usage, usage
-from llmsched.cli.bench.output.report import Subject
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import Load
@@ -32,7 +32,7 @@ class Done(NamedTuple):
     """A run: by whom, and under which memory plan. It has a meter."""
 
     run: Run
-    subject: Subject
+    experiment: Experiment
     plan: MemoryPlan
 
 
@@ -47,7 +47,7 @@ class Compared:
     """One variant: the figures of all its rounds together, those of each round, and memory."""
 
     name: str
-    subject: Subject
+    experiment: Experiment
     figures: Measurement
     rounds: tuple[Measurement, ...]
     usage: Usage
@@ -65,7 +65,7 @@ class _Rounds:
         whole = one_after_the_other(runs).measure(task.workload, task.slo)
         last = self.done[-1]
         found = usage(last.plan, [run.meter for run in runs if run.meter is not None])
-        return Compared(name, last.subject, with_rates_of(rounds, whole), rounds, found)
+        return Compared(name, last.experiment, with_rates_of(rounds, whole), rounds, found)
 
 
 async def compare(names: Sequence[str], perform: Perform, task: Task, progress: Progress) -> list[Compared]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from llmsched.cli.bench.compare.comparison import Done, Task
-from llmsched.cli.bench.output.report import Subject
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import usable_ids
 from llmsched.cli.targets.inprocess import EngineTarget, running
@@ -57,8 +57,10 @@ class Engines:
             run = await send_workload(target, workload, ids=ids, timeout=task.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.config).items() if value is not None}
             assert engine.plan is not None
-            subject = Subject(target.name, Provenance("in process"), task.workload, task.slo, task.warmup, settings)
-            return Done(run, subject, engine.plan)
+            experiment = Experiment(
+                target.name, Provenance("in process"), task.workload, task.slo, task.warmup, settings
+            )
+            return Done(run, experiment, engine.plan)
 
     @asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[AsyncEngine]:

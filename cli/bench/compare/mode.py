@@ -58,13 +58,13 @@ async def bench_variants(
     compared = await compare(list(configs), perform, task, progress)
     report = as_json(compared, task)
     well = all(not run["failed"] and run["completed"] for run in report["runs"])
-    subject = compared[0].subject
+    experiment = compared[0].experiment
     return Result(
         report,
-        lambda: show(report, subject),
+        lambda: show(report, experiment),
         well,
         report["runs"],
-        notes=notes(report, subject),
+        notes=notes(report, experiment),
         tables=[table(report)],
         charts=charts(compared),
     )

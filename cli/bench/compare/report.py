@@ -11,6 +11,7 @@ from llmsched.cli.bench.compare.comparison import Compared, Task
 from llmsched.cli.bench.output import report
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series, distribution
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.engine.latency import RequestLatency
 
 #: Said wherever these figures are.
@@ -74,9 +75,9 @@ def as_json(variants: Sequence[Compared], task: Task) -> dict[str, Any]:
     }
 
 
-def show(document: dict[str, Any], subject: report.Subject) -> None:
-    """Print what `as_json` made for a person; `subject` is that of any variant."""
-    for note in notes(document, subject):
+def show(document: dict[str, Any], experiment: Experiment) -> None:
+    """Print what `as_json` made for a person; `experiment` is that of any variant."""
+    for note in notes(document, experiment):
         render.say(note)
     render.table(*table(document))
     runs = document["runs"]
@@ -91,18 +92,18 @@ def show(document: dict[str, Any], subject: report.Subject) -> None:
         render.warn(warning)
 
 
-def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
+def notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
     """What was done, how far it is to be trusted, and how much the rounds differ."""
     rounds, first = document["rounds"], document["baseline"]
     if rounds == 1:
-        return [f"{report.headline(subject)}; 1 round", *subject.provenance.caveats()]
+        return [f"{experiment.headline()}; 1 round", *experiment.provenance.caveats()]
     by_round = [
         f"output tokens/s by round, {name} / {first}: {', '.join(map(_times, ratios['output_tokens_per_s_by_round']))}"
         for name, ratios in document["ratios"].items()
     ]
     return [
-        f"{report.headline(subject)}; {rounds} rounds, interleaved, with the next seeds",
-        *subject.provenance.caveats(),
+        f"{experiment.headline()}; {rounds} rounds, interleaved, with the next seeds",
+        *experiment.provenance.caveats(),
         *by_round,
     ]
 
@@ -139,7 +140,7 @@ def charts(variants: Sequence[Compared]) -> list[Chart]:
 
 
 def _run(variant: Compared, task: Task) -> dict[str, Any]:
-    subject, looked = variant.subject, report.as_json(variant.subject, variant.figures)
+    experiment, looked = variant.experiment, report.as_json(variant.experiment, variant.figures)
     return {
         "policy": variant.name,
         **looked,
@@ -150,7 +151,7 @@ def _run(variant: Compared, task: Task) -> dict[str, Any]:
         "peak_memory_bytes": variant.usage.peak,
         "memory": asdict(variant.usage),
         "definitions": {**looked["definitions"], **DEFINITIONS},
-        "rounds": [_round(task, index, report.as_json(subject, each)) for index, each in enumerate(variant.rounds)],
+        "rounds": [_round(task, index, report.as_json(experiment, each)) for index, each in enumerate(variant.rounds)],
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from llmsched.cli import render
 from llmsched.cli.bench.compare.comparison import Done, Task
-from llmsched.cli.bench.output.report import Subject
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
 from llmsched.cli.targets.simulated import make_blueprint, simulate_run
 from llmsched.engine.config import EngineConfig
@@ -32,5 +32,5 @@ class Blueprints:
         blueprint = self._blueprints[name]
         run = simulate_run(blueprint.engine(), blueprint.plan, workload, task.timeout, progress)
         settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
-        subject = Subject(blueprint.config.model, blueprint.provenance, task.workload, task.slo, engine=settings)
-        return Done(run, subject, blueprint.plan)
+        experiment = Experiment(blueprint.config.model, blueprint.provenance, task.workload, task.slo, engine=settings)
+        return Done(run, experiment, blueprint.plan)

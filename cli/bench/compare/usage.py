@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmsched.cli.targets.meter import Meter, kv_waste
+from llmsched.cli.figures.kv_memory import KVMeter, kv_waste
 from llmsched.engine.memory.plan import MemoryPlan
 
 
@@ -31,7 +31,7 @@ class Usage:
         return self.weights + self.activations + self.peak_kv
 
 
-def usage(plan: MemoryPlan, meters: Sequence[Meter]) -> Usage:
+def usage(plan: MemoryPlan, meters: Sequence[KVMeter]) -> Usage:
     """What the runs on engines with this plan come to."""
     blocks = max(meter.peak for meter in meters) // plan.block_size
     measured = plan.measured

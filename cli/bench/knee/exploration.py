@@ -110,7 +110,7 @@ async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) ->
         burst = await opened.measure(load.head(load.num_requests, seed=next(seeds)), plan.slo, silent)
     slo = plan.slo if plan.slo.given() else _default_slo(idle)
     goal = _goal(load, wish, idle, burst)
-    subject = opened.subject(load, slo)
+    experiment = opened.experiment(load, slo)
     points: list[Point] = []
 
     async def attempt(rate: float) -> float:
@@ -120,11 +120,11 @@ async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) ->
 
         figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, told)
         attainment = figures.goodput.attainment["all"] if figures.goodput else 0.0
-        points.append(Point(rate, attainment, as_json(subject, figures), figures))
+        points.append(Point(rate, attainment, as_json(experiment, figures), figures))
         points[:] = _lightened(points, goal)
         return attainment
 
-    seen = [None if figures is None else as_json(subject, figures) for figures in (idle, burst)]
+    seen = [None if figures is None else as_json(experiment, figures) for figures in (idle, burst)]
     del idle, burst
     knee = await find_knee(attempt, goal)
     return Found(goal, slo, knee, tuple(points), *seen)

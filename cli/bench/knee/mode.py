@@ -30,20 +30,20 @@ async def bench_knee(
         async with opening as opened:
             found = await explore(opened, plan, wish, progress)
             report = as_json(plan, found)
-            subject = opened.subject(plan.workload, found.slo)
+            experiment = opened.experiment(plan.workload, found.slo)
             rows = [point.report for point in found.points]
             figures = None if found.at_knee is None else found.at_knee.figures
-            run = None if figures is None else Measured(subject, figures)
+            run = None if figures is None else Measured(experiment, figures)
     except TargetUnreachableError as problem:
         raise LlmschedError(f"nobody answers, so there is no knee to find: {problem}") from problem
     well = found.knee.verdict != "never met"
     return Result(
         report,
-        lambda: show(report, subject),
+        lambda: show(report, experiment),
         well,
         rows,
         run,
-        notes=notes(report, subject),
+        notes=notes(report, experiment),
         tables=[table(report)],
         charts=charts(report),
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.knee.exploration import Found, Point
-from llmsched.cli.bench.output import report
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.targets.opening import Plan
 
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
@@ -53,9 +53,9 @@ def as_json(plan: Plan, found: Found) -> dict[str, Any]:
     return {**document, "warnings": cautions(document)}
 
 
-def show(document: dict[str, Any], subject: report.Subject) -> None:
+def show(document: dict[str, Any], experiment: Experiment) -> None:
     """Print what `as_json` made of a target, for a person."""
-    *before, last = notes(document, subject)
+    *before, last = notes(document, experiment)
     for note in before:
         render.say(note)
     render.table(*table(document), text_columns=0)
@@ -90,11 +90,14 @@ def cautions(document: dict[str, Any]) -> list[str]:
     return found
 
 
-def notes(document: dict[str, Any], subject: report.Subject) -> list[str]:
+def notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
     """What was done, how far it is to be trusted, what was asked for, and last what came of it."""
-    work = subject.workload.describe_requests()
-    origin = subject.provenance
-    found = [f"{origin.label} {subject.name} ({origin.where}): {work}, at one rate after the other", *origin.caveats()]
+    work = experiment.workload.describe_requests()
+    origin = experiment.provenance
+    found = [
+        f"{origin.label} {experiment.name} ({origin.where}): {work}, at one rate after the other",
+        *origin.caveats(),
+    ]
     if (burst := document["all_at_once"]) is not None:
         found.append(
             f"all at once: {burst['requests_per_s']:.3g} requests/s, {burst['output_tokens_per_s']:.4g} tokens/s"

@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from llmsched.cli.chart import Chart, Point, Series, distribution
+from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.targets.sampling import Sample
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 
@@ -106,7 +106,7 @@ def throughput_over_time(figures: Measurement) -> Chart:
     return Chart("throughput", _TIME, "output tokens/s", (series,))
 
 
-def queue_over_time(samples: Sequence[Sample]) -> Chart:
+def queue_over_time(samples: Sequence[TargetState]) -> Chart:
     """Who runs and who waits, as the target itself says."""
     return Chart(
         "requests in the scheduler",
@@ -119,7 +119,7 @@ def queue_over_time(samples: Sequence[Sample]) -> Chart:
     )
 
 
-def memory_over_time(samples: Sequence[Sample], memory: MemoryParts | None) -> Chart:
+def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
     """What memory is used for: of all that is known to be reserved, or, where only shares are told, of the KV pool.
 
     What a target does not tell apart is drawn as one.

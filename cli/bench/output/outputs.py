@@ -97,9 +97,9 @@ class Outputs:
             append_csv(path, result.rows)
         elif flag == "save-detailed":
             assert result.run is not None
-            subject, figures = result.run
+            experiment, figures = result.run
             with path.open("w", encoding="utf-8") as file:
-                file.writelines(detailed_lines(result.report, subject.slo, figures))
+                file.writelines(detailed_lines(result.report, experiment.slo, figures))
         elif flag == "report":
             path.write_text(result_page(result), encoding="utf-8")
         else:

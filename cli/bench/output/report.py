@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.bench.output import tables
 from llmsched.cli.bench.output.charts import distributions, latency_over_time
-from llmsched.cli.figures import memory
+from llmsched.cli.figures import kv_memory
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement, Reading, RequestStall
-from llmsched.cli.load.load import Load
-from llmsched.engine.latency import DEFINITIONS, Slo, Summary
-from llmsched.engine.provenance import Provenance
+from llmsched.engine.latency import DEFINITIONS, Summary
 
 #: Requests from which on a chart shows more than the table does.
 _ENOUGH_TO_DRAW = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The target of a run, the load and SLOs it ran under, and the engine settings used."""
-
-    name: str
-    provenance: Provenance
-    workload: Load
-    slo: Slo
-    warmup: int = 0
-    engine: Mapping[str, Any] = field(default_factory=dict)
-
-
-def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
+def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
     """The measurement for scripts. Times are in milliseconds, rates per second; null is what the run cannot tell."""
-    slo: dict[str, Any] = {f"{name}_ms": limit * 1e3 for name, limit in subject.slo.given().items()}
+    slo: dict[str, Any] = {f"{name}_ms": limit * 1e3 for name, limit in experiment.slo.given().items()}
     if "itl_ms" in slo:
-        slo["itl_statistic"] = subject.slo.itl_statistic
+        slo["itl_statistic"] = experiment.slo.itl_statistic
     return {
-        **subject.provenance.as_json(),
-        "target": subject.name,
+        **experiment.provenance.as_json(),
+        "target": experiment.name,
         "completed": figures.completed,
         "failed": figures.failed,
         "failures": figures.failures,
@@ -74,32 +60,32 @@ def as_json(subject: Subject, figures: Measurement) -> dict[str, Any]:
         "slo_missed": figures.goodput.missed if figures.goodput else None,
         "slo_missed_alone": figures.goodput.missed_alone if figures.goodput else None,
         "reading": None if figures.reading is None else _reading(figures.reading),
-        **_memory(figures.memory_use),
+        **_memory(figures.memory_usage),
         "token_counts": figures.token_counts,
         "warnings": list(figures.warnings),
-        "workload": subject.workload.parameters(),
-        "warmup": subject.warmup,
-        "engine": dict(subject.engine),
-        "definitions": {**DEFINITIONS, **memory.DEFINITIONS},
+        "workload": experiment.workload.parameters(),
+        "warmup": experiment.warmup,
+        "engine": dict(experiment.engine),
+        "definitions": {**DEFINITIONS, **kv_memory.DEFINITIONS},
     }
 
 
-def show(subject: Subject, figures: Measurement) -> None:
+def show(experiment: Experiment, figures: Measurement) -> None:
     """Print the measurement for a person."""
-    render.say(headline(subject))
-    for caveat in subject.provenance.caveats():
+    render.say(experiment.headline())
+    for caveat in experiment.provenance.caveats():
         render.say(caveat)
     render.table(*tables.latency_table(figures))
     render.table(*tables.totals_table(figures))
-    for table in (tables.slo_table(subject.slo, figures), tables.stall_table(figures)):
+    for table in (tables.slo_table(experiment.slo, figures), tables.stall_table(figures)):
         if table is not None:
             render.table(*table)
     if (sentence := tables.reading_sentence(figures)) is not None:
         render.say(sentence)
     if figures.completed >= _ENOUGH_TO_DRAW:
-        render.chart(latency_over_time(figures, subject.slo))
+        render.chart(latency_over_time(figures, experiment.slo))
         render.chart(distributions(figures))
-    for name, meaning in tables.definitions(subject.slo, figures).items():
+    for name, meaning in tables.definitions(experiment.slo, figures).items():
         render.say(f"{name}: {meaning}")
     if figures.token_counts:
         render.say(f"token counts: {figures.token_counts}")
@@ -107,15 +93,6 @@ def show(subject: Subject, figures: Measurement) -> None:
         render.error(sentence)
     for warning in figures.warnings:
         render.warn(warning)
-
-
-def headline(subject: Subject) -> str:
-    """What was done to whom."""
-    work, origin = subject.workload, subject.provenance
-    return (
-        f"{origin.label} {subject.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
-        f"seed {work.seed}"
-    )
 
 
 def _latency(figures: Measurement, name: str) -> dict[str, Any]:
@@ -144,7 +121,7 @@ def _reading(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _memory(use: memory.MemoryUse | None) -> dict[str, Any]:
+def _memory(use: kv_memory.MemoryUsage | None) -> dict[str, Any]:
     """Sizes in bytes."""
     return {
         "peak_kv_share": None if use is None else use.peak_kv_share,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from llmsched.cli.bench.output import tables
 from llmsched.cli.bench.output.charts import run_charts
-from llmsched.cli.bench.output.report import headline
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.chart import Chart
 from llmsched.cli.page import Page
@@ -30,22 +29,22 @@ def result_page(result: Result) -> str:
 
 
 def _show_run(page: Page, run: Measured) -> None:
-    subject, figures = run
-    page.say(headline(subject))
-    for caveat in subject.provenance.caveats():
+    experiment, figures = run
+    page.say(experiment.headline())
+    for caveat in experiment.provenance.caveats():
         page.say(caveat)
     for sentence in (*tables.failures(figures), *figures.warnings):
         page.warn(sentence)
     shown = [tables.latency_table(figures), tables.totals_table(figures)]
-    shown += [table for table in (tables.slo_table(subject.slo, figures), tables.stall_table(figures)) if table]
+    shown += [table for table in (tables.slo_table(experiment.slo, figures), tables.stall_table(figures)) if table]
     for table in shown:
         _show_table(page, table)
     if (sentence_or_none := tables.reading_sentence(figures)) is not None:
         page.say(sentence_or_none)
     page.heading("charts")
-    _show_charts(page, run_charts(figures, subject.slo))
+    _show_charts(page, run_charts(figures, experiment.slo))
     page.heading("definitions")
-    page.terms(tables.definitions(subject.slo, figures))
+    page.terms(tables.definitions(experiment.slo, figures))
 
 
 def _show_table(page: Page, table: tables.Table) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmsched.cli import render
-from llmsched.cli.figures import memory
+from llmsched.cli.figures import kv_memory
 from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Slo, Summary
 
@@ -45,12 +45,12 @@ def totals_table(figures: Measurement) -> Table:
         ["worst stall", "n/a" if figures.worst_stall is None else render.human_seconds(figures.worst_stall)],
         ["client lag P99", "n/a" if lag is None else render.human_seconds(lag)],
     ]
-    if (use := figures.memory_use) is not None:
+    if (use := figures.memory_usage) is not None:
         rows += _memory_rows(use)
     return Table("", ["", ""], rows)
 
 
-def _memory_rows(use: memory.MemoryUse) -> list[list[str]]:
+def _memory_rows(use: kv_memory.MemoryUsage) -> list[list[str]]:
     share = f"{use.peak_kv_share:.1%}"
     if use.parts is None or use.peak_kv is None or use.peak is None:
         return [["peak KV", f"{share} of KV memory"]]
@@ -110,9 +110,9 @@ def definitions(slo: Slo, figures: Measurement) -> dict[str, str]:
     names += ["SLO of ITL"] if slo.itl is not None else []
     names += ["stall"] if figures.stalls else []
     names += ["reading"] if figures.reading else []
-    if (use := figures.memory_use) is not None:
+    if (use := figures.memory_usage) is not None:
         names += ["peak KV"] if use.parts is None else ["peak KV", "peak memory"]
-    return {name: {**DEFINITIONS, **memory.DEFINITIONS}[name] for name in names}
+    return {name: {**DEFINITIONS, **kv_memory.DEFINITIONS}[name] for name in names}
 
 
 def failures(figures: Measurement) -> list[str]:

@@ -16,11 +16,11 @@ from llmsched.cli.bench.compare.measured import Engines
 from llmsched.cli.bench.compare.report import as_json
 from llmsched.cli.bench.compare.usage import usage
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
+from llmsched.cli.figures.kv_memory import KVMeter
 from llmsched.cli.figures.lag import Lag
 from llmsched.cli.figures.record import Chunk, RequestRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.meter import Meter
 from llmsched.cli.targets.run import Run
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -139,7 +139,7 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
             return engine.plan
 
     plan = asyncio.run(plan_of())
-    meters = [Meter(), Meter()]
+    meters = [KVMeter(), KVMeter()]
     for meter, use in zip((meters[0], *meters), [(0, 0, 640), (320, 160, 0), (160, 40, 0)], strict=True):
         meter(KVUsage(*use, 1024))
     found = usage(plan, meters)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from command_line import CommandLine
 from fake_server import FakeServer, steady
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.output.live import LiveFigures
+from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload

@@ -106,7 +106,7 @@ def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert [point["rate"] for point in document["points"]] == [attempt.rate for attempt in found.knee.attempts]
     assert {point["met"] for point in document["points"]} == {True, False}
     assert document["slo"] == {"ttft_ms": 500.0}
-    show(document, target.subject(work.workload, found.slo))
+    show(document, target.experiment(work.workload, found.slo))
     printed = capsys.readouterr().out
     assert "MEASURED queue (here)" in printed
     assert f"knee at {found.knee.rate:.3g} requests/s: 90% of requests or more meet the SLO" in printed
@@ -120,7 +120,7 @@ def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.Captu
     assert found.knee.rate is not None
     assert found.knee.rate > 12
     assert document["knee_sustained"] is False
-    show(document, target.subject(work.workload, found.slo))
+    show(document, target.experiment(work.workload, found.slo))
     assert "10 served: more and more were running" in capsys.readouterr().err
     steady = find(target, plan(arrivals="constant", request_rate=1.0))
     assert as_json(work, steady)["knee_sustained"] is True
@@ -132,7 +132,7 @@ def test_a_target_that_knows_the_prompts_of_earlier_rates_is_told(
 ) -> None:
     target, work = opened(Queue(remembers=remembers)), plan(request_rate=1.0)
     found = find(target, work)
-    show(as_json(work, found), target.subject(work.workload, found.slo))
+    show(as_json(work, found), target.experiment(work.workload, found.slo))
     assert ("the prefix hit rate rose from 0% to 100%" in capsys.readouterr().err) == remembers
 
 

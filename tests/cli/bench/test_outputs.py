@@ -14,7 +14,8 @@ from virtual_time import run_virtual
 
 from llmsched.cli.bench.output.csv_file import COLUMNS, append_csv
 from llmsched.cli.bench.output.detailed import detailed_lines
-from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.report import as_json
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestRecord, Usage
 from llmsched.cli.load.prompts import COMMON_IDS
@@ -60,7 +61,7 @@ def measured() -> Measurement:
 
 
 def report_of(figures: Measurement, slo: Slo = SLO) -> dict[str, Any]:
-    return as_json(Subject("m", Provenance("http://fake"), WORK, slo), figures)
+    return as_json(Experiment("m", Provenance("http://fake"), WORK, slo), figures)
 
 
 def saved(tmp_path: Path, figures: Measurement) -> Path:

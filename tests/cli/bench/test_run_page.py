@@ -18,16 +18,16 @@ from llmsched.cli.bench.output.charts import (
     run_charts,
     throughput_over_time,
 )
-from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.output.tables import definitions, totals_table
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.chart import Series, axes
+from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.meter import Meter
-from llmsched.cli.targets.sampling import Sample
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
@@ -35,7 +35,7 @@ from llmsched.engine.provenance import Provenance
 
 GIB = 1 << 30
 MEMORY = MemoryParts(weights=2 * GIB, activations=GIB, other=0, kv=8 * GIB)
-SAMPLES = [Sample(100.5, 1, 2, 0.5, 0.1, 0.25), Sample(101.0, 2, 0, 1.0, 0.0, 0.0)]
+SAMPLES = [TargetState(100.5, 1, 2, 0.5, 0.1, 0.25), TargetState(101.0, 2, 0, 1.0, 0.0, 0.0)]
 
 
 def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
@@ -44,7 +44,7 @@ def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
     return RequestRecord(index, scheduled, scheduled, scheduled, None, times[-1], chunks, usage)
 
 
-def run(samples: list[Sample] = SAMPLES, memory: MemoryParts | None = MEMORY) -> Measurement:
+def run(samples: list[TargetState] = SAMPLES, memory: MemoryParts | None = MEMORY) -> Measurement:
     """By a clock that stands at 100 when the run begins: two good requests, and one that fails after 3 s."""
     failed = RequestRecord(2, 101.0, 101.0, 101.0, None, 104.0, failure=RequestFailed("timeout", "no end"))
     records = [record(0, 100.0, [101.0, 101.5, 103.0]), record(1, 100.5, [102.0, 102.25]), failed]
@@ -122,14 +122,14 @@ def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
 
 
 def test_what_a_target_does_not_tell_apart_is_drawn_as_one() -> None:
-    chart = memory_over_time([Sample(0.5, 1, 2, kv_held=0.75)], None)
+    chart = memory_over_time([TargetState(0.5, 1, 2, kv_held=0.75)], None)
     first = {series.name: series.points[0][1] for series in chart.series}
     assert first == {"KV used or reserved": 75.0, "KV free or cached": 25.0}
 
 
 def test_the_memory_of_a_run_is_in_the_report() -> None:
-    subject = Subject("m", Provenance("u"), Workload(), Slo())
-    report = as_json(subject, run())
+    experiment = Experiment("m", Provenance("u"), Workload(), Slo())
+    report = as_json(experiment, run())
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
     assert report["kv_waste"] == pytest.approx(0.1)
@@ -139,22 +139,25 @@ def test_the_memory_of_a_run_is_in_the_report() -> None:
 
 
 def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
-    meter = Meter()
+    meter = KVMeter()
     for use in (KVUsage(40, 10, 0, 100), KVUsage(60, 0, 0, 100), KVUsage(0, 0, 60, 100)):
         meter(use)
-    report = as_json(Subject("m", Provenance("u"), Workload(), Slo()), replace(run([], MEMORY), meter=meter))
+    report = as_json(Experiment("m", Provenance("u"), Workload(), Slo()), replace(run([], MEMORY), meter=meter))
     assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
 
 
 def test_of_memory_only_what_is_told_is_in_the_report() -> None:
-    subject, shares = Subject("m", Provenance("u"), Workload(), Slo()), run([Sample(100.5, 1, 0, kv_held=0.5)], None)
-    report = as_json(subject, shares)
+    experiment, shares = (
+        Experiment("m", Provenance("u"), Workload(), Slo()),
+        run([TargetState(100.5, 1, 0, kv_held=0.5)], None),
+    )
+    report = as_json(experiment, shares)
     assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["kv_waste"]) == (0.5, None, None)
     assert dict(totals_table(shares).rows)["peak KV"] == "50.0% of KV memory"
     assert "peak memory" not in definitions(Slo(), shares)
-    nothing = as_json(subject, run([Sample(100.5, 1, 0)], None))
+    nothing = as_json(experiment, run([TargetState(100.5, 1, 0)], None))
     assert (nothing["memory"], nothing["peak_kv_share"], nothing["peak_memory_bytes"]) == (None, None, None)
 
 
@@ -166,14 +169,14 @@ def test_the_scheduler_is_shown_as_it_says() -> None:
 
 def test_what_a_target_does_not_tell_is_not_drawn() -> None:
     assert len(run_charts(run(), Slo())) == 6
-    assert len(run_charts(run([Sample(100.0, 1, 1)], None), Slo())) == 5
+    assert len(run_charts(run([TargetState(100.0, 1, 1)], None), Slo())) == 5
     assert len(run_charts(run([], None), Slo())) == 4
 
 
 def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
-    figures, subject = run(), Subject("<model>", Provenance("in process"), Workload(), Slo(ttft=2.0))
-    report = as_json(subject, figures)
-    html = result_page(Result(report, lambda: None, True, [report], Measured(subject, figures)))
+    figures, experiment = run(), Experiment("<model>", Provenance("in process"), Workload(), Slo(ttft=2.0))
+    report = as_json(experiment, figures)
+    html = result_page(Result(report, lambda: None, True, [report], Measured(experiment, figures)))
     tags = parsed(html)
     assert tags.fetched == []
     assert tags.seen.count("svg") == 6
@@ -186,8 +189,8 @@ def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
 
 def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
     failed = [RequestRecord(0, 0.0, failure=RequestFailed("connect", "refused"))]
-    subject, figures = Subject("u", Provenance("u"), Workload(), Slo()), measure(failed, Workload(), Slo())
-    report = as_json(subject, figures)
-    tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(subject, figures))))
+    experiment, figures = Experiment("u", Provenance("u"), Workload(), Slo()), measure(failed, Workload(), Slo())
+    report = as_json(experiment, figures)
+    tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(experiment, figures))))
     assert tags.seen.count("svg") == 0
     assert "nothing to show" in tags.text

@@ -12,8 +12,9 @@ import pytest
 from fake_server import FakeServer, Script, end, event, steady, token, usage
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.bench.output.tables import slo_table
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
 from llmsched.cli.load.prompts import COMMON_IDS
@@ -63,7 +64,7 @@ def always(script: Script) -> Callable[[int], Script]:
 
 def json_of(figures: Measurement, workload: Workload = ONE, slo: Slo | None = None) -> dict[str, Any]:
     """The JSON report, as a script would read it."""
-    report = as_json(Subject("m", Provenance("u"), workload, slo or Slo()), figures)
+    report = as_json(Experiment("m", Provenance("u"), workload, slo or Slo()), figures)
     parsed: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
     return parsed
 

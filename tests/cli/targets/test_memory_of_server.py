@@ -10,7 +10,8 @@ import pytest
 from scripted import LiveServer
 
 from llmsched.cli.bench.output.charts import memory_over_time
-from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.report import as_json
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.client import HttpOptions, HttpTarget, Target
@@ -65,7 +66,7 @@ def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer
     names = [[series.name for series in memory_over_time(run.samples, run.memory).series] for run in runs]
     assert names[0] == names[1]
     assert {"weights", "KV used", "KV reserved, still empty", "KV cached", "KV free"} <= set(names[0])
-    reports = [as_json(Subject("m", Provenance("u"), WORK, Slo()), run) for run in runs]
+    reports = [as_json(Experiment("m", Provenance("u"), WORK, Slo()), run) for run in runs]
     assert reports[0]["memory"].keys() == reports[1]["memory"].keys()
     for report in reports:
         # Three requests of 100 tokens take 7 blocks each, of 48.

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import run_virtual
 
+from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, served
@@ -21,7 +22,6 @@ from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.client import HttpOptions, HttpTarget
 from llmsched.cli.targets.run import run_workload
-from llmsched.cli.targets.sampling import Sample
 from llmsched.cli.targets.server_metrics import ServerMetrics
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
@@ -295,13 +295,13 @@ def test_the_state_as_servers_name_it() -> None:
     for text in (vllm, sglang):
         metrics = ServerMetrics.of(text)
         assert metrics is not None
-        assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=0.25)
+        assert metrics.sample(1.5) == TargetState(1.5, 3, 2, kv_held=0.25)
     llama_cpp = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\nllamacpp:kv_cache_usage_ratio 0.25\n"
     tgi = "# TYPE tgi_queue_size gauge\ntgi_queue_size 2\ntgi_batch_current_size 3\ntgi_batch_current_max_tokens 9\n"
     for text, held in ((llama_cpp, 0.25), (tgi, None)):
         metrics = ServerMetrics.of(text)
         assert metrics is not None
-        assert metrics.sample(1.5) == Sample(1.5, 3, 2, kv_held=held)
+        assert metrics.sample(1.5) == TargetState(1.5, 3, 2, kv_held=held)
         assert metrics.memory() is None
     unknown = ServerMetrics.of("process_cpu_seconds_total 3\nvllm:num_requests_running NaN\n")
     assert unknown is not None
@@ -316,7 +316,7 @@ def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
     )
     metrics = ServerMetrics.of(text)
     assert metrics is not None
-    assert metrics.sample(0.0) == Sample(0.0, 12, 2, kv_held=pytest.approx(0.6))
+    assert metrics.sample(0.0) == TargetState(0.0, 12, 2, kv_held=pytest.approx(0.6))
 
 
 def test_figures_that_are_none_are_not_told() -> None:
@@ -344,11 +344,11 @@ def told(metrics: EngineMetrics) -> ServerMetrics:
 def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
     metrics = EngineMetrics("m", 16, 100, prefix=prefix)
     metrics.gauges(running=3, waiting=2, used_blocks=50, cached_blocks=25)
-    assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5)
+    assert told(metrics).sample(1.0) == TargetState(1.0, 3, 2, kv_held=0.5)
     parts = MemoryParts(weights=5000, activations=700, other=30, kv=6400)
     metrics.divided(parts, KVUsage(held=800, empty=100, cached=400, total=1600))
     assert told(metrics).memory() == parts
-    assert told(metrics).sample(1.0) == Sample(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)
+    assert told(metrics).sample(1.0) == TargetState(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)
 
 
 def test_tokens_have_the_time_of_receipt_that_the_transport_reports() -> None:

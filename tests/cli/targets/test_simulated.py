@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.bench.output.report import Subject, as_json
+from llmsched.cli.bench.output.report import as_json
+from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.sampling import MOST_SAMPLES
 from llmsched.cli.targets.simulated import make_blueprint, simulate_run, simulate_workload
@@ -178,9 +179,9 @@ def test_a_url_is_measured_not_simulated(command: CommandLine) -> None:
 def test_keys_are_those_of_a_measured_run(llama: str) -> None:
     blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), Workload(num_prompts=2)
     figures = simulate_workload(blueprint, load, Slo())
-    measured = as_json(Subject("m", Provenance("in process"), load, Slo()), figures)
+    measured = as_json(Experiment("m", Provenance("in process"), load, Slo()), figures)
     assert measured["measured"]
-    assert measured.keys() == as_json(Subject("m", Provenance("h100", measured=False), load, Slo()), figures).keys()
+    assert measured.keys() == as_json(Experiment("m", Provenance("h100", measured=False), load, Slo()), figures).keys()
 
 
 def test_a_blueprint_serves_other_limits_within_what_it_reserves(llama: str) -> None:

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from itertools import chain
 
-from llmsched.cli import render
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import served
 from llmsched.cli.load.load import PlannedRequest, Send
+from llmsched.cli.progress import detail
 from llmsched.engine.latency import RequestLatency, statistic
+from llmsched.engine.units import human_seconds
 
 #: The latest requests, from which the figures are taken.
 _LATEST = 100
@@ -22,7 +23,7 @@ _INTERVAL_S = 0.2
 class LiveFigures:
     """Counts requests as they begin and end, and tells how things stand by `tell`."""
 
-    def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = render.detail) -> None:
+    def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now
         self._tell = tell
         self._running = 0
@@ -62,5 +63,5 @@ class LiveFigures:
         itl = statistic(list(chain.from_iterable(latency.itl for latency in self._latest)), "p50")
         for name, value in (("TTFT", ttft), ("ITL", itl)):
             if value is not None:
-                parts.append(f"{name} P50 {render.human_seconds(value)}")
+                parts.append(f"{name} P50 {human_seconds(value)}")
         return ", ".join(parts)

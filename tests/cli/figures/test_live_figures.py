@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.output.live import LiveFigures
+from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord
 from llmsched.cli.load.load import PlannedRequest, run_load
 from llmsched.cli.load.prompts import COMMON_IDS

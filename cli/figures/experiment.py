@@ -1,0 +1,31 @@
+"""Setup of a measured run, as reports name it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmsched.cli.load.load import Load
+from llmsched.engine.latency import Slo
+from llmsched.engine.provenance import Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Setup of a run: the target's name and origin, the load, the SLOs, warm-up requests and engine settings."""
+
+    name: str
+    provenance: Provenance
+    workload: Load
+    slo: Slo
+    warmup: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def headline(self) -> str:
+        """Return one line: measured or simulated, the target, and the load."""
+        work, origin = self.workload, self.provenance
+        return (
+            f"{origin.label} {self.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
+            f"seed {work.seed}"
+        )
