@@ -17,7 +17,7 @@ from llmsched.profiles.calibrated import Calibration, calibration_dir, save_cali
 from llmsched.profiles.tuned import ProfileError, check_directory
 
 if TYPE_CHECKING:
-    from llmsched.engine.calibration.measuring import Measured
+    from llmsched.engine.calibration.timing import Measured
 
 #: The engine flags that steps depend on; scheduling does not matter here.
 FLAGS = (*MEMORY_KNOBS, "swap_space")
@@ -49,7 +49,7 @@ def calibrate(
     spec = resolve_model(model)
     _check_directory()
     with render.progress_bar() as progress:
-        from llmsched.engine.calibration.measuring import measure_device
+        from llmsched.engine.calibration.timing import measure_device
 
         planner = open_planner(spec, progress)
         measured = measure_device(engine_options.config(spec), repeats, progress)

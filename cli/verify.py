@@ -12,8 +12,8 @@ from llmsched.cli.options.engine import EngineOptions, ModelArgument, resolve_mo
 from llmsched.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from llmsched.engine.parity.report import CheckResult, ParityReport
-    from llmsched.engine.parity.verification import Subject
+    from llmsched.engine.parity.logit_comparison import CaseResult, ParityReport
+    from llmsched.engine.parity.verification import LoadedModel
 
 #: The engine flags that mean something here; the checks choose the others themselves.
 FLAGS = {"dtype", "device", "block_size"}
@@ -51,9 +51,9 @@ def verify(
     """
     config = engine_options.config(resolve_model(model))
     with render.progress_bar() as progress:
-        from llmsched.engine.parity.verification import check_parity, load_subject
+        from llmsched.engine.parity.verification import check_parity, load_for_parity
 
-        subject = load_subject(config, progress)
+        subject = load_for_parity(config, progress)
         report = check_parity(subject, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, progress=progress)
     settings = {"num_prompts": num_prompts, "num_tokens": num_tokens, "seed": seed}
     if as_json:
@@ -64,7 +64,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _as_dict(subject: Subject, report: ParityReport) -> dict[str, Any]:
+def _as_dict(subject: LoadedModel, report: ParityReport) -> dict[str, Any]:
     return {
         "ok": report.ok,
         "model": subject.info.name,
@@ -91,7 +91,7 @@ def _as_dict(subject: Subject, report: ParityReport) -> dict[str, Any]:
     }
 
 
-def _show(subject: Subject, report: ParityReport) -> None:
+def _show(subject: LoadedModel, report: ParityReport) -> None:
     rows = [
         (
             check.name,
@@ -115,7 +115,7 @@ def _show(subject: Subject, report: ParityReport) -> None:
     render.say("NOT equal" if not report.ok else "equal, but for near ties" if parted else "equal")
 
 
-def _remarks(check: CheckResult) -> Iterator[str]:
+def _remarks(check: CaseResult) -> Iterator[str]:
     """What the table has no room for; faults first."""
     yield from check.problems
     partings = sorted(check.partings, key=lambda parting: parting.explained)
@@ -129,9 +129,9 @@ def _remarks(check: CheckResult) -> Iterator[str]:
         yield f"{len(partings) - MAX_PARTINGS} further sequences part"
 
 
-def _tokens(check: CheckResult) -> str:
+def _tokens(check: CaseResult) -> str:
     return "equal" if check.tokens_equal else f"{len(check.partings)} part"
 
 
-def _name(subject: Subject) -> str:
+def _name(subject: LoadedModel) -> str:
     return str(subject.dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
 
-from llmsched.engine.architecture.work import model_work
+from llmsched.engine.architecture.flops import model_flops
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
@@ -72,11 +72,11 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
         raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
     device = gpu_device(gpu)
     config, plan = resolve(planner, config, device)
-    work = model_work(
+    work = model_flops(
         planner.content,
         dtype_bytes=plan.dtype_bytes,
         kv_dtype_bytes=plan.kv_dtype_bytes,
-        recall=planner.recall,
+        cache=planner.cache,
     )
     cost = Roofline(work, gpu, engine, dtype=config.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name

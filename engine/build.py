@@ -16,7 +16,7 @@ from llmsched.engine.measure import measured_memory, tensor_bytes
 from llmsched.engine.memory.budget import plan_memory
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.model.open import OpenModel, open_model
+from llmsched.engine.model.loader import OpenModel, open_model
 from llmsched.engine.out_of_memory import within_memory
 from llmsched.engine.progress import Progress, silent
 

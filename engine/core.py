@@ -21,7 +21,7 @@ from llmsched.engine.kv.pins import PinState
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
 from llmsched.engine.prompt_changes import PromptChange, PromptChanges
 from llmsched.engine.refusals import check_length, check_queue

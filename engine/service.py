@@ -17,7 +17,7 @@ from llmsched.engine.errors import EngineDeadError, LlmschedError, RequestError
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.prompt_changes import PromptChange
 from llmsched.engine.refusals import check_queue
 from llmsched.engine.request import RequestOutput, SamplingParams

@@ -43,6 +43,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="session")
 def demo_dir() -> Path:
     """The demo model as a Hugging Face directory (fetched and converted the first time, then from the user's cache)."""
-    from llmsched.engine.model.load import locate
+    from llmsched.engine.model.source import locate
 
     return locate("demo").path

@@ -16,7 +16,7 @@ from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.options.engine import with_options
 from llmsched.cli.options.load_flags import LoadFlags
 from llmsched.engine.errors import LlmschedError
-from llmsched.profiles.shipped import UnknownWorkloadError, find_workload
+from llmsched.profiles.shipped_workloads import UnknownWorkloadError, find_workload
 
 R = TypeVar("R")
 

@@ -14,7 +14,7 @@ from llmsched.cli.load.traces.formats import TraceFormat
 from llmsched.cli.load.traces.times import TimestampUnit
 from llmsched.cli.options.engine import duration as parse_duration
 from llmsched.cli.options.engine import fraction
-from llmsched.profiles.shipped import workloads
+from llmsched.profiles.shipped_workloads import workloads
 
 _LOAD = "Load"
 

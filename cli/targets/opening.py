@@ -161,7 +161,8 @@ def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
     """Ids to draw prompts from, and how text becomes tokens where a tokenizer was named."""
     if model is None:
         return COMMON_IDS, None
-    from llmsched.engine.model.load import load_tokenizer, locate
+    from llmsched.engine.model.loader import load_tokenizer
+    from llmsched.engine.model.source import locate
 
     try:
         known = load_tokenizer(locate(model))

@@ -115,7 +115,7 @@ class TextEncode:
 @cache
 def _encoder(model: str) -> Encode:
     """The tokenizer of a model that is on this disk; of a hub id only config.json is fetched."""
-    from llmsched.engine.model.load import load_tokenizer
+    from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
 
     path = Path(os.path.expanduser(model))

@@ -26,7 +26,7 @@ from llmsched.cli.workload.report import Analysis, as_json, show
 from llmsched.cli.workload.sample import Sample, sample_load, sample_trace
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError, ModelError
-from llmsched.profiles.shipped import workloads
+from llmsched.profiles.shipped_workloads import workloads
 
 #: Requests that are drawn of a synthetic load.
 _DRAWN = 1000
@@ -103,7 +103,8 @@ def _refuse_reading(name: str, *flags: object) -> None:
 
 
 def _encode(model: str) -> Encode:
-    from llmsched.engine.model.load import load_tokenizer, locate
+    from llmsched.engine.model.loader import load_tokenizer
+    from llmsched.engine.model.source import locate
 
     try:
         return TokenizerEncode(load_tokenizer(locate(model)))

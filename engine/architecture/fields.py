@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +19,6 @@ from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from llmsched.engine.architecture.recall import Recall
 
 #: Where multimodal models keep the config of their language model.
 _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
@@ -56,8 +60,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_fields(config: PretrainedConfig | Mapping[str, Any], recall: Recall | None = None) -> Fields:
-    """Flatten a transformers config or the content of a config.json; `recall` keeps what transformers is asked.
+def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
+    """Flatten a transformers config or the content of a config.json; `cache` keeps what transformers is asked.
 
     What the file says wins; what it leaves out is the class default where transformers knows the model_type. The
     language model of a multimodal config is taken from its nested part only: the outer numbers describe the vision
@@ -74,7 +78,7 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], recall: Recall | N
     defaults = _plain_defaults(text)
     if defaults is not None:
         return Fields(defaults | stated, known=True)
-    added = _asked_values(outer) if recall is None else recall.get("values", lambda: _asked_values(outer))
+    added = _asked_values(outer) if cache is None else cache.get("values", lambda: _asked_values(outer))
     return Fields((added or {}) | stated, known=added is not None)
 
 
@@ -136,3 +140,54 @@ def _class_values(config: PretrainedConfig) -> dict[str, Any]:
     outer = config.to_dict()
     shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
     return standard | own | shared
+
+
+logger = logging.getLogger(__name__)
+
+#: Changes when what is kept, or how it is worked out, does.
+FORMAT = 1
+
+
+class ConfigCache:
+    """The kept answers about one config.json, in a file of `directory`."""
+
+    def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
+        self._content = content
+        self._directory = directory
+        self._answers: dict[str, Any] | None = None
+
+    def get(self, name: str, ask: Callable[[], Any]) -> Any:
+        """The answer of that name: the kept one, else what `ask` returns, which must be plain JSON. Raises as `ask`."""
+        answers = self._load()
+        if name not in answers:
+            answers[name] = ask()
+            self._save(answers)
+        return answers[name]
+
+    @cached_property
+    def _path(self) -> Path:
+        versions = [FORMAT, version("llmsched"), version("transformers")]
+        digest = hashlib.sha256(json.dumps([versions, self._content], sort_keys=True, default=str).encode())
+        return self._directory / f"{digest.hexdigest()[:32]}.json"
+
+    def _load(self) -> dict[str, Any]:
+        if self._answers is None:
+            self._answers = {}
+            try:
+                found = json.loads(self._path.read_text(encoding="utf-8"))
+                self._answers = found if isinstance(found, dict) else {}
+            except (OSError, ValueError) as problem:
+                logger.debug("nothing is kept in %s: %s", self._path, problem)
+        return self._answers
+
+    def _save(self, answers: Mapping[str, Any]) -> None:
+        try:
+            text = json.dumps(answers)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False
+            ) as part:
+                part.write(text)
+            os.replace(part.name, self._path)
+        except (OSError, TypeError) as problem:
+            logger.debug("%s cannot be kept: %s", self._path, problem)

@@ -16,7 +16,7 @@ from llmsched.engine.errors import ModelError, one_line
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llmsched.engine.architecture.recall import Recall
+    from llmsched.engine.architecture.fields import ConfigCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ def model_shape(
     dtype_bytes: int,
     path: Path | None = None,
     weights: Weights | None = None,
-    recall: Recall | None = None,
+    cache: ConfigCache | None = None,
 ) -> ModelShape:
     """Read the shape from a transformers config or the content of a config.json.
 
-    `path` is the model's directory, where weight files are looked for; `weights` is taken as given instead. `recall`
+    `path` is the model's directory, where weight files are looked for; `weights` is taken as given instead. `cache`
     keeps what takes long to find out. Raises ModelError when the config does not say enough, or what it says is of an
     unexpected kind.
     """
     try:
-        return _read_shape(config, dtype_bytes, path, weights, recall)
+        return _read_shape(config, dtype_bytes, path, weights, cache)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
         raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
 
@@ -71,9 +71,9 @@ def _read_shape(
     dtype_bytes: int,
     path: Path | None,
     weights: Weights | None,
-    recall: Recall | None,
+    cache: ConfigCache | None,
 ) -> ModelShape:
-    fields = read_fields(config, recall)
+    fields = read_fields(config, cache)
     geometry = kv_geometry(fields, dtype_bytes)
     hidden, vocab = fields.get("hidden_size", "n_embd", "d_model"), fields.get("vocab_size")
     position, notes = _max_position(fields)
@@ -86,7 +86,7 @@ def _read_shape(
     quantised = fields.get("quantization_config")
     return ModelShape(
         geometry=geometry,
-        weights=weights or model_weights(path, config, dtype_bytes, recall),
+        weights=weights or model_weights(path, config, dtype_bytes, cache),
         vocab_size=vocab or 0,
         hidden_size=hidden or 0,
         inner_size=inner_size(fields),

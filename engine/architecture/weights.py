@@ -22,7 +22,7 @@ from llmsched.engine.units import human_bytes
 if TYPE_CHECKING:
     import torch
 
-    from llmsched.engine.architecture.recall import Recall
+    from llmsched.engine.architecture.fields import ConfigCache
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +48,21 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
-def model_weights(path: Path | None, config: Any, dtype_bytes: int, recall: Recall | None = None) -> Weights:
+def model_weights(path: Path | None, config: Any, dtype_bytes: int, cache: ConfigCache | None = None) -> Weights:
     """Bytes of the weights of the model at `path` (a directory) when served in a type of `dtype_bytes`.
 
     `config` is a transformers config or the content of a config.json. Floating-point tensors are converted on
     loading and count dtype_bytes per number; quantised ones count as stored. Without safetensors files the parameters
-    are counted from the config, tied embeddings once; `recall` keeps the count where that takes building the model.
+    are counted from the config, tied embeddings once; `cache` keeps the count where that takes building the model.
     Where neither is possible the count is 0 and a note says so.
 
     Raises ModelError for a damaged file.
     """
-    fields = read_fields(config, recall)
+    fields = read_fields(config, cache)
     files = _safetensors_files(path) if path is not None and path.is_dir() else []
     if files:
         return _from_headers(files, dtype_bytes, fields)
-    parameters, notes = parameters_of(config, fields, recall)
+    parameters, notes = parameters_of(config, fields, cache)
     if not parameters.total:
         named = fields.model_type or "no model_type"
         reason = f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"
@@ -72,13 +72,13 @@ def model_weights(path: Path | None, config: Any, dtype_bytes: int, recall: Reca
     return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
 
 
-def parameters_of(config: Any, fields: Fields, recall: Recall | None = None) -> tuple[Parameters, tuple[str, ...]]:
+def parameters_of(config: Any, fields: Fields, cache: ConfigCache | None = None) -> tuple[Parameters, tuple[str, ...]]:
     """Counted from the table of families, else by building the model; and what was left out. None of it: zeros."""
     counted = count_parameters(fields)
     content = config if isinstance(config, Mapping) else config.to_dict()
     if counted is not None and (tower := tower_parameters(content)) is not None:
         return counted + Parameters(tower=tower), ()
-    built = _built_parameters(config) if recall is None else recall.get("parameters", lambda: _built_parameters(config))
+    built = _built_parameters(config) if cache is None else cache.get("parameters", lambda: _built_parameters(config))
     if built:
         return Parameters(**built), ()
     partial = (f"{content.get('model_type')} cannot be built here: what sees or hears is not counted in its weights",)

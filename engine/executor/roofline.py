@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmsched.engine.architecture.work import Arithmetic, Matrices, ModelWork
+from llmsched.engine.architecture.flops import Arithmetic, Matrices, ModelFlops
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import StepShape
 from llmsched.profiles.engines import Efficiency, EngineSpec
@@ -35,7 +35,7 @@ class Roofline:
     engine on this kind of GPU. Raises ConfigError for a dtype that the GPU does not multiply.
     """
 
-    def __init__(self, work: ModelWork, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
+    def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
         share = engine.on(gpu)
         self.window = work.window
         self.error = share.error

@@ -20,8 +20,8 @@ from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
-from llmsched.engine.model.paths import paged_model
 from llmsched.engine.model.probe import position_limit
+from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.request import SamplingParams, Sequence
 
 #: How the steps of the warm-up sample: with all there is. And how most requests do.

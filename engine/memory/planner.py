@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.quantised import quantised_config
-from llmsched.engine.architecture.recall import Recall
 from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
@@ -30,13 +29,13 @@ from llmsched.engine.progress import Progress, silent
 class ModelPlanner:
     """A model by the content of its config.json, and by its weights: `given`, of files in `directory`, or counted.
 
-    `recall` keeps, for the next planner of the same content, what takes long to find out.
+    `cache` keeps, for the next planner of the same content, what takes long to find out.
     """
 
     content: Mapping[str, Any]
     directory: Path | None = None
     given: Weights | None = None
-    recall: Recall | None = None
+    cache: ConfigCache | None = None
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -63,7 +62,7 @@ class ModelPlanner:
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             self._shapes[dtype_bytes] = model_shape(
-                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given, recall=self.recall
+                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given, cache=self.cache
             )
         return self._shapes[dtype_bytes]
 
@@ -97,7 +96,7 @@ def open_planner(
     content, directory = _read_model(spec, progress)
     if quantization is not None:
         content, directory = quantised_config(content, quantization), None
-    return ModelPlanner(content, directory, weights, Recall(content, cache_directory() / "configs"))
+    return ModelPlanner(content, directory, weights, ConfigCache(content, cache_directory() / "configs"))
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
@@ -106,8 +105,8 @@ def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path 
     if path.suffix == ".json" or path.is_dir():
         return read_config_file(path), path if path.is_dir() else None
     if path.suffix == ".gguf":
-        from llmsched.engine.model.gguf import read_gguf
         from llmsched.engine.model.gguf_config import gguf_settings
+        from llmsched.engine.model.gguf_file import read_gguf
 
         return gguf_settings(read_gguf(locate(spec).path)), None
     if path.exists():

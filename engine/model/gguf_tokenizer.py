@@ -20,7 +20,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf import GGUFFile
+from llmsched.engine.model.gguf_file import GGUFFile
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"

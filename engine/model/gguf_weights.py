@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.checkpoint import LazyTensor, StateDict, some
-from llmsched.engine.model.gguf import Array, GGUFFile, dequantized
+from llmsched.engine.model.checkpoint import SAFETENSORS, LazyTensor, StateDict, some
+from llmsched.engine.model.gguf_config import gguf_config, gguf_generation_config
+from llmsched.engine.model.gguf_file import Array, GGUFFile, dequantized, read_gguf
+from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
+from llmsched.engine.progress import Progress
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -83,3 +89,22 @@ def _unpermute(values: Array, heads: int) -> Array:
     """Rows of each head from interleaved rope pairs (x0, y0, x1, y1, ...) to halves (x0, x1, ..., y0, y1, ...)."""
     half = values.shape[0] // heads // 2
     return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def convert_gguf(gguf: Path, target: Path, progress: Progress) -> None:
+    """Write the model of `gguf` into the new directory `target`, weights as float32 safetensors. Raises ModelError."""
+    file = read_gguf(gguf)
+    target.mkdir()
+    state = gguf_state_dict(file)
+    tensors = {}
+    for done, (name, tensor) in enumerate(state.items()):
+        progress(f"converting {gguf.name}", done, len(state))
+        tensors[name] = tensor.read()
+    save_file(tensors, target / SAFETENSORS, metadata={"format": "pt"})
+    config = gguf_config(file)
+    config.dtype = "float32"
+    config.save_pretrained(target)
+    generation = json.dumps(gguf_generation_config(file), indent=2)
+    (target / "generation_config.json").write_text(generation + "\n", encoding="utf-8")
+    gguf_tokenizer(file).save_pretrained(target)
+    progress(f"converting {gguf.name}", len(state), len(state))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -142,3 +142,19 @@ class PagedContext:
             sinks=sinks,
             slopes=slopes,
         )
+
+
+class PagedModel(Protocol):
+    """A model over the paged cache. `layers` are its KV shapes, `vocab_size` is the width of the logits."""
+
+    layers: list[LayerShape]
+    vocab_size: int
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
+
+        `logit_rows` [R] are the tokens whose logits are needed; None stands for all T of them.
+        """
+        ...

@@ -20,9 +20,9 @@ def refusal(planner: ModelPlanner) -> str | None:
             return None
     except ModelError as problem:
         return _reason(problem)
-    if planner.recall is None:
+    if planner.cache is None:
         return _of_class(planner.content)
-    reason: str | None = planner.recall.get("refusal", lambda: _of_class(planner.content))
+    reason: str | None = planner.cache.get("refusal", lambda: _of_class(planner.content))
     return reason
 
 

@@ -10,10 +10,11 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, BloomForCausalLM, PreTrainedModel
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.paged import LayerShape, PagedContext
+from llmsched.engine.model.bloom import BloomModel
+from llmsched.engine.model.paged import LayerShape, PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
 
 IMPLEMENTATION = "llmsched_paged"
@@ -95,3 +96,8 @@ def packed(states: torch.Tensor) -> torch.Tensor:
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
+
+
+def paged_model(model: PreTrainedModel) -> PagedModel:
+    """The path for a model in evaluation mode on its device. Raises ModelError if it cannot be computed exactly."""
+    return BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)

@@ -16,12 +16,17 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.model.open import open_model
-from llmsched.engine.parity.checks import Check, make_checks
-from llmsched.engine.parity.prompts import Prompt, PromptSet, make_prompts
-from llmsched.engine.parity.reference import Continuation, Reference
-from llmsched.engine.parity.report import Answer, CheckResult, ParityReport, Tolerance, compare
+from llmsched.engine.model.loader import ModelInfo, open_model
+from llmsched.engine.parity.cases import ParityCase, ParityPrompt, PromptSet, make_checks, make_prompts
+from llmsched.engine.parity.logit_comparison import (
+    Answer,
+    CaseResult,
+    Continuation,
+    ParityReport,
+    Reference,
+    Tolerance,
+    compare,
+)
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
 
@@ -37,7 +42,7 @@ MAX_LOGIT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class LoadedModel:
     """The model under test, on its device."""
 
     model: PreTrainedModel
@@ -53,52 +58,52 @@ class Subject:
         return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 
-def load_subject(config: EngineConfig, progress: Progress = silent) -> Subject:
+def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
     """Load `config.model` as serving would, in its device and dtype. Raises ModelError, ConfigError."""
     opened = open_model(config, progress)
     model = opened.load(progress)
-    return Subject(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
+    return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
 
 
 def check_parity(
-    subject: Subject, *, num_prompts: int, num_tokens: int, seed: int = 0, progress: Progress = silent
+    loaded: LoadedModel, *, num_prompts: int, num_tokens: int, seed: int = 0, progress: Progress = silent
 ) -> ParityReport:
     """Compare the engine with plain transformers over `num_tokens` greedy tokens of each prompt.
 
     Raises ConfigError when the model's context or the host's memory is too small for that.
     """
     prompts = make_prompts(
-        subject.tokenizer, subject.info.vocab_size, count=num_prompts, block_size=subject.block_size, seed=seed
+        loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
     )
-    _check_size(subject, prompts, num_tokens)
-    reference, tolerance = Reference(subject.model), Tolerance.of(subject.model, subject.dtype)
+    _check_size(loaded, prompts, num_tokens)
+    reference, tolerance = Reference(loaded.model), Tolerance.of(loaded.model, loaded.dtype)
     expected: dict[str, Continuation] = {}
     for done, prompt in enumerate(prompts.all):
         progress("plain transformers", done, len(prompts.all))
         expected[prompt.name] = reference.continuation(prompt.token_ids, num_tokens)
     progress("plain transformers", len(prompts.all), len(prompts.all))
-    checks = list(make_checks(prompts, num_tokens, subject.layout))
+    checks = list(make_checks(prompts, num_tokens, loaded.layout))
     results = []
     for done, check in enumerate(checks):
         progress("comparing", done, len(checks))
-        result = CheckResult(check.name)
-        for answer in _answers(subject, check, result):
+        result = CaseResult(check.name)
+        for answer in _answers(loaded, check, result):
             compare(result, answer, expected[answer.prompt.name], reference, tolerance)
         results.append(result)
     progress("comparing", len(checks), len(checks))
     return ParityReport(tuple(results), tolerance, max(continuation.spread for continuation in expected.values()))
 
 
-def _check_size(subject: Subject, prompts: PromptSet, num_tokens: int) -> None:
+def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
-    limit = subject.info.max_position - longest
+    limit = loaded.info.max_position - longest
     if num_tokens > limit:
         raise ConfigError(
             "num_tokens",
             f"{num_tokens} tokens after a prompt of {longest} do not fit the model's context of "
-            f"{subject.info.max_position}; allowed is {limit} or less, or a smaller --block-size",
+            f"{loaded.info.max_position}; allowed is {limit} or less, or a smaller --block-size",
         )
-    kept = 2 * len(prompts.all) * num_tokens * subject.info.vocab_size * subject.dtype.itemsize
+    kept = 2 * len(prompts.all) * num_tokens * loaded.info.vocab_size * loaded.dtype.itemsize
     if kept > MAX_LOGIT_BYTES:
         raise ConfigError(
             "num_tokens",
@@ -107,18 +112,18 @@ def _check_size(subject: Subject, prompts: PromptSet, num_tokens: int) -> None:
         )
 
 
-def _answers(subject: Subject, check: Check, result: CheckResult) -> list[Answer]:
+def _answers(loaded: LoadedModel, check: ParityCase, result: CaseResult) -> list[Answer]:
     """Run the check on an engine of its own; what went wrong besides the numbers is noted in `result`."""
     try:
-        return _run(subject, check, result)
+        return _run(loaded, check, result)
     except Exception as error:  # the other checks may still tell where the fault is
         logger.exception("check %s", check.name)
         result.problems.append(f"the engine failed: {type(error).__name__}: {' '.join(str(error).split())}")
         return []
 
 
-def _run(subject: Subject, check: Check, result: CheckResult) -> list[Answer]:
-    engine, executor = _engine(subject, check)
+def _run(loaded: LoadedModel, check: ParityCase, result: CaseResult) -> list[Answer]:
+    engine, executor = _engine(loaded, check)
     answers: list[Answer] = []
     last: list[Answer] = []
     for prompts in check.waves:
@@ -143,14 +148,14 @@ def _run(subject: Subject, check: Check, result: CheckResult) -> list[Answer]:
     return answers
 
 
-def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
+def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecutor]:
     longest = max(len(prompt.token_ids) for wave in check.waves for prompt in wave)
     swap = SwapSpace(check.num_blocks if check.preempted == "swap" else 0)
     config = EngineConfig(
-        model=subject.info.name,
+        model=loaded.info.name,
         max_model_len=longest + check.num_tokens,
         max_num_batched_tokens=check.token_budget,
-        block_size=subject.block_size,
+        block_size=loaded.block_size,
         enable_prefix_caching=check.caching,
         output_prediction="none",  # a pool too small for all is to be filled, not respected
         headroom=0.0,
@@ -158,22 +163,22 @@ def _engine(subject: Subject, check: Check) -> tuple[Engine, TorchExecutor]:
         swap_space=swap.num_slots,  # only the slots themselves count from here on
     )
     executor = TorchExecutor(
-        subject.model,
+        loaded.model,
         num_blocks=check.num_blocks,
-        block_size=subject.block_size,
-        device=subject.device,
-        kv_dtype=subject.dtype,
+        block_size=loaded.block_size,
+        device=loaded.device,
+        kv_dtype=loaded.dtype,
         max_model_len=config.max_model_len,
         num_swap_slots=swap.num_slots,
-        layout=subject.layout,
+        layout=loaded.layout,
     )
-    engine = Engine(
-        config, subject.info, subject.tokenizer, executor, check.num_blocks, swap=swap, layout=subject.layout
-    )
+    engine = Engine(config, loaded.info, loaded.tokenizer, executor, check.num_blocks, swap=swap, layout=loaded.layout)
     return engine, executor
 
 
-def _run_wave(engine: Engine, executor: TorchExecutor, prompts: ListLike[Prompt], num_tokens: int) -> list[Answer]:
+def _run_wave(
+    engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
+) -> list[Answer]:
     """Hand in all prompts at once and step until they have ended."""
     answers = {prompt.name: Answer(prompt) for prompt in prompts}
     by_sequence = {f"{name}/0": answer for name, answer in answers.items()}

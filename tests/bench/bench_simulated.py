@@ -29,7 +29,7 @@ from llmsched.cli.targets.simulated import simulate_workload
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit
-from llmsched.engine.calibration.measuring import Measured, Serving, measure_engine, while_serving
+from llmsched.engine.calibration.timing import Measured, Serving, measure_engine, while_serving
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.latency import Slo

@@ -16,7 +16,8 @@ import time
 import torch
 
 from llmsched.engine import Engine, EngineConfig, SamplingParams, build_engine
-from llmsched.engine.model.load import load_config, load_model, locate
+from llmsched.engine.model.loader import load_config, load_model
+from llmsched.engine.model.source import locate
 
 CONCURRENCY = (1, 8, 32)
 NUM_REQUESTS = 32

@@ -26,7 +26,7 @@ from llmsched.cli.tune.runner import EngineRunner
 from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trials import Trial, TrialHistory, rate_in_words
 from llmsched.engine.blueprint import Blueprint
-from llmsched.engine.calibration.measuring import measure_device
+from llmsched.engine.calibration.timing import measure_device
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from llmsched.engine.calibration.fit import KNEES, Sample, fit, non_negative
-from llmsched.engine.calibration.measuring import Serving, while_serving
-from llmsched.engine.calibration.shapes import Room, Rows, choose_steps, describe
+from llmsched.engine.calibration.sample_steps import Room, Rows, choose_steps, describe
+from llmsched.engine.calibration.timing import Serving, while_serving
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import StepShape, shape_of
 from llmsched.engine.executor.fitted import LINEAR, FittedCost, fitted_cost, terms

@@ -11,7 +11,7 @@ from command_line import CommandLine
 
 from llmsched.cli.main import COMMANDS, load
 from llmsched.engine import build
-from llmsched.engine.calibration import measuring as calibration
+from llmsched.engine.calibration import timing as calibration
 from llmsched.engine.parity import verification as parity
 
 CONFIG = str(Path(__file__).parent.parent / "data/model_configs/meta-llama--Meta-Llama-3.1-8B_config.json")
@@ -70,7 +70,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path))
     monkeypatch.setattr(build, "build_engine", reached)
     monkeypatch.setattr(calibration, "measure_device", reached)
-    monkeypatch.setattr(parity, "load_subject", reached)
+    monkeypatch.setattr(parity, "load_for_parity", reached)
     return CommandLine(monkeypatch, capsys)
 
 

@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.simulated_executor import VirtualClock
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

@@ -17,12 +17,11 @@ from llmsched.engine.executor import sampler, torch_executor
 from llmsched.engine.kv import manager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model import paged
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.parity import verification as run
-from llmsched.engine.parity.prompts import make_prompts
-from llmsched.engine.parity.reference import Continuation, Reference
-from llmsched.engine.parity.report import ParityReport, Parting, Tolerance, _parting
-from llmsched.engine.parity.verification import Subject, check_parity
+from llmsched.engine.parity.cases import make_prompts
+from llmsched.engine.parity.logit_comparison import Continuation, ParityReport, Parting, Reference, Tolerance, _parting
+from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.scheduler.scheduler import Scheduler
 
 CHECKS = (
@@ -39,9 +38,9 @@ CHECKS = (
 )
 
 
-def subject(arch: str, dtype: torch.dtype = torch.float32, block_size: int = 16) -> Subject:
+def subject(arch: str, dtype: torch.dtype = torch.float32, block_size: int = 16) -> LoadedModel:
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    return Subject(build_model(arch, seed=3).to(dtype), info, tokenizer(), "cpu", dtype, block_size)
+    return LoadedModel(build_model(arch, seed=3).to(dtype), info, tokenizer(), "cpu", dtype, block_size)
 
 
 def compare(arch: str, dtype: torch.dtype = torch.float32) -> ParityReport:

@@ -12,7 +12,8 @@ from engines import Choice, Collector, assert_idle, sampling
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.model.load import load_config, load_info, load_model, load_tokenizer, locate
+from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
+from llmsched.engine.model.source import locate
 from llmsched.engine.text.chat import render_chat
 
 NUM_TOKENS = 48

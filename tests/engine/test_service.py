@@ -20,7 +20,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.simulated_executor import VirtualClock
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
 from llmsched.engine.service import MAX_PENDING_OUTPUTS, AsyncEngine, RequestStream
 

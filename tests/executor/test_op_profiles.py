@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from llmsched.engine.architecture.work import model_work
+from llmsched.engine.architecture.flops import model_flops
 from llmsched.profiles.gpus import find_gpu
 
 FILE = Path(__file__).parent.parent / "data" / "op_profiles.jsonl"
@@ -51,7 +51,7 @@ def test_the_rest_of_a_layer_moves_vectors() -> None:
         config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": hidden, "intermediate_size": inner}
         config |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
         gpu = find_gpu(GPUS[profile["gpu"]])
-        moved = model_work(config, dtype_bytes=2).vector_bytes * profile["num_tokens"]
+        moved = model_flops(config, dtype_bytes=2).vector_bytes * profile["num_tokens"]
         predicted = moved / (gpu.bandwidth * SHARES[profile["gpu"]][1])
         published = profile["other_ms_per_layer"] * 1e-3
         assert abs(predicted / published - 1) < 0.2, profile

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmsched.engine.architecture.fields import read_config_file
-from llmsched.engine.architecture.work import ModelWork, model_work
+from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.roofline import Roofline
@@ -33,9 +33,9 @@ LLAMA = "meta-llama--Meta-Llama-3.1-8B"
 LLAMA_NUMBERS, LLAMA_HEAD = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 128256, 4096 * 128256
 
 
-def work(name: str, dtype_bytes: int = 2, kv_bytes: int | None = None, **settings: Any) -> ModelWork:
+def work(name: str, dtype_bytes: int = 2, kv_bytes: int | None = None, **settings: Any) -> ModelFlops:
     content = read_config_file(CONFIGS / f"{name}_config.json") | settings
-    return model_work(content, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
+    return model_flops(content, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
 
 
 def test_a_lone_decode_reads_the_weights() -> None:
@@ -153,7 +153,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         Roofline(work(LLAMA), find_gpu("t4"), IDEAL)
     assert Roofline(work(LLAMA), find_gpu("t4"), IDEAL, dtype="float16").error is None
     with pytest.raises(ModelError, match="martian cannot be simulated"):
-        model_work({"model_type": "martian", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
+        model_flops({"model_type": "martian", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
                     "vocab_size": 100}, dtype_bytes=2)  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.architecture.quantised import quantised_config
-from llmsched.engine.architecture.work import ModelWork, model_work
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.roofline import Roofline
 from llmsched.profiles.engines import engines
@@ -46,12 +46,12 @@ each_model = pytest.mark.parametrize("model", MODELS)
 
 
 @cache
-def work(model: str) -> ModelWork:
+def work(model: str) -> ModelFlops:
     name, quantization = MODELS[model]
     content = read_config_file(CONFIGS / f"{name}_config.json")
     if quantization is not None:
         content = quantised_config(content, quantization)
-    return model_work(content, dtype_bytes=2)
+    return model_flops(content, dtype_bytes=2)
 
 
 def costs(model: str, gpu: GpuSpec) -> list[Roofline]:

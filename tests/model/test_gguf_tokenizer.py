@@ -12,9 +12,10 @@ from tiny_models import build_model, build_tokenizer
 from tokenizers import pre_tokenizers
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf import GGUFFile
+from llmsched.engine.model.gguf_file import GGUFFile
 from llmsched.engine.model.gguf_tokenizer import SPLITS, gguf_tokenizer
-from llmsched.engine.model.load import load_config, load_tokenizer, locate
+from llmsched.engine.model.loader import load_config, load_tokenizer
+from llmsched.engine.model.source import locate
 from llmsched.engine.text.chat import render_chat
 from llmsched.engine.text.tokenizer import Tokenizer
 

@@ -14,7 +14,8 @@ from tiny_models import ARCHITECTURES, build_model
 from transformers import AutoModelForCausalLM
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.load import load_config, load_info, load_model, load_tokenizer, locate
+from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
+from llmsched.engine.model.source import locate
 
 IDS = torch.arange(5, 45)[None]
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,8 @@ import huggingface_hub.constants
 import pytest
 
 from llmsched.engine.errors import ModelError, one_line
-from llmsched.engine.model.load import load_config, locate
+from llmsched.engine.model.loader import load_config
+from llmsched.engine.model.source import locate
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 from tiny_models import ARCHITECTURES, build_config
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.load import load_config, locate
+from llmsched.engine.model.loader import load_config
+from llmsched.engine.model.source import locate
 from llmsched.engine.model.support import _DECODERS, _RECURRENT, TESTED, check_stated, check_supported
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}

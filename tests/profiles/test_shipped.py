@@ -11,7 +11,7 @@ import pytest
 from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.load.traces.read import read_trace
-from llmsched.profiles.shipped import UnknownWorkloadError, find_workload, workloads
+from llmsched.profiles.shipped_workloads import UnknownWorkloadError, find_workload, workloads
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from llmsched.engine.text.tokenizer import Tokenizer
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.architecture.quantised import QUANTIZATIONS, quantised_config
-from llmsched.engine.architecture.work import ModelWork, model_work
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.memory.plan import MemoryPlan
@@ -117,8 +117,8 @@ class Row:
             content = quantised_config(content, self.weights)
         return _drafts(json.dumps(content, sort_keys=True))
 
-    def work(self) -> ModelWork:
-        return model_work(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
+    def work(self) -> ModelFlops:
+        return model_flops(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
 
     def settings(self) -> EngineConfig:
         """The scheduler's settings that come nearest to what the engine does by default."""

@@ -18,7 +18,8 @@ import torch
 
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.model.load import load_tokenizer, locate
+from llmsched.engine.model.loader import load_tokenizer
+from llmsched.engine.model.source import locate
 
 KV_BYTES = 512 << 20
 

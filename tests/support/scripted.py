@@ -15,7 +15,7 @@ from llmsched.cli.serve.app import build_app
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import Sequence, TokenLogprob
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.tokenizer import Tokenizer

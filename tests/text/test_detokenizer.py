@@ -172,6 +172,7 @@ def test_demo_tokenizer_round_trip(demo_tokenizer: Tokenizer, text: str) -> None
 
 @pytest.fixture(scope="module")
 def demo_tokenizer(demo_dir: Path) -> Tokenizer:
-    from llmsched.engine.model.load import load_tokenizer, locate
+    from llmsched.engine.model.loader import load_tokenizer
+    from llmsched.engine.model.source import locate
 
     return load_tokenizer(locate(str(demo_dir)))

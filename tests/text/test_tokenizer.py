@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from llmsched.engine.errors import ModelError, RequestError
-from llmsched.engine.model.load import load_tokenizer, locate
+from llmsched.engine.model.loader import load_tokenizer
+from llmsched.engine.model.source import locate
 from llmsched.engine.text.tokenizer import Tokenizer
 
 SPACE = "\u2581"

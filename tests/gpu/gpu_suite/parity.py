@@ -8,8 +8,8 @@ import torch
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
 from gpu_suite.rows import Row, failure
-from llmsched.engine.model.info import ModelInfo
-from llmsched.engine.parity.verification import Subject, check_parity
+from llmsched.engine.model.loader import ModelInfo
+from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.text.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss", "bloom")
@@ -30,7 +30,7 @@ def check_models(device: str, *, small: bool) -> Iterator[Row]:
 def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: Tokenizer) -> Row:
     model = build_model(arch, seed=3).to(device=device, dtype=dtype)
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
-    report = check_parity(Subject(model, info, tokenizer, device, dtype), num_prompts=2, num_tokens=6)
+    report = check_parity(LoadedModel(model, info, tokenizer, device, dtype), num_prompts=2, num_tokens=6)
     worst = max((check.max_abs_logit_diff or 0.0) for check in report.checks)
     parted = sum(len(check.partings) for check in report.checks)
     failed = [check.name for check in report.checks if not check.ok]

@@ -22,7 +22,7 @@ from gpu_suite.rows import Row, failure
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
 from llmsched.kernels import dispatch

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmsched.engine.architecture import recall as module
-from llmsched.engine.architecture.recall import Recall
+from llmsched.engine.architecture import fields as module
+from llmsched.engine.architecture.fields import ConfigCache
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
@@ -20,7 +20,7 @@ GPU = DeviceMemory("cuda", "GPU", 24 << 30)
 
 
 def plan(content: dict[str, Any], directory: Path) -> Any:
-    return ModelPlanner(content, recall=Recall(content, directory)).plan(EngineConfig(max_model_len=64), GPU)
+    return ModelPlanner(content, cache=ConfigCache(content, directory)).plan(EngineConfig(max_model_len=64), GPU)
 
 
 def test_the_second_plan_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_another_config_or_version_is_another_entry(tmp_path: Path, monkeypatch:
     asked: list[str] = []
 
     def get(content: dict[str, Any]) -> Any:
-        return Recall(content, tmp_path).get("x", lambda: asked.append("x") or len(asked))
+        return ConfigCache(content, tmp_path).get("x", lambda: asked.append("x") or len(asked))
 
     assert [get({"a": 1}), get({"a": 1}), get({"a": 2})] == [1, 1, 2]
     monkeypatch.setattr(module, "version", lambda name: "another")
@@ -45,28 +45,28 @@ def test_another_config_or_version_is_another_entry(tmp_path: Path, monkeypatch:
 
 
 def test_refusals_are_not_kept(tmp_path: Path) -> None:
-    recall = Recall({}, tmp_path)
+    cache = ConfigCache({}, tmp_path)
 
     def refuse() -> None:
         raise ModelError("no")
 
     for _ in range(2):
         with pytest.raises(ModelError):
-            recall.get("x", refuse)
-    assert recall.get("x", lambda: None) is None
-    assert Recall({}, tmp_path).get("x", pytest.fail) is None
+            cache.get("x", refuse)
+    assert cache.get("x", lambda: None) is None
+    assert ConfigCache({}, tmp_path).get("x", pytest.fail) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"text"'])
 def test_a_damaged_entry_is_none(tmp_path: Path, text: str) -> None:
-    Recall({}, tmp_path).get("x", lambda: 1)
+    ConfigCache({}, tmp_path).get("x", lambda: 1)
     [entry] = tmp_path.iterdir()
     entry.write_text(text)
-    assert Recall({}, tmp_path).get("x", lambda: 2) == 2
+    assert ConfigCache({}, tmp_path).get("x", lambda: 2) == 2
 
 
 def test_a_place_that_cannot_be_written_only_costs_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    recall = Recall({}, tmp_path / "file")
-    assert recall.get("x", lambda: 1) == 1
-    assert recall.get("y", lambda: {1, 2}) == {1, 2}, "what is no JSON is not kept"
+    cache = ConfigCache({}, tmp_path / "file")
+    assert cache.get("x", lambda: 1) == 1
+    assert cache.get("y", lambda: {1, 2}) == {1, 2}, "what is no JSON is not kept"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ModelError, RequestError, one_line
-from llmsched.engine.model.info import ModelInfo
+from llmsched.engine.model.placement import resolve_device, resolve_dtype
 from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from llmsched.engine.model.checkpoint import StateDict
 
-__all__ = ["ModelSource", "load_config", "load_info", "load_model", "load_tokenizer", "locate"]
 
 #: Any of these means that the directory brings a vocabulary (without one, transformers makes up an empty tokenizer).
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -33,11 +34,28 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 PENALTY_FIELD = "repetition_penalty"
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts of a loaded (or loadable) model.
+
+    `max_position` is the context the model was made for (tokens). `eos_token_ids` is the union of generation_config,
+    config and tokenizer. `sampling_defaults` are the SamplingParams fields that generation_config.json sets; a request
+    that leaves the field out gets them.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_position: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
+
+
 def load_config(source: ModelSource) -> PretrainedConfig:
     """The model's configuration, known to be one that can be served. Raises ModelError."""
     if source.kind == "gguf":
-        from llmsched.engine.model.gguf import read_gguf
         from llmsched.engine.model.gguf_config import gguf_config
+        from llmsched.engine.model.gguf_file import read_gguf
 
         with _reading(source, "its metadata"):
             config = gguf_config(read_gguf(source.path))
@@ -55,7 +73,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The model's tokenizer. Raises ModelError if there is none or it cannot run on the tokenizers library."""
     with _reading(source, "its tokenizer"):
         if source.kind == "gguf":
-            from llmsched.engine.model.gguf import read_gguf
+            from llmsched.engine.model.gguf_file import read_gguf
             from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
 
             return Tokenizer(gguf_tokenizer(read_gguf(source.path)))
@@ -124,7 +142,7 @@ def load_model(
 
 def _open_weights(source: ModelSource) -> StateDict:
     if source.kind == "gguf":
-        from llmsched.engine.model.gguf import read_gguf
+        from llmsched.engine.model.gguf_file import read_gguf
         from llmsched.engine.model.gguf_weights import gguf_state_dict
 
         return gguf_state_dict(read_gguf(source.path))
@@ -185,8 +203,8 @@ def _read_json(source: ModelSource, path: Path) -> dict[str, Any]:
 def _generation_config(source: ModelSource) -> dict[str, Any]:
     """generation_config.json as written (its absence is no fault), or what a GGUF file says instead."""
     if source.kind == "gguf":
-        from llmsched.engine.model.gguf import read_gguf
         from llmsched.engine.model.gguf_config import gguf_generation_config
+        from llmsched.engine.model.gguf_file import read_gguf
 
         return gguf_generation_config(read_gguf(source.path))
     path = source.path / GENERATION_CONFIG
@@ -251,3 +269,36 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model without its weights, and the device and type that they will have."""
+
+    source: ModelSource
+    config: PretrainedConfig
+    tokenizer: Tokenizer
+    info: ModelInfo
+    device: str
+    dtype: torch.dtype
+
+    def load(self, progress: Progress = silent) -> PreTrainedModel:
+        """The model with its weights, in evaluation mode on its device. Raises ModelError."""
+        return load_model(
+            self.source,
+            self.config,
+            device=self.device,
+            dtype=self.dtype,
+            attn_implementation="eager",
+            progress=progress,
+        )
+
+
+def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
+    """Find `config.model` and read all but its weights. Raises ModelError, ConfigError."""
+    source = locate(config.model, progress)
+    model_config = load_config(source)
+    tokenizer = load_tokenizer(source)
+    info = load_info(source, model_config, tokenizer)
+    device = resolve_device(config.device)
+    return OpenModel(source, model_config, tokenizer, info, device, resolve_dtype(config.dtype, device))

@@ -14,7 +14,7 @@ import numpy as np
 
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit, non_negative
-from llmsched.engine.calibration.shapes import Room, Rows, choose_steps
+from llmsched.engine.calibration.sample_steps import Room, Rows, choose_steps
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError

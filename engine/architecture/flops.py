@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from llmsched.engine.architecture.fields import Fields, read_fields
+from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields
 from llmsched.engine.architecture.geometry import ConfigReader, LayerGroup
 from llmsched.engine.architecture.parameters import Parameters
 from llmsched.engine.architecture.quantised import weight_format
-from llmsched.engine.architecture.recall import Recall
 from llmsched.engine.architecture.shape import inner_size
 from llmsched.engine.architecture.weights import parameters_of
 from llmsched.engine.errors import ModelError, one_line
@@ -52,7 +51,7 @@ class Attention(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWork:
+class ModelFlops:
     """A model's cost apart from the device.
 
     `dense` are the matrices all tokens go through, `experts` the routed ones
@@ -79,9 +78,9 @@ class ModelWork:
         return self.dense.numbers + self.experts.numbers * share + self.head.numbers
 
 
-def model_work(
-    config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, recall: Recall | None = None
-) -> ModelWork:
+def model_flops(
+    config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
+) -> ModelFlops:
     """Read a config.json's content. `dtype_bytes` is the size of weights that are not quantised and of activations,
     kv_dtype_bytes that of KV (default: the same).
 
@@ -89,14 +88,14 @@ def model_work(
     ModelError where the parameters cannot be counted, the config does not say enough, or what it says cannot be.
     """
     try:
-        return _read_work(config, dtype_bytes, kv_dtype_bytes or dtype_bytes, recall)
+        return _read_work(config, dtype_bytes, kv_dtype_bytes or dtype_bytes, cache)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
         raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
 
 
-def _read_work(config: Mapping[str, Any], dtype_bytes: int, kv_bytes: int, recall: Recall | None) -> ModelWork:
-    fields = read_fields(config, recall)
-    parameters, _ = parameters_of(config, fields, recall)
+def _read_work(config: Mapping[str, Any], dtype_bytes: int, kv_bytes: int, cache: ConfigCache | None) -> ModelFlops:
+    fields = read_fields(config, cache)
+    parameters, _ = parameters_of(config, fields, cache)
     hidden, vocab = fields.get("hidden_size", "n_embd", "d_model"), fields.get("vocab_size")
     if not parameters.total or not hidden or not vocab:
         named = fields.model_type or "a model without model_type"
@@ -107,7 +106,7 @@ def _read_work(config: Mapping[str, Any], dtype_bytes: int, kv_bytes: int, recal
     vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
     count, chosen = _experts(fields) if parameters.experts else (0, 0)
     dense, experts = _matrices(parameters, fields, dtype_bytes)
-    return ModelWork(
+    return ModelFlops(
         layers=layers,
         dense=dense,
         experts=experts,
