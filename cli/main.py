@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -15,9 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from llmsched.cli import render
 from llmsched.cli.interrupt import INTERRUPTED
-from llmsched.cli.options import engine as options
-from llmsched.engine.config import EngineConfig
-from llmsched.engine.errors import ConfigError, LlmschedError
+from llmsched.cli.options.engine import flag
+from llmsched.engine.errors import LlmschedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,6 @@ COMMANDS = {
     "explain": Entry("llmsched.cli.explain", "explain", "Tell where the time of one request went."),
     "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
 }
-
-#: Knobs whose flag is the name itself, which cannot be told from a word of a sentence.
-_PLAIN_NAMES = frozenset(f.name for f in fields(EngineConfig) if "_" not in f.name and f.name != "model")
 
 #: Characters of a wrong value that are shown.
 _SHOWN = 80
@@ -143,7 +139,7 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except LlmschedError as problem:
-        render.error(_message(problem))
+        render.error(problem.text(flag))
         sys.exit(2)
     except typer.TyperException as problem:
         render.error(_usage(problem))
@@ -183,13 +179,3 @@ def _usage(problem: typer.TyperException) -> str:
     if wanted is None:
         return f"{flag}: {reason.removeprefix('Value error, ')}"
     return f"{flag}: {str(errors[0]['input'])[:_SHOWN]!r}; allowed is {wanted.format(**errors[0].get('ctx', {}))}"
-
-
-def _message(problem: LlmschedError) -> str:
-    """The error's text, with knobs written as the flags that set them."""
-    text = str(problem)
-    if not isinstance(problem, ConfigError):
-        return text
-    if problem.field in _PLAIN_NAMES:
-        text = f"--{text}"
-    return options.with_flags(text)

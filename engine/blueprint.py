@@ -67,7 +67,7 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     try:
         gpu, engine = find_gpu(gpu_name), find_engine(engine_name if colon else "default")
     except (UnknownGpuError, UnknownEngineError) as unknown:
-        raise ConfigError("--simulate", str(unknown)) from unknown
+        raise ConfigError("simulate", str(unknown)) from unknown
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
     device = gpu_device(gpu)
@@ -100,15 +100,15 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
         found = load_calibration(name)
         cost = None if found is None else fitted_cost(found.cost, plan.window)
     except (ProfileError, TypeError) as problem:
-        raise ConfigError("--simulate", f"local: {problem}; {remedy}") from problem
+        raise ConfigError("simulate", f"local: {problem}; {remedy}") from problem
     if found is None or cost is None:
         raise ConfigError(
-            "--simulate",
+            "simulate",
             f"local: {config.model} in {config.dtype} was never measured on {device.name}; {remedy}",
         )
     if found.model["digest"] != planner.digest:
         raise ConfigError(
-            "--simulate",
+            "simulate",
             f"local: calibration {name} is of another model of this name; {remedy}",
         )
     per_byte = found.swap_seconds_per_byte

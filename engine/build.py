@@ -10,7 +10,7 @@ from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig, check_knob
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.measure import measured_memory, tensor_bytes
 from llmsched.engine.memory.budget import plan_memory
@@ -34,7 +34,7 @@ RESERVING = frozenset(
 LIMITS = frozenset({"max_num_batched_tokens", "max_num_seqs"})
 
 #: The knob that bounds the memory of KV blocks, by the kind of device.
-_FOR_BLOCKS = {"cuda": "gpu_memory_utilization", "cpu": "kv_cache_memory_bytes"}
+_FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
@@ -97,7 +97,9 @@ def _load(
 
     with within_memory(plan, "loading the weights", "free memory that others use, or choose a smaller model or dtype"):
         model = opened.load(progress)
-    with within_memory(plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or swap_space)"):
+    with within_memory(
+        plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or {setting('swap_space')})"
+    ):
         executor = TorchExecutor(
             model,
             num_blocks=plan.num_blocks,
@@ -108,7 +110,7 @@ def _load(
             num_swap_slots=swap.num_slots,
             layout=plan.layout,
         )
-    remedy = f"lower max_num_batched_tokens, max_num_seqs or {_FOR_BLOCKS[plan.device.kind]}"
+    remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
     progress("warming up", 0, 1)
     with within_memory(plan, "computing the largest steps", remedy):
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)

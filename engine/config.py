@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -155,15 +155,26 @@ class EngineConfig:
         for f in fields(self):
             check_knob(f.name, getattr(self, f.name), f.metadata)
         if self.headroom > self.max_headroom:
-            raise ConfigError("headroom", f"{self.headroom} is above max_headroom {self.max_headroom}; raise that too")
+            raise ConfigError(
+                "headroom", f"{self.headroom} is above {setting('max_headroom')} {self.max_headroom}; raise that too"
+            )
         if self.preemption_mode == "swap" and not self.swap_space:
-            raise ConfigError("preemption_mode", "swap needs host memory; set swap_space (4GiB, say)")
+            raise ConfigError(
+                "preemption_mode", f"swap needs host memory; set {setting('swap_space')}, for example to 4GiB"
+            )
         if self.preemption_mode == "recompute" and self.swap_space:
-            raise ConfigError("swap_space", "is of no use with preemption_mode recompute; leave one of them out")
+            raise ConfigError(
+                "swap_space", f"has no effect with {setting('preemption_mode')} recompute; leave one of them out"
+            )
         if self.schedule_window and self.min_schedule_batch == 1:
-            raise ConfigError("schedule_window", "has no effect with min_schedule_batch 1; set that to 2 or more")
+            raise ConfigError(
+                "schedule_window", f"has no effect with {setting('min_schedule_batch')} 1; set that to 2 or more"
+            )
         if self.min_schedule_batch > 1 and not self.schedule_window:
-            raise ConfigError("min_schedule_batch", "needs a schedule_window to wait for so many; set that (10ms, say)")
+            raise ConfigError(
+                "min_schedule_batch",
+                f"needs time to collect requests; set {setting('schedule_window')}, for example to 10ms",
+            )
 
     @classmethod
     def knob_rule(cls, name: str) -> Mapping[str, Any]:
@@ -203,11 +214,11 @@ def check_together(given: Mapping[str, Any]) -> None:
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
         for name, value in {**BASELINE, **no_lane, **({"max_num_seqs": 1} if policy == "serial" else {})}.items():
             if name in given and given[name] != value:
-                raise _no_effect(name, given, f"scheduling_policy {policy}, a baseline")
+                raise _no_effect(name, given, f"{setting('scheduling_policy')} {policy}, a baseline")
     for (other, value), names in _IDLE.items():
         for name in names:
             if name in given and given.get(other) == value:
-                raise _no_effect(name, given, f"{other} {'off' if value is False else value}")
+                raise _no_effect(name, given, f"{setting(other)} {'off' if value is False else value}")
 
 
 def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:

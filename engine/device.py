@@ -85,7 +85,7 @@ def gpu_memory() -> DeviceMemory | None:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
             total, used = int(memory.total) - int(memory.reserved), int(memory.used)
         except nvml.NVMLError as problem:
-            raise ConfigError("gpu_memory", f"the driver does not report the GPU's memory ({problem})") from problem
+            raise ConfigError("device", f"the driver does not report the GPU's memory ({problem})") from problem
         holders = _holders(nvml, handle)
         own = next((holder.used for holder in holders if holder.pid == os.getpid()), 0)
         others = tuple(holder for holder in holders if holder.pid != os.getpid())

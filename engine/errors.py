@@ -1,19 +1,53 @@
-"""Errors that are meant to be read by a person: one line that says what was wrong, the value, the range, what to do."""
+"""Errors whose message a user reads: one line with what was wrong, which value, the allowed range and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 #: Characters of another library's message that are shown.
 _LINE = 300
+#: Encloses a setting's name in a message. Neither arguments nor paths can contain it.
+_MARK = "\0"
+
+
+def setting(name: str) -> str:
+    """Mark the name of a setting inside a message, for `spell`."""
+    return f"{_MARK}{name}{_MARK}"
+
+
+def spell(message: str, naming: Callable[[str], str] = str) -> str:
+    """Return a message with the names marked by `setting` as `naming` has them; by default, unchanged."""
+    parts = message.split(_MARK)
+    parts[1::2] = map(naming, parts[1::2])
+    return "".join(parts)
 
 
 class LlmschedError(Exception):
-    """Base of every error whose message is ready to be shown: CLI prints it in one line and exits with 2."""
+    """Base of all errors whose message is ready to be shown. The CLI prints it on one line and exits with 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def text(self, naming: Callable[[str], str] = str) -> str:
+        """Return the message; `naming` turns a setting's name into what the reader calls it, such as its flag."""
+        return spell(self.message, naming)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 class ConfigError(LlmschedError):
-    """A setting is wrong. `field` is the knob's name, as in EngineConfig and (with dashes) on the command line."""
+    """A setting has a wrong value. `field` is its name in Python and over HTTP, such as max_num_seqs."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(message)
+        self.args = (field, message)
         self.field = field
+
+    def text(self, naming: Callable[[str], str] = str) -> str:
+        """Return the field's name and the message, both as `naming` has it."""
+        return f"{naming(self.field)}: {super().text(naming)}"
 
 
 class ModelError(LlmschedError):

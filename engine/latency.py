@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError
 
 #: One sentence per figure, printed wherever the figure is.
 DEFINITIONS: Mapping[str, str] = {
@@ -201,7 +201,10 @@ class Slo:
     def __post_init__(self) -> None:
         _share(self.itl_statistic)
         if not 0 < self.reader_speed < math.inf:
-            raise LlmschedError(f"reader_speed is {self.reader_speed:g}; allowed is above 0 tokens per second")
+            raise ConfigError(
+                "reader_speed",
+                f"{self.reader_speed:g} is out of range; allowed is above 0 tokens per second, and finite",
+            )
 
     def given(self) -> dict[str, float]:
         """The targets that were set, by name."""

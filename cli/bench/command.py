@@ -102,7 +102,7 @@ def bench(
     """
     outputs.check(modes, load_options.trace)
     if quantization is not None and simulate is None:
-        raise ConfigError("--quantization", "is for --simulate; a model that is served has the weights that it has")
+        raise ConfigError("quantization", "is for --simulate; a model that is served has the weights that it has")
     if not modes.find_knee:
         load_options.load.check_shape()
     plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run)

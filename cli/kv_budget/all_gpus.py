@@ -6,8 +6,9 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.analysis import Findings
-from llmsched.cli.options.engine import with_flags
+from llmsched.cli.options.engine import flag
 from llmsched.cli.render import human_bytes
+from llmsched.engine.errors import spell
 from llmsched.engine.memory.changes import replicas
 from llmsched.profiles.gpus import GpuSpec
 
@@ -34,7 +35,7 @@ def _gpu_json(spec: GpuSpec, found: Findings) -> dict[str, Any]:
         "name": spec.name,
         "total_bytes": spec.memory,
         "fits": found.fits,
-        "problem": None if found.problem is None else with_flags(found.problem),
+        "problem": None if found.problem is None else spell(found.problem, flag),
         "replicas": replicas(plan, found.demand),
         "dtype": found.dtype,
         "kv_cache_dtype": found.kv_dtype,
@@ -59,7 +60,7 @@ def show(compared: list[Compared]) -> None:
     smallest = next((spec for spec, found in compared if found.fits), None)
     render.say(f"the smallest that fits: {smallest.name}" if smallest else "none of them fits it")
     for note in first.shape.geometry.notes:
-        render.say(f"note: {with_flags(note)}")
+        render.say(f"note: {spell(note, flag)}")
 
 
 def _row(spec: GpuSpec, found: Findings) -> tuple[str, ...]:

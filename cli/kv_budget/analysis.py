@@ -10,6 +10,7 @@ from llmsched.cli.render import human_bytes
 from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, gpu_device
+from llmsched.engine.errors import setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import changes as whatif
 from llmsched.engine.memory.changes import Change, MemoryDemand
@@ -137,7 +138,7 @@ class Findings:
         if plan.state_bytes:
             notes.append(
                 f"recurrent state of {human_bytes(plan.state_bytes_per_seq)} per sequence is reserved for "
-                f"{plan.max_num_seqs_limit} sequences (max_num_seqs)"
+                f"{plan.max_num_seqs_limit} sequences ({setting('max_num_seqs')})"
             )
         if self.config.dtype == "auto" and not self.device.computes_bf16:
             notes.append(f"dtype auto is {self.dtype}: {self.device.name} does not compute in bfloat16")

@@ -31,7 +31,7 @@ from llmsched.cli.options.engine import (
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.memory.changes import MemoryDemand, asked_for, longest_context
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.refusal import refusal
@@ -144,9 +144,9 @@ def kv_budget(
     spec = resolve_model(model)
     config = asked_for(engine_options.config(spec), engine_options.given, users, context)
     if emit is not None and gpu == _ALL:
-        raise ConfigError("--emit", "is for one GPU; name it with --gpu instead of all")
+        raise ConfigError("emit", "is for one GPU; name it with --gpu instead of all")
     if emit is not None and quantization is not None:
-        raise ConfigError("--emit", f"starts a checkpoint that exists; name one in {quantization} as MODEL")
+        raise ConfigError("emit", f"starts a checkpoint that exists; name one in {quantization} as MODEL")
     mix = _lengths(config, mean_len, cv_len, lengths)
     if simulate is not None:
         gpu = _simulated_gpu(simulate, gpu, gpu_memory, emit)
@@ -158,7 +158,7 @@ def kv_budget(
     open_context = users is not None and config.max_model_len is None
     refused = refusal(planner)
     found = []
-    with _named("--context" if context and "max_model_len" not in engine_options.given else "max_model_len"):
+    with _named("context" if context and "max_model_len" not in engine_options.given else "max_model_len"):
         for device in devices:
             longest = longest_context(planner, config, device, demand.users) if open_context else config.max_model_len
             settings = replace(config, max_model_len=longest)
@@ -172,14 +172,14 @@ def kv_budget(
 
 
 @contextmanager
-def _named(flag: str) -> Iterator[None]:
+def _named(field: str) -> Iterator[None]:
     """Errors of max_model_len are told of the flag that has set it."""
     try:
         yield
     except ConfigError as problem:
         if problem.field != "max_model_len":
             raise
-        raise ConfigError(flag, str(problem).removeprefix(f"{problem.field}: ")) from problem
+        raise ConfigError(field, problem.message) from problem
 
 
 def _tell(found: Findings, emit: Target | None, simulate: str | None, json_output: bool) -> None:
@@ -200,12 +200,12 @@ def _tell(found: Findings, emit: Target | None, simulate: str | None, json_outpu
 def _simulated_gpu(simulate: str, gpu: str | None, gpu_memory: int | None, emit: Target | None) -> str | None:
     """The GPU to plan for, None for this machine's device. Raises ConfigError for what does not go together."""
     if emit is not None:
-        raise ConfigError("--emit", "prints a command line and no more; leave it or --simulate out")
+        raise ConfigError("emit", "prints a command line and no more; leave it or --simulate out")
     if gpu is not None or gpu_memory is not None:
-        raise ConfigError("--simulate", f"{simulate} says which device is meant; leave out --gpu and --gpu-memory")
+        raise ConfigError("simulate", f"{simulate} says which device is meant; leave out --gpu and --gpu-memory")
     if simulate == _ALL:
-        raise ConfigError("--simulate", "is for one device; name a GPU (l4, h100, ...) or local")
-    return None if simulate == LOCAL else _known_gpu("--simulate", simulate.partition(":")[0], ", or local").key
+        raise ConfigError("simulate", "is for one device; name a GPU (l4, h100, ...) or local")
+    return None if simulate == LOCAL else _known_gpu("simulate", simulate.partition(":")[0], ", or local").key
 
 
 def _tell_all(found: list[Findings], json_output: bool) -> None:
@@ -221,19 +221,19 @@ def _lengths(
 ) -> LengthDistribution | None:
     """The distribution of lengths that was asked for. Raises ConfigError."""
     if mean_len is not None and config.max_model_len is not None and mean_len > config.max_model_len:
-        raise ConfigError("--mean-len", f"{mean_len} is beyond max_model_len {config.max_model_len}")
+        raise ConfigError("mean_len", f"{mean_len} is beyond {setting('max_model_len')} {config.max_model_len}")
     if lengths is not None:
         if cv_len is not None:
-            raise ConfigError("--cv-len", "describes lengths that --lengths tells already; leave one of them out")
+            raise ConfigError("cv_len", "describes lengths that --lengths tells already; leave one of them out")
         from llmsched.cli.kv_budget.lengths import read_lengths
 
         return read_lengths(lengths)
     if cv_len is None:
         return None
     if mean_len is None:
-        raise ConfigError("--cv-len", "needs the mean it is about; give --mean-len as well")
+        raise ConfigError("cv_len", "needs the mean it is about; give --mean-len as well")
     if not 0 <= cv_len <= _MAX_CV:
-        raise ConfigError("--cv-len", f"{cv_len:g} is out of range; allowed is 0 to {_MAX_CV:g}")
+        raise ConfigError("cv_len", f"{cv_len:g} is out of range; allowed is 0 to {_MAX_CV:g}")
     from llmsched.engine.memory.concurrency import lognormal_lengths
 
     return lognormal_lengths(mean_len, cv_len)
@@ -244,22 +244,22 @@ def _devices(config: EngineConfig, gpu: str | None, gpu_memory: int | None) -> l
     if gpu is None and gpu_memory is None:
         return [device_memory(config.device)]
     if gpu is not None and gpu_memory is not None:
-        raise ConfigError("--gpu", f"{gpu} says how much memory there is; leave out --gpu or --gpu-memory")
+        raise ConfigError("gpu", f"{gpu} says how much memory there is; leave out --gpu or --gpu-memory")
     if config.device == "cpu":
         raise ConfigError("device", "cpu and a GPU are both asked for; leave out one of them")
     if gpu_memory is not None:
         return [DeviceMemory("cuda", f"GPU with {human_bytes(gpu_memory)}", gpu_memory)]
     if gpu == _ALL:
         return [gpu_device(spec) for spec in _all_gpus()]
-    return [gpu_device(_known_gpu("--gpu", gpu or ""))]
+    return [gpu_device(_known_gpu("gpu", gpu or ""))]
 
 
-def _known_gpu(flag: str, name: str, besides: str = "") -> GpuSpec:
+def _known_gpu(field: str, name: str, besides: str = "") -> GpuSpec:
     """The GPU of that name; `besides` is what else the flag takes. Raises ConfigError."""
     try:
         return find_gpu(name)
     except UnknownGpuError as unknown:
-        raise ConfigError(flag, f"{unknown}{besides}") from unknown
+        raise ConfigError(field, f"{unknown}{besides}") from unknown
 
 
 def _all_gpus() -> list[GpuSpec]:

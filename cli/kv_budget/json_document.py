@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llmsched.cli.kv_budget.analysis import Concurrency, Findings
-from llmsched.cli.options.engine import with_flags
+from llmsched.cli.options.engine import flag
 from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.engine.errors import spell
 from llmsched.engine.memory.changes import Change
 from llmsched.engine.memory.plan import MemoryPlan
 
@@ -19,7 +20,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "dtype": found.dtype,
         "kv_cache_dtype": found.kv_dtype,
         "fits": found.fits,
-        "problem": None if found.problem is None else with_flags(found.problem),
+        "problem": None if found.problem is None else spell(found.problem, flag),
         "would_fit": [change_json(change) for change in found.changes],
         "confidence": plan.confidence,
         "kv_confidence": found.shape.geometry.confidence,
@@ -45,7 +46,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "max_num_batched_tokens_cost": [_step_json(each, plan) for each in found.step_sizes],
         "groups": [_group_json(group, plan.kv_dtype_bytes) for group in found.shape.geometry.groups],
         "plan": _plan_json(plan),
-        "notes": [with_flags(note) for note in found.notes],
+        "notes": [spell(note, flag) for note in found.notes],
     }
 
 
@@ -74,8 +75,8 @@ def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
 def change_json(change: Change) -> dict[str, Any]:
     """One of the changes that make it fit."""
     return {
-        "change": with_flags(change.what),
-        "cost": with_flags(change.cost),
+        "change": spell(change.what, flag),
+        "cost": spell(change.cost, flag),
         "settings": dict(change.settings),
         "served_here": change.servable,
         "num_blocks": change.plan.num_blocks,

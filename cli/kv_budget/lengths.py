@@ -20,9 +20,9 @@ def read_lengths(path: Path) -> LengthDistribution:
     try:
         requests = read_trace(path, "lengths").requests
     except TraceError as problem:
-        raise ConfigError("--lengths", str(problem)) from problem
+        raise ConfigError("lengths", problem.message) from problem
     prompts = np.array([request.input_len for request in requests], dtype=np.int64)
     outputs = np.array([r.output_len for r in requests if r.output_len is not None], dtype=np.int64)
     if len(outputs) not in (0, len(prompts)):
-        raise ConfigError("--lengths", f"{path} has outputs for {len(outputs)} of {len(prompts)} requests; give all")
+        raise ConfigError("lengths", f"{path} has outputs for {len(outputs)} of {len(prompts)} requests; give all")
     return LengthDistribution(path.name, np.maximum(1, prompts), np.maximum(1, outputs) if len(outputs) else None)

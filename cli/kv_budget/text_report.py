@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.analysis import Concurrency, Findings
-from llmsched.cli.options.engine import with_flags
+from llmsched.cli.options.engine import flag
 from llmsched.cli.render import human_bytes
 from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.engine.errors import spell
 from llmsched.engine.memory.plan import MemoryPlan
 
 #: Lengths for which capacity is shown besides max_model_len and the mean.
@@ -32,7 +33,7 @@ def show(found: Findings) -> None:
         _show_concurrency(found.concurrency)
     _show_steps(found)
     for note in found.notes:
-        render.say(f"note: {with_flags(note)}")
+        render.say(f"note: {spell(note, flag)}")
     _show_answer(found)
 
 
@@ -225,11 +226,11 @@ def _show_answer(found: Findings) -> None:
             length = found.demand.context or found.plan.max_model_len
             render.say(f"fits: {found.demand.users:,} requests of {length:,} tokens at the same time")
         return
-    render.say(f"does not fit: {with_flags(found.problem)}")
+    render.say(f"does not fit: {spell(found.problem, flag)}")
     served = next((change for change in found.changes if change.servable), None)
     for index, change in enumerate(found.changes):
         label = "cheapest change" if index == 0 else "cheapest that serve can do" if change is served else "or"
-        cost = f" ({with_flags(change.cost)})" if change.cost else ""
-        render.say(f"  {label}: {with_flags(change.what)}{cost}")
+        cost = f" ({spell(change.cost, flag)})" if change.cost else ""
+        render.say(f"  {label}: {spell(change.what, flag)}{cost}")
     if not found.changes:
         render.say("  no single change makes it fit; use a smaller model")

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, setting
 
 ArrivalProcess = Literal["poisson", "gamma", "constant", "ramp", "daynight"]
 Times = NDArray[np.float64]
@@ -36,7 +36,7 @@ class Arrivals:
     daynight goes through rate x (1 - day_amplitude) at the start, rate x (1 + day_amplitude) half a `day_period`
     (seconds) later, and back, as a cosine.
 
-    Raises LlmschedError naming the setting and its range.
+    Raises ConfigError.
     """
 
     rate: float
@@ -48,25 +48,35 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if self.process not in get_args(ArrivalProcess):
-            raise LlmschedError(f"arrivals is {self.process}; allowed is {', '.join(get_args(ArrivalProcess))}")
+            raise ConfigError("arrivals", f"{self.process!r} is not one of {', '.join(get_args(ArrivalProcess))}")
         if not 1e-3 <= self.burstiness <= 1e6:
-            raise LlmschedError(f"burstiness is {self.burstiness:g}; allowed is 0.001 to 1000000 (1 is Poisson)")
+            raise ConfigError(
+                "burstiness", f"{self.burstiness:g} is out of range; allowed is 0.001 to 1000000 (1 is Poisson)"
+            )
         if self.burstiness != 1 and self.process in ("poisson", "constant"):
-            raise LlmschedError(
-                f"burstiness is {self.burstiness:g} with {self.process} arrivals; allowed is gamma, ramp or daynight"
+            raise ConfigError(
+                "burstiness",
+                f"{self.burstiness:g} has no effect with {setting('arrivals')} {self.process}; "
+                "allowed is gamma, ramp or daynight",
             )
         if (self.process == "ramp") != (self.ramp_to is not None):
-            raise LlmschedError("arrivals ramp and ramp_to (requests per second at the end) go together; give both")
+            raise ConfigError(
+                "arrivals", f"ramp and {setting('ramp_to')} (requests per second at the end) go together; give both"
+            )
         if self.ramp_to is not None and not LEAST_RATE <= self.ramp_to < math.inf:
-            raise LlmschedError(f"ramp_to is {self.ramp_to:g}; allowed is {LEAST_RATE:g} or more requests per second")
+            raise ConfigError(
+                "ramp_to", f"{self.ramp_to:g} is out of range; allowed is {LEAST_RATE:g} or more requests per second"
+            )
         if self.process != "daynight" and (self.day_period, self.day_amplitude) != (DAY_PERIOD, DAY_AMPLITUDE):
-            raise LlmschedError(
-                f"day_period and day_amplitude shape daynight; arrivals is {self.process}: leave them out, or change it"
+            raise ConfigError(
+                "arrivals",
+                f"{setting('day_period')} and {setting('day_amplitude')} shape daynight, not {self.process}: "
+                "leave them out, or change it",
             )
         if not 1e-3 <= self.day_period < math.inf:
-            raise LlmschedError(f"day_period is {self.day_period:g} s; allowed is 0.001 s or more")
+            raise ConfigError("day_period", f"{self.day_period:g} s is out of range; allowed is 0.001 s or more")
         if not 0 <= self.day_amplitude <= 1:
-            raise LlmschedError(f"day_amplitude is {self.day_amplitude:g}; allowed is 0 to 1")
+            raise ConfigError("day_amplitude", f"{self.day_amplitude:g} is out of range; allowed is 0 to 1")
 
     @property
     def mean_rate(self) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmsched.cli.options.engine import MOST_TOKENS
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError
 
 SYNTAX = "128, 64..512 (uniform), or lognormal:MEAN,SIGMA[,MAX] such as lognormal:512,1.0,4096"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -51,7 +51,7 @@ def fixed(length: int) -> Lengths:
 
 
 def parse_lengths(text: str, name: str) -> int | Lengths:
-    """The lengths that `text` stands for, in the SYNTAX above. Raises LlmschedError naming the setting `name`."""
+    """The lengths that `text` stands for, in the SYNTAX above. Raises ConfigError of the setting `name`."""
     found: Lengths | None = None
     if text.isascii() and text.isdigit():
         found = fixed(int(text))
@@ -60,7 +60,7 @@ def parse_lengths(text: str, name: str) -> int | Lengths:
     elif match := _LOGNORMAL.fullmatch(text):
         found = _lognormal(match)
     if found is None or not 1 <= found.low <= (MOST_TOKENS if found.high is None else found.high) <= MOST_TOKENS:
-        raise LlmschedError(f"{name} is {text!r}; allowed are tokens, 1 to {MOST_TOKENS}: {SYNTAX}")
+        raise ConfigError(name, f"{text!r} is no length; allowed are tokens, 1 to {MOST_TOKENS}: {SYNTAX}")
     return found.low if found.low == found.high else found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmsched.cli.load.arrivals import DAY_AMPLITUDE, DAY_PERIOD, LEAST_RATE, ArrivalProcess, Arrivals, Times
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError, setting
 
 #: The most requests of a synthetic load, and of a closed loop that only a duration ends.
 MOST_REQUESTS = 1_000_000
@@ -49,23 +49,31 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise LlmschedError(f"seed is {self.seed}; allowed is 0 or more")
+            raise ConfigError("seed", f"{self.seed} is out of range; allowed is 0 or more")
         if self.max_concurrency is not None and not 1 <= self.max_concurrency <= MOST_REQUESTS:
-            raise LlmschedError(f"max_concurrency is {self.max_concurrency}; allowed is 1 to {MOST_REQUESTS}")
+            raise ConfigError(
+                "max_concurrency", f"{self.max_concurrency} is out of range; allowed is 1 to {MOST_REQUESTS}"
+            )
         if self.request_rate is not None and not self.request_rate >= LEAST_RATE:
-            raise LlmschedError(
-                f"request_rate is {self.request_rate}; allowed is {LEAST_RATE:g} or more requests per second, or inf"
+            raise ConfigError(
+                "request_rate",
+                f"{self.request_rate} is out of range; allowed is {LEAST_RATE:g} or more requests per second, or inf",
             )
         if self.duration is not None and not 0 < self.duration < math.inf:
-            raise LlmschedError(f"duration is {self.duration:g} s; allowed is above 0")
+            raise ConfigError("duration", f"{self.duration:g} s is out of range; allowed is above 0")
         if self.at_once and self.duration is not None:  # at_once looks at the shape, and so checks it
-            raise LlmschedError("duration ends nothing where all is sent at once; give request_rate or max_concurrency")
+            raise ConfigError(
+                "duration",
+                "has no effect when all requests are sent at once; give "
+                f"{setting('request_rate')} or {setting('max_concurrency')}",
+            )
 
     def check_shape(self) -> None:
         """Raise LlmschedError for the shape of a schedule where there is no rate, nor will be one by `at_rate`."""
         if self.process is None and self.shaped:
             raise LlmschedError(
-                f"{', '.join(self.shaped)}: the shape of a schedule, which needs a finite --request-rate"
+                f"{', '.join(map(setting, self.shaped))}: the shape of a schedule, which needs a finite "
+                f"{setting('request_rate')}"
             )
 
     @property
@@ -84,12 +92,12 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """The flags that shape a schedule and are not at their defaults; --burstiness alone makes arrivals gamma."""
+        """The settings that shape a schedule and are not at their defaults; burstiness alone makes arrivals gamma."""
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in _SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":
             changed.remove("arrivals")
-        return ["--" + name.replace("_", "-") for name in changed]
+        return changed
 
     @property
     def closed(self) -> bool:

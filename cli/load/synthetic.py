@@ -16,7 +16,7 @@ from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.load.prompts import OWN, PREFIX, Encode, Part, RandomPrompt, Vocabulary
 from llmsched.cli.load.schedule import INPUTS, MOST_REQUESTS, OUTPUTS, Schedule, fingerprint
 from llmsched.cli.options.engine import MOST_TOKENS
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +35,23 @@ class Workload(Schedule):
         super().__post_init__()
         for name, most in (("num_prompts", MOST_REQUESTS), ("input_len", MOST_TOKENS), ("output_len", MOST_TOKENS)):
             if isinstance(value := getattr(self, name), int) and not 1 <= value <= most:
-                raise LlmschedError(f"{name} is {value}; allowed is 1 to {most}")
+                raise ConfigError(name, f"{value} is out of range; allowed is 1 to {most}")
         longest = self.input_len if isinstance(self.input_len, int) else self.input_len.high
         if not 0 <= self.prefix_len <= (longest or self.prefix_len):
-            raise LlmschedError(f"prefix_len is {self.prefix_len}; allowed is 0 to input_len ({self.input_len})")
+            raise ConfigError(
+                "prefix_len",
+                f"{self.prefix_len} is out of range; allowed is 0 to {setting('input_len')} ({self.input_len})",
+            )
         if self.num_prompts is None:
             self._check_end()
 
     def _check_end(self) -> None:
         if self.duration is None:
-            raise LlmschedError("num_prompts is left out; allowed only where duration ends the load")
+            raise ConfigError("num_prompts", f"may be left out only with {setting('duration')}, which ends the load")
         if self.process is not None and self.process.expected(self.duration) > MOST_REQUESTS:
-            raise LlmschedError(
-                f"request_rate is {self.request_rate} for {self.duration:g} s; allowed are {MOST_REQUESTS} requests"
+            raise ConfigError(
+                "request_rate",
+                f"{self.request_rate} for {self.duration:g} s makes too many requests; allowed are {MOST_REQUESTS}",
             )
 
     @property
@@ -95,9 +99,7 @@ class Workload(Schedule):
 
     def at_rate(self, rate: float) -> Workload:
         if self.arrivals == "ramp":
-            raise LlmschedError(
-                "arrivals is ramp, which has no single rate that could be another; choose another shape"
-            )
+            raise ConfigError("arrivals", "ramp has no single rate that could be changed; choose another shape")
         return replace(self, request_rate=rate)
 
     def one_by_one(self, count: int, *, seed: int) -> Workload:

@@ -28,7 +28,7 @@ from llmsched.cli.load.prompts import (
 from llmsched.cli.load.schedule import OUTPUTS, Schedule, fingerprint
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.load.traces.trace import Trace, TraceRequest, digest
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError, setting
 
 #: The least speedup: recorded times stay far from infinite.
 _SLOWEST = 1e-9
@@ -56,30 +56,33 @@ class TraceLoad(Schedule):
 
     def __post_init__(self) -> None:
         if not _SLOWEST <= self.speedup < math.inf:
-            raise LlmschedError(f"speedup is {self.speedup:g}; allowed is {_SLOWEST:g} or more")
+            raise ConfigError("speedup", f"{self.speedup:g} is out of range; allowed is {_SLOWEST:g} or more")
         for name in ("max_input_len", "max_output_len"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise LlmschedError(f"{name} is {value}; allowed is 1 or more tokens")
+                raise ConfigError(name, f"{value} is out of range; allowed is 1 or more tokens")
         if self.replayed:
             self._check_replay()
         elif self.speedup != 1:
-            raise LlmschedError(f"speedup is {self.speedup:g}, but no timestamps of the trace are used")
+            raise ConfigError("speedup", f"{self.speedup:g} has no effect: no timestamps of the trace are used")
         elif self.request_rate is None and self.max_concurrency is None:
             raise LlmschedError(
-                f"{self.trace.name} has no timestamps to go by; say when to send with request_rate (inf: all at once) "
-                "or max_concurrency"
+                f"{self.trace.name} has no timestamps to go by; say when to send with {setting('request_rate')} "
+                f"(inf: all at once) or {setting('max_concurrency')}"
             )
         super().__post_init__()
 
     def _check_replay(self) -> None:
         if self.request_rate is not None:
             if self.speedup != 1:
-                raise LlmschedError("speedup and request_rate both say how fast the trace runs; give one of them")
+                raise ConfigError(
+                    "speedup", f"says how fast the trace runs, as {setting('request_rate')} does; give one of them"
+                )
             if not self.trace.rate:
-                raise LlmschedError(f"request_rate cannot scale {self.trace.name}: all of it comes at one time")
+                raise ConfigError("request_rate", f"cannot scale {self.trace.name}: all of it comes at one time")
         if self.shaped:
             raise LlmschedError(
-                f"{', '.join(self.shaped)}: {self.trace.name} has its own times; to draw others, say ignore_timestamps"
+                f"{', '.join(map(setting, self.shaped))}: {self.trace.name} has its own times; to draw others, give "
+                f"{setting('ignore_timestamps')}"
             )
 
     @property
@@ -135,7 +138,7 @@ class TraceLoad(Schedule):
         if encode is not None and not vocabulary.of_words:
             return EncodedPrompt(encode.prompt(request.content)[: self.max_input_len])
         if self.max_input_len is not None:
-            raise LlmschedError("max_input_len: prompts that are sent as text cannot be cut at a token")
+            raise ConfigError("max_input_len", "prompts that are sent as text cannot be cut at a token")
         return TextPrompt(request.content)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
@@ -160,7 +163,8 @@ class TraceLoad(Schedule):
             if length is None:
                 if missing is None:
                     raise LlmschedError(
-                        f"{self.trace.name}, line {request.line}: no max_tokens; say output_len for those without"
+                        f"{self.trace.name}, line {request.line}: no max_tokens; "
+                        f"give {setting('output_len')} for requests without it"
                     )
                 length = drawn[index]
             answers.append(self._held(length, self.max_output_len))

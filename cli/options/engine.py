@@ -158,10 +158,9 @@ def _split(text: str, wanted: str) -> tuple[float, str]:
     return float(match[1]), match[2]
 
 
-def with_flags(text: str) -> str:
-    """The text with every setting of the engine written as the flag that sets it (max_num_seqs -> --max-num-seqs)."""
-    names = "|".join([*(f.name for f in fields(EngineConfig) if "_" in f.name), "metrics_prefix"])
-    return re.sub(rf"\b({names})\b", lambda found: "--" + found[1].replace("_", "-"), text)
+def flag(name: str) -> str:
+    """Return the flag that sets `name`: --max-num-seqs for max_num_seqs. The model is an argument and has none."""
+    return name if name == "model" else "--" + name.replace("_", "-")
 
 
 def resolve_model(argument: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from llmsched.cli.load.traces.lines import TraceError
 from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.options.engine import with_options
 from llmsched.cli.options.load_flags import LoadFlags
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError, setting
 from llmsched.profiles.shipped_workloads import UnknownWorkloadError, find_workload
 
 R = TypeVar("R")
@@ -52,7 +51,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
 
     def make(flags: LoadFlags) -> LoadOptions:
         if not flags.timeout > 0:
-            raise LlmschedError(f"--timeout is {flags.timeout:g} s; allowed is above 0")
+            raise ConfigError("timeout", f"{flags.timeout:g} s is out of range; allowed is above 0")
         return LoadOptions(make_load(flags, defaults), flags.timeout, flags.trace)
 
     shown = defaults.copy()
@@ -73,12 +72,9 @@ def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Workload | Trace
         path, name, shape = _shipped(flags.workload)
     if flags.burstiness is not None:
         given.setdefault("arrivals", "gamma")
-    try:
-        if path is not None:
-            return _trace_load(path, name, given, defaults.get("max_concurrency"))
-        return _synthetic({**shape, **given}, defaults)
-    except LlmschedError as problem:
-        raise LlmschedError(as_flags(str(problem))) from problem
+    if path is not None:
+        return _trace_load(path, name, given, defaults.get("max_concurrency"))
+    return _synthetic({**shape, **given}, defaults)
 
 
 def _shipped(wanted: str) -> tuple[Path | None, str | None, Mapping[str, Any]]:
@@ -86,19 +82,19 @@ def _shipped(wanted: str) -> tuple[Path | None, str | None, Mapping[str, Any]]:
     try:
         found = find_workload(wanted)
     except UnknownWorkloadError as problem:
-        raise LlmschedError(f"--workload {wanted}: {problem}") from problem
+        raise ConfigError("workload", f"{wanted!r}: {problem}") from problem
     return found.file, found.name, found.settings
 
 
 def _trace_load(path: Path, name: str | None, given: dict[str, Any], concurrency: int | None) -> TraceLoad:
     for flag, instead in _SYNTHETIC.items():
         if flag in given:
-            raise LlmschedError(f"{flag}: of no use to a trace; {instead}")
+            raise ConfigError(flag, f"has no effect on a trace; {instead}")
     reading = {argument: given.pop(flag) for flag, argument in _READING.items() if flag in given}
     try:
         trace = read_trace(path, name=name, **reading)
     except TraceError as problem:
-        raise problem if name else LlmschedError(f"--trace {problem}") from problem
+        raise problem if name else ConfigError("trace", problem.message) from problem
     if "output_len" in given:
         given["output_len"] = parse_lengths(given["output_len"], "output_len")
     if not (trace.timed and "ignore_timestamps" not in given):
@@ -107,8 +103,10 @@ def _trace_load(path: Path, name: str | None, given: dict[str, Any], concurrency
 
 
 def _synthetic(given: dict[str, Any], defaults: Mapping[str, Any]) -> Workload:
-    if useless := ["--" + flag.replace("_", "-") for flag in _TRACES if flag in given]:
-        raise LlmschedError(f"{', '.join(useless)}: only of use with --trace or a --workload that is one")
+    if useless := [name for name in _TRACES if name in given]:
+        raise LlmschedError(
+            f"{', '.join(map(setting, useless))}: only has an effect with --trace, or a --workload that is a trace"
+        )
     if "duration" in given:
         given.setdefault("num_prompts", None)
     _fall_back(given, defaults.get("max_concurrency"))
@@ -122,12 +120,3 @@ def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
     """Where nothing says when to send, that many at a time (None: all at once)."""
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)
-
-
-def as_flags(text: str) -> str:
-    """The text with settings written as the flags that set them, but not within paths.
-
-    A setting of one word cannot be told from a word of the sentence, unless the text begins with it.
-    """
-    names = "|".join(f.name if "_" in f.name else rf"\A{f.name}" for f in fields(LoadFlags))
-    return re.sub(rf"(?<![\w/.-])({names})(?![\w/.-])", lambda found: "--" + found[1].replace("_", "-"), text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -96,11 +95,7 @@ class SloFlags:
     ] = READER_SPEED
 
     def slo(self) -> Slo:
-        """The targets. Raises LlmschedError for a reader of no speed."""
-        if not 0 < self.reader_speed < math.inf:
-            raise LlmschedError(
-                f"--reader-speed is {self.reader_speed:g}; allowed is above 0 tokens per second, and finite"
-            )
+        """Return the targets. Raises ConfigError unless the reader's speed is above 0 and finite."""
         itl = self.slo_itl
         return Slo(
             self.slo_ttft,

@@ -34,12 +34,12 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
     known, types = {f.name for f in fields(EngineConfig)} - {"model"}, get_type_hints(EngineConfig)
     for name, value in profile.engine.items():
         if name not in known:
-            raise ConfigError("--profile", f"{name_or_path} sets {name!r}, which is no setting of the engine")
+            raise ConfigError("profile", f"{name_or_path} sets {name!r}, which is no setting of the engine")
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].lower()
-            raise ConfigError("--profile", f"{name_or_path} sets {name} to {value!r}: {reason}") from error
+            raise ConfigError("profile", f"{name_or_path} sets {name} to {value!r}: {reason}") from error
     return dict(profile.engine)
 
 
@@ -111,4 +111,4 @@ def _load(name_or_path: str) -> TunedProfile:
     try:
         return load_profile(name_or_path)
     except ProfileError as error:
-        raise ConfigError("--profile", str(error)) from error
+        raise ConfigError("profile", str(error)) from error

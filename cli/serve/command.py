@@ -14,7 +14,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
@@ -90,15 +90,17 @@ def serve(
     from llmsched.engine.metrics import check_prefix
 
     if api_key == "":
-        raise ConfigError("--api-key", "is empty; give a key, or leave the option out to serve everyone")
+        raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve everyone")
     if served_model_name == "":
-        raise ConfigError("--served-model-name", "is empty; give a name, or leave the option out for the model's own")
+        raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(metrics_prefix)
     config = with_profile(engine_options, profile).config(resolve_model(model))
     for warning in found_for_others(profile, config) if profile else ():
         render.warn(warning)
     if pin_prefix and not config.enable_prefix_caching:
-        raise ConfigError("pin_prefix", "nothing can be pinned with enable_prefix_caching off; leave one of them out")
+        raise ConfigError(
+            "pin_prefix", f"nothing can be pinned with {setting('enable_prefix_caching')} off; leave one of them out"
+        )
     prefixes = read_prefixes(pin_prefix or [])
     listener = listen(host, port)
 

@@ -30,17 +30,17 @@ def read_prefixes(paths: Sequence[Path]) -> list[PrefixFile]:
     for path in paths:
         try:
             if path.is_char_device():
-                raise ConfigError("--pin-prefix", f"{path}: is a device, not a file")
+                raise ConfigError("pin_prefix", f"{path}: is a device, not a file")
             content = path.read_bytes()
             request = (
                 parse(PrefixRequest, content) if path.suffix == ".json" else PrefixRequest(prompt=content.decode())
             )
         except OSError as error:
-            raise ConfigError("--pin-prefix", f"{path}: {(error.strerror or str(error)).lower()}") from error
+            raise ConfigError("pin_prefix", f"{path}: {(error.strerror or str(error)).lower()}") from error
         except UnicodeDecodeError as error:
-            raise ConfigError("--pin-prefix", f"{path} is not UTF-8 text: {error.reason} at {error.start}") from error
+            raise ConfigError("pin_prefix", f"{path} is not UTF-8 text: {error.reason} at {error.start}") from error
         except RequestError as error:
-            raise ConfigError("--pin-prefix", f"{path}: {error}") from error
+            raise ConfigError("pin_prefix", f"{path}: {error.message}") from error
         found.append(PrefixFile(path, request))
     return found
 
@@ -53,5 +53,5 @@ def pin_prefixes(engine: Engine, files: Sequence[PrefixFile]) -> None:
             token_ids = preparer.prefix(file.request)
             pin = engine.pin_prefix(token_ids, cache_salt=file.request.cache_salt or "", ttl=file.request.ttl)
         except RequestError as error:
-            raise ConfigError("--pin-prefix", f"{file.path}: {error}") from error
+            raise ConfigError("pin_prefix", f"{file.path}: {error.message}") from error
         render.note(f"{file.path}: the first {pin.num_tokens} of {len(token_ids)} tokens are pinned as {pin.pin_id}")

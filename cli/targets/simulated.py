@@ -50,7 +50,7 @@ def make_blueprint(
     Raises ModelError and ConfigError, the latter also where this machine was not calibrated for the model.
     """
     if quantization is not None and device == LOCAL:
-        raise ConfigError("--quantization", "is for a GPU that is simulated; local serves the model as it is")
+        raise ConfigError("quantization", "is for a GPU that is simulated; local serves the model as it is")
     planner = open_planner(config.model, progress, quantization=quantization)
     return local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
 

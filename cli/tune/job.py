@@ -110,7 +110,7 @@ async def tune_simulated(model: str, device: str, task: Task, options: EngineOpt
             blueprint = make_blueprint(config, device, progress)
             break
         except ConfigError as problem:
-            if problem.field == "--simulate":
+            if problem.field == "simulate":
                 raise
             config = _smaller(config, task, refused, problem)
     _tell(refused, blueprint.config)

@@ -59,10 +59,10 @@ def weight_format(settings: Mapping[str, Any]) -> Format | None:
 def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What config.json would say of a checkpoint with its weights in one of QUANTIZATIONS. Raises ConfigError."""
     if name not in QUANTIZATIONS:
-        raise ConfigError("--quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
+        raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "some form")
-        raise ConfigError("--quantization", f"{name} is asked for, but the checkpoint is quantised already ({method})")
+        raise ConfigError("quantization", f"{name} is asked for, but the checkpoint is quantised already ({method})")
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 

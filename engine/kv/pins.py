@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from llmsched.engine.errors import RequestError
+from llmsched.engine.errors import RequestError, setting
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, encode
@@ -173,8 +173,8 @@ class Pins:
             raise RequestError(
                 "prefix",
                 f"pinning {pin.num_blocks * size} tokens takes {wanted} more blocks of {size}; {taken} are pinned, and "
-                f"at most {self.max_blocks} may be; delete a pin, raise the share of pins, or lower max_model_len: a "
-                "request of that length must find room beside them",
+                f"at most {self.max_blocks} may be; delete a pin, raise the share of pins, or lower "
+                f"{setting('max_model_len')}: a request of that length must find room beside them",
             )
 
     def _size(self, pin: _Pin) -> int:

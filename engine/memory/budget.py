@@ -19,7 +19,7 @@ from dataclasses import replace
 from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.errors import ModelError
+from llmsched.engine.errors import ModelError, setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes
@@ -142,7 +142,8 @@ def _with_length(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     if plan.longest == 0:
         return plan
     if plan.max_position is None:
-        reason = "the config states no context length; max_model_len is what the KV memory holds for one request"
+        reason = f"the config states no context length; {setting('max_model_len')} is"
     else:
-        reason = f"max_model_len is lowered from {plan.max_position} to what the KV memory holds for one request"
+        reason = f"{setting('max_model_len')} is lowered from {plan.max_position} to"
+    reason += " what the KV memory holds for one request"
     return replace(plan, max_model_len=plan.longest, notes=(*plan.notes, reason))

@@ -13,7 +13,7 @@ from typing import Any
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.plan_errors import MAX_ADVISED_UTILISATION
 from llmsched.engine.memory.planner import ModelPlanner
@@ -99,21 +99,27 @@ class _Search:
         need = least if self.any_length else self.demand.bytes_needed(plan)
         if self.config.num_gpu_blocks_override is not None:
             blocks = -(-need // plan.block_bytes)
-            return self._try(f"raise num_gpu_blocks_override to {blocks}", "", num_gpu_blocks_override=blocks)
+            return self._try(
+                f"raise {setting('num_gpu_blocks_override')} to {blocks}", "", num_gpu_blocks_override=blocks
+            )
         if not self.by_utilisation:
             size = -(-need // _MIB)
             cost = f"leaves {human_bytes(device.free - plan.fixed_bytes - size * _MIB)} of what is free now"
-            return self._try(f"set kv_cache_memory_bytes to {size}MiB", cost, kv_cache_memory_bytes=size * _MIB)
+            return self._try(
+                f"set {setting('kv_cache_memory_bytes')} to {size}MiB", cost, kv_cache_memory_bytes=size * _MIB
+            )
         share = math.ceil(100 * (plan.fixed_bytes + need) / device.total) / 100
         if not plan.utilisation < share <= MAX_ADVISED_UTILISATION:
             return []
         cost = f"leaves {human_bytes(device.total * (1 - share))} of the GPU for everything else"
-        return self._try(f"raise gpu_memory_utilization to {share:.2f}", cost, gpu_memory_utilization=share)
+        return self._try(
+            f"raise {setting('gpu_memory_utilization')} to {share:.2f}", cost, gpu_memory_utilization=share
+        )
 
     def smaller_steps(self) -> list[Change]:
         """The largest power of two of max_num_batched_tokens that suffices."""
         for size in reversed([size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]):
-            what = f"lower max_num_batched_tokens to {size}"
+            what = f"lower {setting('max_num_batched_tokens')} to {size}"
             if found := self._try(what, "prompts take longer", max_num_batched_tokens=size):
                 return found
         return []
@@ -123,12 +129,14 @@ class _Search:
         half, found = self._half, []
         kv_bytes = DTYPE_BYTES[self.planner.kv_dtype(self.config, self.device)]
         if kv_bytes > 2:
-            found += self._try(f"set kv_cache_dtype to {half}", "KV is rounded to 16 bits", kv_cache_dtype=half)
+            found += self._try(
+                f"set {setting('kv_cache_dtype')} to {half}", "KV is rounded to 16 bits", kv_cache_dtype=half
+            )
         if self._is_wide:
-            found += self._try(f"set dtype to {half}", "weights and KV are rounded to 16 bits", dtype=half)
+            found += self._try(f"set {setting('dtype')} to {half}", "weights and KV are rounded to 16 bits", dtype=half)
         if kv_bytes > 1:
             cost = "KV is rounded to 8 bits; this engine does not serve it, vLLM and SGLang do"
-            found += self._try("set kv_cache_dtype to fp8", cost, servable=False, kv_cache_dtype="fp8")
+            found += self._try(f"set {setting('kv_cache_dtype')} to fp8", cost, servable=False, kv_cache_dtype="fp8")
         return found
 
     def all_settings(self) -> list[Change]:
@@ -144,7 +152,7 @@ class _Search:
             settings["gpu_memory_utilization"] = MAX_ADVISED_UTILISATION
         for name, value in steps:
             settings[name] = value
-            what = "set " + " and ".join(f"{knob} to {value}" for knob, value in settings.items())
+            what = "set " + " and ".join(f"{setting(knob)} to {value}" for knob, value in settings.items())
             servable = name != "kv_cache_dtype"
             cost = "less margin, slower prompts, rounding" + ("" if servable else "; fp8 KV is not served here")
             if found := self._try(what, cost, servable=servable, **settings):
@@ -206,7 +214,7 @@ class _Search:
 def shortfall(plan: MemoryPlan, demand: MemoryDemand) -> str | None:
     """Why the plan does not meet the demand, with the numbers; None if it does."""
     if plan.problem is not None:
-        return str(plan.problem)
+        return plan.problem.text(setting)
     if demand.met_by(plan):
         return None
     length = demand.context or plan.max_model_len
@@ -262,7 +270,7 @@ def asked_for(config: EngineConfig, given: Mapping[str, Any], users: int | None,
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:
             raise ConfigError(
-                "--context", f"{context} tokens are beyond max_model_len {limit}; raise it or leave it out"
+                "context", f"{context} tokens are beyond {setting('max_model_len')} {limit}; raise it or leave it out"
             )
         if config.max_model_len is None:
             config = replace(config, max_model_len=context)
@@ -271,6 +279,6 @@ def asked_for(config: EngineConfig, given: Mapping[str, Any], users: int | None,
             return replace(config, max_num_seqs=users)
         if users > config.max_num_seqs:
             raise ConfigError(
-                "--users", f"{users} are beyond max_num_seqs {config.max_num_seqs}; raise it or leave it out"
+                "users", f"{users} are beyond {setting('max_num_seqs')} {config.max_num_seqs}; raise it or leave it out"
             )
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.units import human_bytes
 
@@ -46,10 +46,10 @@ def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
     )
     remedies = [f"use at most {plan.longest}"]
     if config.num_gpu_blocks_override is not None:
-        remedies.append(f"raise num_gpu_blocks_override to at least {blocks}")
+        remedies.append(f"raise {setting('num_gpu_blocks_override')} to at least {blocks}")
     elif config.kv_cache_memory_bytes is not None or plan.device.kind == "cpu":
         if plan.fixed_bytes + need <= plan.device.free:
-            remedies.append(f"raise kv_cache_memory_bytes to at least {math.ceil(need / (1 << 20))}MiB")
+            remedies.append(f"raise {setting('kv_cache_memory_bytes')} to at least {math.ceil(need / (1 << 20))}MiB")
     else:
         remedies += _more_memory(plan, plan.fixed_bytes + need)
     return ConfigError("max_model_len", f"{figures}; {_or(remedies)}")
@@ -88,14 +88,14 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
     remedies = []
     if utilisation <= MAX_ADVISED_UTILISATION:
         if utilisation > plan.utilisation:
-            remedies.append(f"raise gpu_memory_utilization to at least {utilisation:.2f}")
+            remedies.append(f"raise {setting('gpu_memory_utilization')} to at least {utilisation:.2f}")
         if need > device.free:
             names = ", ".join(f"{holder.name} {holder.pid}" for holder in device.holders)
             remedies.append(f"free memory that others hold{f' ({names})' if names else ''}")
         return [" and ".join(remedies)]
     room = MAX_ADVISED_UTILISATION * device.total - (need - plan.activation_bytes)
     if room > 0:
-        remedies.append("lower max_num_batched_tokens and max_num_seqs")
+        remedies.append(f"lower {setting('max_num_batched_tokens')} and {setting('max_num_seqs')}")
     remedies += _smaller(plan, need)
     remedies[-1] += f" or a GPU with at least {human_bytes(need / MAX_ADVISED_UTILISATION)}"
     return remedies
@@ -107,7 +107,7 @@ def _smaller(plan: MemoryPlan, need: int) -> list[str]:
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes
     if plan.dtype_bytes > 2 and unscaled + (need - unscaled) / 2 <= room:
-        return [f"set dtype to {'bfloat16' if device.computes_bf16 else 'float16'}", "use a smaller model"]
+        return [f"set {setting('dtype')} to {'bfloat16' if device.computes_bf16 else 'float16'}", "use a smaller model"]
     return ["use a smaller model"]
 
 

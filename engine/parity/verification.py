@@ -12,7 +12,7 @@ import torch
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.swap import SwapSpace
@@ -101,7 +101,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
         raise ConfigError(
             "num_tokens",
             f"{num_tokens} tokens after a prompt of {longest} do not fit the model's context of "
-            f"{loaded.info.max_position}; allowed is {limit} or less, or a smaller --block-size",
+            f"{loaded.info.max_position}; allowed is {limit} or less, or a smaller {setting('block_size')}",
         )
     kept = 2 * len(prompts.all) * num_tokens * loaded.info.vocab_size * loaded.dtype.itemsize
     if kept > MAX_LOGIT_BYTES:

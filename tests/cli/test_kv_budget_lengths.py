@@ -85,7 +85,7 @@ def test_totals_alone(tmp_path: Path, text: str) -> None:
 def test_what_is_no_length_names_the_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as problem:
         read(tmp_path, text)
-    assert str(problem.value).startswith("--lengths: ")
+    assert str(problem.value).startswith("lengths: ")
     assert "\n" not in str(problem.value)
 
 

@@ -52,7 +52,7 @@ def test_an_idle_engine_waits_for_several_for_a_time_or_not_at_all() -> None:
     EngineConfig(schedule_window=0.01, min_schedule_batch=2)
     with pytest.raises(ConfigError, match="schedule_window: has no effect with min_schedule_batch 1"):
         EngineConfig(schedule_window=0.01)
-    with pytest.raises(ConfigError, match="min_schedule_batch: needs a schedule_window"):
+    with pytest.raises(ConfigError, match="min_schedule_batch: needs time to collect requests; set schedule_window"):
         EngineConfig(min_schedule_batch=2)
 
 

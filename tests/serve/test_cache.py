@@ -234,5 +234,5 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Any, name: str, content: b
 
 def test_a_file_that_cannot_be_pinned_is_named(engine: Engine, tmp_path: Any) -> None:
     (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(ConfigError, match=r"--pin-prefix: .*short.txt: the prefix has \d tokens"):
+    with pytest.raises(ConfigError, match=r"pin_prefix: .*short.txt: the prefix has \d tokens"):
         pin_prefixes(engine, read_prefixes([tmp_path / "short.txt"]))

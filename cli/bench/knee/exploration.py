@@ -12,7 +12,6 @@ from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.arrivals import LEAST_RATE
 from llmsched.cli.load.load import Load
-from llmsched.cli.options.load import as_flags
 from llmsched.cli.targets.opening import Opened, Plan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -86,10 +85,7 @@ def check(load: Load, wish: Wish) -> None:
         )
     low = load.request_rate if load.request_rate is not None else wish.highest if wish.highest is not None else 1.0
     Goal(low, low if wish.highest is None else wish.highest, wish.attainment, wish.tolerance)
-    try:
-        load.at_rate(low)
-    except LlmschedError as problem:
-        raise LlmschedError(as_flags(str(problem))) from problem
+    load.at_rate(low)
 
 
 async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) -> Found:

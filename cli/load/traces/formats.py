@@ -12,6 +12,7 @@ from llmsched.cli.load.traces.length_tables import INPUT, OUTPUT, length_rows
 from llmsched.cli.load.traces.lines import Row, csv_rows, json_objects, shown
 from llmsched.cli.load.traces.times import TimestampUnit
 from llmsched.cli.load.traces.trace import Content, TraceRequest
+from llmsched.engine.errors import setting
 
 TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "log"]
 
@@ -70,7 +71,7 @@ def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
     if blocks and len(blocks) != needed:
         raise row.wrong(
             f"{len(blocks)} hash_ids; {length} tokens are {needed} blocks of {reading.block_tokens} "
-            "(--trace-block-size says another size)"
+            f"({setting('trace_block_size')} sets another size)"
         )
     return [TraceRequest(row.line, 0.0, length, answer, tuple(blocks))]
 

@@ -11,6 +11,7 @@ from llmsched.cli.load.traces.length_tables import tells_lengths
 from llmsched.cli.load.traces.lines import Row, TraceError, first_line, json_objects, names_of, shown
 from llmsched.cli.load.traces.times import Stamp, TimestampUnit, offsets, read_stamp
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
+from llmsched.engine.errors import setting
 
 
 def read_trace(
@@ -48,16 +49,16 @@ def read_trace(
         requests = [replace(request, offset=time) for request, time in zip(requests, due, strict=True)]
         requests.sort(key=lambda request: request.offset)
     elif unit is not None:
-        raise TraceError(f"{path}: --timestamp-unit {unit} is given, but there are no timestamps")
+        raise TraceError(f"{path}: {setting('timestamp_unit')} {unit} is given, but there are no timestamps")
     return Trace(name or path.name, known.name, tuple(requests[:limit]), bool(stamps), reading.block_tokens)
 
 
 def _reading(path: Path, known: Format, turns: int | None, block_tokens: int | None) -> Reading:
     if turns is not None and known.name != "sharegpt":
-        raise TraceError(f"{path}: --turns {turns} is given, but no conversations are in {known.name} traces")
+        raise TraceError(f"{path}: {setting('turns')} {turns} is given, but {known.name} traces have no conversations")
     if block_tokens is not None and known.name != "mooncake":
         raise TraceError(
-            f"{path}: --trace-block-size {block_tokens} is given, but no blocks are in {known.name} traces"
+            f"{path}: {setting('trace_block_size')} {block_tokens} is given, but {known.name} traces have no blocks"
         )
     default = Reading()
     return Reading(turns or default.turns, block_tokens or default.block_tokens)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from llmsched.cli.load.traces.lines import Row, TraceError, shown
+from llmsched.engine.errors import setting
 
 TimestampUnit = Literal["s", "ms", "us", "ns"]
 
@@ -66,7 +67,7 @@ def offsets(stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: Timesta
     if 0 < dates < len(stamps):
         raise TraceError(f"{where}: {dates} of {len(stamps)} timestamps are dates, the others numbers")
     if dates and unit is not None:
-        raise TraceError(f"{where}: --timestamp-unit {unit} is given, but the timestamps are dates")
+        raise TraceError(f"{where}: {setting('timestamp_unit')} {unit} is given, but the timestamps are dates")
     per_second = UNITS["us" if dates else unit or _unit(values, stated, where)]
     first = min(values)
     return [(value - first) / per_second for value in values]
@@ -80,5 +81,5 @@ def _unit(values: Sequence[float], stated: TimestampUnit, where: str) -> Timesta
         return seen
     raise TraceError(
         f"{where}: timestamps from {low:.15g} to {high:.15g} are {stated} by the format, but look like {seen} since "
-        "1970; say which with --timestamp-unit s, ms, us or ns"
+        f"1970; say which with {setting('timestamp_unit')} s, ms, us or ns"
     )

@@ -179,9 +179,17 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
         ({}, Wish(math.inf, 0.9, 0.1), "--max-request-rate is inf"),
         ({}, Wish(None, 0.0, 0.1), "--knee-attainment is 0; allowed is above 0"),
         ({}, Wish(None, 0.9, 5.0), "--knee-tolerance is 5; allowed is 0.001 to 1"),
-        ({"arrivals": "constant", "burstiness": 2.0}, Wish(None, 0.9, 0.1), "burstiness is 2 with constant arrivals"),
+        (
+            {"arrivals": "constant", "burstiness": 2.0},
+            Wish(None, 0.9, 0.1),
+            "burstiness: 2 has no effect with arrivals",
+        ),
         ({"max_concurrency": 2, "duration": 5.0}, Wish(None, 0.9, 0.1), "needs --request-rate"),
-        ({"request_rate": 1.0, "arrivals": "ramp", "ramp_to": 5.0}, Wish(None, 0.9, 0.1), "arrivals is ramp"),
+        (
+            {"request_rate": 1.0, "arrivals": "ramp", "ramp_to": 5.0},
+            Wish(None, 0.9, 0.1),
+            "arrivals: ramp",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_any_work(load: dict[str, Any], wish: Wish, message: str) -> None:
@@ -220,7 +228,7 @@ def test_no_rate_that_meets_the_slo_is_exit_code_1(command: CommandLine, tiny_mo
     ("arguments", "message"),
     [
         (("--find-knee", "--compare", "static,fair"), "do not go together"),
-        (("--max-request-rate", "3"), "--max-request-rate: only of use with --find-knee"),
+        (("--max-request-rate", "3"), "--max-request-rate is only of use with --find-knee"),
         (("--knee-attainment", "0%"), "--knee-attainment: only of use with --find-knee"),
         (("--rounds", "3"), "--rounds: only of use with --compare"),
         (

@@ -275,4 +275,4 @@ def test_wrong_targets_of_itl_are_refused(command: CommandLine, text: str, messa
 def test_a_reader_needs_a_speed(command: CommandLine) -> None:
     outcome = command("bench", "http://x", "--reader-speed", "0")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "--reader-speed is 0; allowed is above 0" in outcome.err
+    assert "--reader-speed: 0 is out of range; allowed is above 0" in outcome.err

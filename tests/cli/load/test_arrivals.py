@@ -86,16 +86,16 @@ def test_offsets_ascend_and_are_the_same_for_the_same_seed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"process": "tidal"}, "arrivals is tidal; allowed is poisson, gamma, constant, ramp, daynight"),
-        ({"process": "gamma", "burstiness": 0}, "burstiness is 0; allowed is 0.001 to 1000000"),
-        ({"process": "gamma", "burstiness": float("nan")}, "burstiness is nan"),
-        ({"burstiness": 2.0}, "burstiness is 2 with poisson arrivals"),
-        ({"process": "constant", "burstiness": 2.0}, "burstiness is 2 with constant arrivals"),
+        ({"process": "tidal"}, "arrivals: 'tidal' is not one of poisson, gamma, constant, ramp, daynight"),
+        ({"process": "gamma", "burstiness": 0}, "burstiness: 0 is out of range; allowed is 0.001 to 1000000"),
+        ({"process": "gamma", "burstiness": float("nan")}, "burstiness: nan"),
+        ({"burstiness": 2.0}, "burstiness: 2 has no effect with arrivals poisson"),
+        ({"process": "constant", "burstiness": 2.0}, "burstiness: 2 has no effect with arrivals constant"),
         ({"process": "ramp"}, "go together"),
         ({"ramp_to": 2.0}, "go together"),
-        ({"process": "ramp", "ramp_to": 0.0}, "ramp_to is 0"),
-        ({"process": "daynight", "day_period": 0.0}, "day_period is 0"),
-        ({"process": "daynight", "day_amplitude": 1.1}, "day_amplitude is 1.1"),
+        ({"process": "ramp", "ramp_to": 0.0}, "ramp_to: 0"),
+        ({"process": "daynight", "day_period": 0.0}, "day_period: 0"),
+        ({"process": "daynight", "day_amplitude": 1.1}, "day_amplitude: 1.1"),
     ],
 )
 def test_bad_shapes_are_refused(settings: dict[str, Any], message: str) -> None:

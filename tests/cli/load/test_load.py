@@ -152,13 +152,13 @@ def test_text_prompts_are_words() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"request_rate": 0}, "request_rate is 0"),
-        ({"request_rate": -1}, "request_rate is -1"),
-        ({"request_rate": float("nan")}, "request_rate is nan"),
-        ({"num_prompts": 0}, "num_prompts is 0"),
-        ({"max_concurrency": 0}, "max_concurrency is 0"),
-        ({"input_len": 4, "prefix_len": 5}, r"prefix_len is 5; allowed is 0 to input_len \(4\)"),
-        ({"seed": -1}, "seed is -1"),
+        ({"request_rate": 0}, "request_rate: 0"),
+        ({"request_rate": -1}, "request_rate: -1"),
+        ({"request_rate": float("nan")}, "request_rate: nan"),
+        ({"num_prompts": 0}, "num_prompts: 0"),
+        ({"max_concurrency": 0}, "max_concurrency: 0"),
+        ({"input_len": 4, "prefix_len": 5}, r"prefix_len: 5 is out of range; allowed is 0 to input_len \(4\)"),
+        ({"seed": -1}, "seed: -1"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -202,7 +202,7 @@ def test_prompts_shorter_than_the_prefix_are_its_beginning() -> None:
 
 
 def test_a_load_that_would_fill_the_memory_is_refused() -> None:
-    with pytest.raises(LlmschedError, match=r"request_rate is 1000000000.0 for 60 s; allowed are 1000000 requests"):
+    with pytest.raises(LlmschedError, match=r"request_rate: 1000000000.0 for 60 s makes too many requests"):
         Workload(num_prompts=None, request_rate=1e9, duration=60)
 
 
@@ -219,12 +219,12 @@ def test_the_fingerprint_is_that_of_all_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"duration": 0.0, "max_concurrency": 1}, "duration is 0 s"),
-        ({"duration": 5.0}, "duration ends nothing"),
-        ({"num_prompts": 1_000_001}, "num_prompts is 1000001; allowed is 1 to 1000000"),
-        ({"input_len": 1 << 25}, "input_len is 33554432"),
-        ({"num_prompts": None}, "num_prompts is left out"),
-        ({"max_concurrency": 1_000_001}, "max_concurrency is 1000001; allowed is 1 to 1000000"),
+        ({"duration": 0.0, "max_concurrency": 1}, "duration: 0 s"),
+        ({"duration": 5.0}, "duration: has no effect when all requests are sent at once"),
+        ({"num_prompts": 1_000_001}, "num_prompts: 1000001 is out of range; allowed is 1 to 1000000"),
+        ({"input_len": 1 << 25}, "input_len: 33554432"),
+        ({"num_prompts": None}, "num_prompts: may be left out only with duration"),
+        ({"max_concurrency": 1_000_001}, "max_concurrency: 1000001 is out of range; allowed is 1 to 1000000"),
     ],
 )
 def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -233,15 +233,15 @@ def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("settings", "flags"),
+    ("settings", "names"),
     [
-        ({"arrivals": "constant", "max_concurrency": 1}, "--arrivals"),
-        ({"arrivals": "gamma", "burstiness": 0.5}, "--burstiness"),
-        ({"arrivals": "daynight", "day_amplitude": 0.5}, "--arrivals, --day-amplitude"),
-        ({"request_rate": float("inf"), "arrivals": "gamma", "burstiness": 0.5}, "--burstiness"),
+        ({"arrivals": "constant", "max_concurrency": 1}, "arrivals"),
+        ({"arrivals": "gamma", "burstiness": 0.5}, "burstiness"),
+        ({"arrivals": "daynight", "day_amplitude": 0.5}, "arrivals, day_amplitude"),
+        ({"request_rate": float("inf"), "arrivals": "gamma", "burstiness": 0.5}, "burstiness"),
     ],
 )
-def test_a_shape_needs_a_rate(settings: dict[str, Any], flags: str) -> None:
-    with pytest.raises(LlmschedError, match=f"^{flags}: the shape of a schedule"):
+def test_a_shape_needs_a_rate(settings: dict[str, Any], names: str) -> None:
+    with pytest.raises(LlmschedError, match=f"^{names}: the shape of a schedule"):
         Workload(**settings).check_shape()
     Workload(**settings).at_rate(1.0).check_shape()

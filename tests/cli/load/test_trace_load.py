@@ -159,7 +159,7 @@ def test_texts_become_tokens_where_those_are_wanted() -> None:
 
 def test_answers_of_no_stated_length() -> None:
     made = texts(Content("a b"), Content("c"))
-    with pytest.raises(LlmschedError, match=r"t.jsonl, line 0: no max_tokens; say output_len"):
+    with pytest.raises(LlmschedError, match=r"t.jsonl, line 0: no max_tokens; give output_len"):
         TraceLoad(trace=made, max_concurrency=1).plan(COMMON_IDS)
     drawn = parse_lengths("5..9", "output_len")
     planned = TraceLoad(trace=made, max_concurrency=1, output_len=drawn).plan(COMMON_IDS)
@@ -191,17 +191,17 @@ def test_settings_without_effect_are_not_reported() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speedup": 0.0}, "speedup is 0"),
-        ({"speedup": float("nan")}, "speedup is nan"),
+        ({"speedup": 0.0}, "speedup: 0"),
+        ({"speedup": float("nan")}, "speedup: nan"),
         ({"speedup": 2.0, "request_rate": 1.0}, "give one of them"),
         ({"arrivals": "constant"}, "arrivals: t.csv has its own times"),
         ({"request_rate": 3.0, "burstiness": 0.5}, "burstiness: t.csv has its own times"),
-        ({"max_input_len": 0}, "max_input_len is 0"),
-        ({"duration": 0.0}, "duration is 0"),
+        ({"max_input_len": 0}, "max_input_len: 0"),
+        ({"duration": 0.0}, "duration: 0"),
         ({"timed": False}, "t.csv has no timestamps to go by"),
         ({"ignore_timestamps": True}, "t.csv has no timestamps to go by"),
-        ({"timed": False, "speedup": 2.0, "max_concurrency": 1}, "speedup is 2, but no timestamps"),
-        ({"request_rate": float("inf"), "duration": 4.0}, "duration ends nothing"),
+        ({"timed": False, "speedup": 2.0, "max_concurrency": 1}, "speedup: 2 has no effect: no timestamps"),
+        ({"request_rate": float("inf"), "duration": 4.0}, "duration: has no effect when"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -82,7 +82,7 @@ def test_shipped_ones(command: CommandLine) -> None:
         (("nowhere",), "nowhere is neither a file nor a load that is shipped: azure-code,"),
         (("chat", "--limit", "5"), "chat is drawn, not read"),
         (("chat", "--tokenizer", "demo"), "chat is drawn, not read"),
-        (("azure-code", "--turns", "2"), "--turns 2 is given, but no conversations"),
+        (("azure-code", "--turns", "2"), "--turns 2 is given, but azure traces have no conversations"),
         (("azure-code", "--timestamp-unit", "s"), "the timestamps are dates"),
         (("azure-code", "--block-size", "0"), "--block-size"),
         (("azure-code", "--block-size", "257"), "'--block-size': '257'; allowed is 256 or less"),

@@ -214,14 +214,14 @@ def test_blocks_of_another_size(write: Any) -> None:
     path = write('{"timestamp": 1.5, "input_length": 40, "output_length": 2, "hash_ids": [7, 8, 9]}')
     trace = read_trace(path, unit="s", block_tokens=16)
     assert (trace.block_tokens, trace.requests[0].hash_ids) == (16, (7, 8, 9))
-    with pytest.raises(TraceError, match=r"40 tokens are 1 blocks of 512 \(--trace-block-size says another size"):
+    with pytest.raises(TraceError, match=r"40 tokens are 1 blocks of 512 \(trace_block_size sets another size"):
         read_trace(path)
 
 
 def test_what_has_no_meaning_for_a_format_is_refused(write: Any) -> None:
-    with pytest.raises(TraceError, match="--turns 2 is given, but no conversations are in mooncake traces"):
+    with pytest.raises(TraceError, match="turns 2 is given, but mooncake traces have no conversations"):
         read_trace(write(mooncake(1)), turns=2)
-    with pytest.raises(TraceError, match="--trace-block-size 16 is given, but no blocks are in log traces"):
+    with pytest.raises(TraceError, match="trace_block_size 16 is given, but log traces have no blocks"):
         read_trace(write(log(1)), block_tokens=16)
 
 
