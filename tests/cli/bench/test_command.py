@@ -172,7 +172,7 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
             "--max-concurrency: 99999999999999999999 is out of range; allowed is 1 to 1000",
         ),
         (("http://x", "--request-rate", "4", "--arrivals", "constant", "--burstiness", "2"), "burstiness: 2"),
-        (("http://x", "--duration", "5s"), "duration ends nothing"),
+        (("http://x", "--duration", "5s"), "--duration: has no effect when"),
     ],
 )
 def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:

@@ -228,7 +228,7 @@ def test_no_rate_that_meets_the_slo_is_exit_code_1(command: CommandLine, tiny_mo
     ("arguments", "message"),
     [
         (("--find-knee", "--compare", "static,fair"), "do not go together"),
-        (("--max-request-rate", "3"), "--max-request-rate is only of use with --find-knee"),
+        (("--max-request-rate", "3"), "--max-request-rate: only of use with --find-knee"),
         (("--knee-attainment", "0%"), "--knee-attainment: only of use with --find-knee"),
         (("--rounds", "3"), "--rounds: only of use with --compare"),
         (
