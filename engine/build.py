@@ -82,7 +82,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
         engine.executor,
         kv.pool.num_blocks,
         plan=engine.plan,
-        swap=SwapSpace(kv.swap.num_slots, kv.swap.block_bytes),
+        swap=SwapSpace(kv.swap.num_blocks, kv.swap.block_bytes),
         layout=kv.layout,
     )
 
@@ -107,7 +107,7 @@ def _load(
             device=opened.device,
             kv_dtype=getattr(torch, config.kv_cache_dtype),
             max_model_len=plan.max_model_len,
-            num_swap_slots=swap.num_slots,
+            num_host_blocks=swap.num_blocks,
             layout=plan.layout,
         )
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"

@@ -88,7 +88,7 @@ class Engine:
         if plan is not None:
             self.metrics.divided(plan.parts, self.scheduler.kv_use())
         self._accounts = Accounts(self.scheduler, self.metrics, clock)
-        self._changes = PromptChanges(kv.misses.watch, tokenizer, self.metrics)
+        self._changes = PromptChanges(kv.prefix_cache.misses.watch, tokenizer, self.metrics)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
@@ -266,7 +266,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts that are not running."""
-        self.scheduler.kv.reset_prefix_cache()
+        self.scheduler.kv.pool.drop_cached()
         self._accounts.update()
 
     def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.engine.errors import RequestError
 
 if TYPE_CHECKING:
-    from llmsched.engine.kv.table import BlockTable, Swapped
+    from llmsched.engine.kv.table import BlockTable, SwappedKV
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -154,7 +154,7 @@ class Request(Sequence):
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     block_table: BlockTable | None = None
-    swapped: Swapped | None = None
+    swapped: SwappedKV | None = None
     encoded: bytes = b""
 
     @property

@@ -71,16 +71,16 @@ class Accounts:
         scheduler, metrics = self._scheduler, self._metrics
         pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
         metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
-        metrics.pinned(scheduler.kv.num_pinned)
+        metrics.pinned(scheduler.kv.pins.num_blocks)
         metrics.admission(control.headroom, control.max_running)
         metrics.step_budget(scheduler.pacer.step_budget)
-        metrics.swap_usage((swap.num_slots - swap.num_free) / max(1, swap.num_slots))
+        metrics.swap_usage((swap.num_blocks - swap.num_free) / max(1, swap.num_blocks))
         if not scheduler.running or self._clock() >= self._next_use:
             metrics.kv_use(scheduler.kv_use())
             self._next_use = self._clock() + _USE_INTERVAL_S
         if scheduler.counters != self._booked:
             self._book_counters()
-        if scheduler.kv.misses.counts != self._booked_misses:
+        if scheduler.kv.prefix_cache.misses.counts != self._booked_misses:
             self._book_misses()
 
     def stats(self) -> EngineStats:
@@ -93,19 +93,19 @@ class Accounts:
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
             blocks_free=pool.num_free,
-            blocks_pinned=scheduler.kv.num_pinned,
+            blocks_pinned=scheduler.kv.pins.num_blocks,
             max_blocks_pinned=scheduler.kv.pins.max_blocks,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
-            prefix_misses={kind: scheduler.kv.misses.counts[kind] for kind in MissKind},
+            prefix_misses={kind: scheduler.kv.prefix_cache.misses.counts[kind] for kind in MissKind},
             recomputed_tokens=counters.recomputed_tokens,
             num_preemptions=counters.num_preemptions,
             num_swapped_out=counters.num_swapped_out,
             num_swapped_in=counters.num_swapped_in,
-            swap_slots_used=swap.num_slots - swap.num_free,
-            swap_slots_total=swap.num_slots,
+            swap_slots_used=swap.num_blocks - swap.num_free,
+            swap_slots_total=swap.num_blocks,
             headroom=scheduler.admission.control.headroom,
             max_running=scheduler.admission.control.max_running,
             headroom_changes=counters.num_headroom_changes,
@@ -129,7 +129,7 @@ class Accounts:
         self._booked = replace(after)
 
     def _book_misses(self) -> None:
-        counts = self._scheduler.kv.misses.counts
+        counts = self._scheduler.kv.prefix_cache.misses.counts
         for kind, count in (counts - self._booked_misses).items():
             self._metrics.prefix_miss(kind, count)
         self._booked_misses = counts.copy()

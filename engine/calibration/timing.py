@@ -129,7 +129,7 @@ def _measure(executor: Executor, plans: Sequence[StepPlan], repeats: int, progre
 
 def _copying(executor: TorchExecutor, swap: SwapSpace, repeats: int) -> float:
     """Seconds per byte of a copy from or to host memory."""
-    count = min(_MOST_SWAPPED, swap.num_slots, executor.num_blocks)
+    count = min(_MOST_SWAPPED, swap.num_blocks, executor.num_blocks)
     plan = executor.rehearsal([(0, 1)], num_swapped=count)
     times = [executor.execute(plan).swap_elapsed for _ in range(repeats + 1)]
     return statistics.median(times[1:]) / (2 * count * swap.block_bytes)

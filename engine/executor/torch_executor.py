@@ -50,7 +50,7 @@ class TorchExecutor:
         device: torch.device | str,
         kv_dtype: torch.dtype,
         max_model_len: int | None = None,
-        num_swap_slots: int = 0,
+        num_host_blocks: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
         limit = position_limit(model.config)
@@ -65,7 +65,7 @@ class TorchExecutor:
         self.num_blocks = num_blocks
         self._model = paged_model(model)
         self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, kv_dtype, self.device)
-        self._host = HostBlocks(self._cache, num_swap_slots, self.device) if num_swap_slots else None
+        self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
         #: Sees the sequences and the logits [R, vocab_size] that their next tokens are chosen from, before they are.

@@ -1,37 +1,64 @@
-"""What is known already of a request's tokens: in the cache, in blocks being filled, or on its way."""
+"""Prefix cache: KV of prompt prefixes that later requests can reuse, in cached blocks or while it is being written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llmsched.engine.kv.in_flight import InFlightPrefixes
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.misses import Miss, Misses
 from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixHit, PrefixNode, PrefixTree, blocks_of, encode
+from llmsched.engine.kv.prefix_tree import (
+    NO_HIT,
+    TOKEN_BYTES,
+    PrefixHit,
+    PrefixNode,
+    PrefixTree,
+    blocks_of,
+    encode,
+)
+from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
 
-#: A partly matching block is copied if that saves at least this many tokens. Fewer are what chat templates make any two
-#: prompts begin with: each cold prompt would copy a block, a read and a write in every layer, to save next to nothing.
+#: A partly matching block is copied if that saves at least this many tokens. Chat templates make any two prompts share
+#: a few: copying a block in every layer for those would save next to nothing.
 MIN_COPIED = 4
 
 
-class PrefixFinder:
-    """Looks requests up. Requests with the same cache_salt alone see each other's blocks."""
+class PrefixCache:
+    """Lookup of requests among known prefixes, and insertion of the blocks that they have written.
 
-    def __init__(self, layout: KVLayout, prefixes: PrefixTree, in_flight: InFlightPrefixes, pool: BlockPool) -> None:
+    Only requests with the same cache_salt share blocks. With `enabled` False nothing is found or inserted.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, enabled: bool) -> None:
+        self.enabled = enabled
+        self.tree = PrefixTree(layout.block_size)
+        self.pool = BlockPool(num_blocks, self._forget)
+        self.misses = Misses(self.tree)
+        self.in_flight = InFlightPrefixes()
+        #: Time of the engine's clock (seconds), by which evictions are dated.
+        self.now = 0.0
         self._layout = layout
-        self._prefixes = prefixes
-        self._in_flight = in_flight
-        self._pool = pool
+
+    def serves(self, request: Request) -> bool:
+        """Return whether the request may reuse KV: log-probabilities of a prompt require that all of it is computed."""
+        return self.enabled and request.sampling.prompt_logprobs is None
+
+    # -- lookup -----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> PrefixHit:
-        """The longest known prefix that leaves at least the last token to compute."""
-        size, salt, most = self._prefixes.block_size, request.cache_salt, request.num_tokens - 1
+        """Return the longest known prefix that leaves at least the last token to compute."""
+        if not self.serves(request):
+            return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
+        size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
         tokens = _encoded(request)
-        found = self._prefixes.match(tokens, salt, most // size)
+        found = self.tree.match(tokens, salt, most // size)
         nodes = found[: self._num_usable(found)] if self._layout.window_groups else found
         start, end = len(nodes) * size, len(found) * size
         block = tokens[end * TOKEN_BYTES : (end + size) * TOKEN_BYTES]
         last = found[-1] if found else None
-        child, alike = self._prefixes.closest(last, salt, block)
+        child, alike = self.tree.closest(last, salt, block)
         source, known = self._to_copy(last, child, salt, block, alike) if start == end else (None, 0)
         known = min(known, most - start)
         if known < MIN_COPIED:
@@ -40,14 +67,15 @@ class PrefixFinder:
         swapped = request.swapped
         from_host = swapped is not None and swapped.first <= len(found) and swapped.num_tokens > start + known
         if from_host and swapped is not None and self._layout.window_groups:
-            # Without their blocks held, nodes may go at any time: with windows alone, all comes from host memory.
+            # Nodes whose blocks are not held may be evicted at any time: with sliding windows alone, all KV comes from
+            # host memory.
             nodes = found[: swapped.num_tokens // size] if self._layout.full_groups else []
             start, known, source, window_start = len(nodes) * size, 0, None, len(nodes)
-        num_evictable = self._pool.count_cached(blocks_of(nodes, nodes[window_start:]))
+        num_evictable = self.pool.count_cached(blocks_of(nodes, nodes[window_start:]))
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """How many of the nodes a sequence can go on after: up to where a window's worth is there in every group."""
+        """Return after how many of the nodes a sequence can go on: their end must have a full window in every group."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -58,25 +86,85 @@ class PrefixFinder:
     def _to_copy(
         self, last: PrefixNode | None, child: PrefixNode | None, salt: str, block: bytes, alike: int
     ) -> tuple[tuple[int, ...] | None, int]:
-        """Blocks behind `last` that begin as `block` does, one of each group, and for how many tokens."""
+        """Return the blocks behind `last` that share most leading tokens with `block`, and how many these are.
+
+        One block of each group: those of `child`, which shares `alike` tokens, or blocks that are being filled.
+        """
         source: tuple[int, ...] | None = None
         known = 0
         if child is not None and (child.window_blocks or not self._layout.window_groups):
             source, known = child.blocks + child.window_blocks, alike
-        being_filled = self._in_flight.open_block(last, salt, block)
+        being_filled = self.in_flight.open_block(last, salt, block)
         if being_filled is not None and being_filled[1] > known:
             source, known = being_filled
         return source, known
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Tokens beyond the hit that running requests are about to write, as whole blocks that then can be found."""
-        start = len(hit.nodes) * self._prefixes.block_size
-        coming = self._in_flight.num_coming(hit.node, request, start, request.num_tokens - 1)
+        """Return how many tokens beyond the hit running requests are about to write, in whole blocks.
+
+        All of them can be found once those requests have computed the tokens they have now.
+        """
+        if not self.serves(request):
+            return 0
+        start = len(hit.nodes) * self.tree.block_size
+        coming = self.in_flight.num_coming(hit.node, request, start, request.num_tokens - 1)
         return max(0, start + coming - hit.num_tokens)
+
+    def classify(self, request: Request, hit: PrefixHit) -> Miss:
+        """Count why the hit ends where it does; call it once per request, before its first admission."""
+        if not self.serves(request):
+            return self.misses.skipped()
+        return self.misses.classify(request, hit, self.num_coming(request, hit), self.now)
+
+    # -- insertion and eviction -------------------------------------------------------------------------------
+
+    def insert(self, request: Request, num_whole: int) -> None:
+        """Make the first `num_whole` blocks of a running request findable.
+
+        Where another request wrote the same prefix first, its blocks replace those of this request.
+        """
+        table = request.table
+        self.in_flight.remove(request)
+        while table.num_findable < num_whole:
+            self._insert_block(request, table)
+        self.in_flight.add(request)
+
+    def _insert_block(self, request: Request, table: BlockTable) -> None:
+        index, full = table.num_findable, self._layout.full_groups
+        ours, ours_of_window = table.column(index)
+        key = encode(request.token_ids[index * self.tree.block_size : (index + 1) * self.tree.block_size])
+        node = self.tree.insert(table.node, key, request.cache_salt, ours)
+        if node.blocks is ours:
+            self.pool.set_findable(ours)
+        else:
+            self._take_over(table, index, 0, ours, node.blocks)
+        if ours_of_window and index >= table.window_start:
+            if not node.window_blocks:
+                self.tree.add_window(node, ours_of_window)
+                self.pool.set_findable(ours_of_window)
+            else:
+                self._take_over(table, index, full, ours_of_window, node.window_blocks)
+        table.advance(node)
+
+    def _take_over(
+        self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
+    ) -> None:
+        """Replace our blocks at `index`, from `group` on, by those of a node, unless they are the same."""
+        if theirs != ours:
+            self.pool.acquire(theirs)
+            self.pool.release(ours)
+            table.replace(index, group, theirs)
+
+    def _forget(self, block: int) -> Sequence[int]:
+        """Remove an evicted block from the tree; return the blocks that are worthless without it."""
+        nodes, others = self.tree.remove(block)
+        for node in nodes:
+            self.misses.evicted(node, self.now)
+        return others
 
 
 def _encoded(request: Request) -> bytes:
-    """The request's tokens, encoded; kept with it, since a request that waits is looked up again and again."""
+    """Return the request's tokens, encoded; kept with the request, which is looked up again while it waits."""
     if not request.encoded:
         request.encoded = encode(request.token_ids)
     return request.encoded

@@ -1,19 +1,23 @@
-"""Host memory for the KV of preempted requests: slots of one block each."""
+"""KV copies at the start of a step: to and from host memory for preempted requests, and between blocks.
+
+The next step makes them in this order: host copies out, block copies, host copies in, then everything else. A block may
+be saved, then be source or destination of a block copy, then be restored to, all before the step writes to it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.kv.table import BlockTable
+from llmsched.engine.kv.table import BlockTable, SwappedKV
 from llmsched.engine.request import Request
 from llmsched.engine.units import human_bytes
 
 
 def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
-    """The slots that `swap_space` bytes hold; `free_bytes` of host memory are free for them.
+    """Return the host memory for swapped KV: `swap_space` of `free_bytes` bytes that are free.
 
-    Raises ConfigError when that is not one block, or more than is free.
+    Raises ConfigError if that is less than one block, or more than is free.
     """
     if 0 < swap_space < block_bytes:
         raise ConfigError(
@@ -29,33 +33,36 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
 
 
 class SwapSpace:
-    """Slots 0 .. num_slots-1 of `block_bytes` bytes each, and the copies from and to them that the next step makes.
+    """Host blocks 0 .. num_blocks-1 of `block_bytes` bytes each, and the copies of the next step to and from them.
 
-    A slot is free, held by one preempted request (`Request.swapped`), or about to be copied back, and free once the
-    next step has been handed out (`take`): until then nothing else may be copied to it.
+    A host block is free, held by one preempted request (`Request.swapped`), or waiting to be copied back. The last kind
+    becomes free when the next step's copies are handed out (`take`); until then it must not be overwritten.
     """
 
-    def __init__(self, num_slots: int = 0, block_bytes: int = 0) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
+        self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._free: list[int] = []
-        self._num_begun = 0  # slots that were ever used; those from here on are free as well
+        self._num_begun = 0  # host blocks that were ever used; those from here on are free as well
         self._returning: list[int] = []
         self._outs: dict[int, int] = {}
         self._ins: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + self.num_slots - self._num_begun
+        return len(self._free) + self.num_blocks - self._num_begun
 
-    def save(self, blocks: Sequence[int]) -> list[int]:
-        """Copy the blocks to slots in the next step; returns these. The caller has checked `num_free`.
+    def save(self, request: Request, first: int) -> None:
+        """Copy the request's KV to host memory in the next step, of full-attention groups from block index `first` on.
 
-        The blocks may change hands at once: slots are filled before anything else happens in a step.
+        The caller has checked `num_free`, and may release the blocks at once: these copies come first in a step.
         """
-        slots = [self._take_free() for _ in blocks]
-        self._outs.update(zip(slots, blocks, strict=True))
-        return slots
+        table, num_tokens = request.table, request.num_computed_tokens
+        blocks = table.blocks_with_kv(first, num_tokens)
+        hosts = [self._take_free() for _ in blocks]
+        self._outs.update(zip(hosts, blocks, strict=True))
+        num_full = table.layout.full_groups * (table.layout.width(num_tokens) - first)
+        request.swapped = SwappedKV(first, num_tokens, hosts[:num_full], table.window_start, hosts[num_full:])
 
     def _take_free(self) -> int:
         if self._free:
@@ -63,49 +70,54 @@ class SwapSpace:
         self._num_begun += 1
         return self._num_begun - 1
 
-    def restore(self, request: Request, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy some of the request's slots back to `blocks` in the next step; all its slots come free."""
-        assert request.swapped is not None
-        self._ins.update(zip(blocks, slots, strict=True))
-        self._returning += request.swapped.all_slots
+    def restore(self, request: Request, first: int) -> int:
+        """Copy the request's KV back in the next step, of full-attention groups from block index `first` on.
+
+        Returns how many blocks are copied.
+        """
+        table, swapped = request.table, request.swapped
+        assert swapped is not None
+        hosts = swapped.full_blocks[table.layout.full_groups * (first - swapped.first) :] + swapped.window_blocks
+        self._ins.update(zip(table.blocks_with_kv(first, swapped.num_tokens), hosts, strict=True))
+        self._returning += swapped.host_blocks
         request.swapped = None
+        return len(hosts)
 
     def overwrite(self, block: int) -> None:
-        """Something else is copied to the block in the next step than what `restore` may have meant for it before."""
+        """Drop a copy to `block` that `restore` noted: the next step copies something else there."""
         self._ins.pop(block, None)
 
     def discard(self, request: Request) -> None:
-        """Give up what was saved of the request, if anything was."""
+        """Free the host blocks of the request, if it has any."""
         if request.swapped is None:
             return
-        for slot in request.swapped.all_slots:
-            self._outs.pop(slot, None)
-        self._free += reversed(request.swapped.all_slots)
+        for host in request.swapped.host_blocks:
+            self._outs.pop(host, None)
+        self._free += reversed(request.swapped.host_blocks)
         request.swapped = None
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The next step's copies, noted since the last call: (block, slot) pairs out, (slot, block) pairs in."""
-        outs = [(block, slot) for slot, block in self._outs.items()]
-        ins = [(slot, block) for block, slot in self._ins.items()]
+        """Return the copies noted since the last call: (block, host block) pairs out, (host block, block) pairs in."""
+        outs = [(block, host) for host, block in self._outs.items()]
+        ins = [(host, block) for block, host in self._ins.items()]
         self._free += reversed(self._returning)
         self._outs, self._ins, self._returning = {}, {}, []
         return outs, ins
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless every slot is free, about to be, or held by one of the given requests."""
-        held = [slot for request in holders if request.swapped is not None for slot in request.swapped.all_slots]
+        """Raise AssertionError unless each host block is free, about to be, or held by one of the given requests."""
+        held = [host for request in holders if request.swapped is not None for host in request.swapped.host_blocks]
         everywhere = sorted(held + self._free + self._returning)
-        assert everywhere == list(range(self._num_begun)), "a slot is lost or in two places"
+        assert everywhere == list(range(self._num_begun)), "a host block is lost or in two places"
 
 
 class BlockCopies:
-    """The copies that the next step makes before anything else, noted since the last was handed out.
+    """Copies from block to block in the next step: parts of known blocks that requests begin like (copy on write).
 
-    Why that is safe: only blocks written in earlier steps are sources, so a source holds what it is copied for when the
-    copy is noted. From then on it may be evicted and given to another, but nothing is written to it before the step,
-    and copies come first in it. It may become the destination of a later copy, but was none of an earlier one, and a
-    destination occurs once, as that of its last owner: so in order, or with all sources read first, each block gets
-    what was meant.
+    Why that is safe: sources were written in earlier steps. A source may then be evicted and given to another request,
+    but nothing writes to it before the copies. It may become the destination of a later copy, never of an earlier one,
+    and each destination occurs once, for its last owner. So made in order, or with all sources read first, each copy
+    brings what was meant.
     """
 
     def __init__(self, swap: SwapSpace) -> None:
@@ -113,11 +125,11 @@ class BlockCopies:
         self._source_of: dict[int, int] = {}
 
     def note(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
-        """Copy a block of each group to block `index` of the table."""
+        """Copy `sources`, a block of each group, to the blocks at `index` of the table."""
         full, window = table.column(index)
         blocks = [*full, *window]
         for group, source in enumerate(sources):
-            if source in blocks:  # it was evicted just now, to become a destination: it is its own then
+            if source in blocks:  # evicted just now and allocated as a destination: use it in place
                 other = blocks.index(source)
                 blocks[group], blocks[other] = source, blocks[group]
         table.replace(index, 0, blocks)
@@ -127,11 +139,11 @@ class BlockCopies:
                 self._swap.overwrite(destination)
 
     def pending(self) -> list[tuple[int, int]]:
-        """(source, destination) blocks, in the order in which they were noted."""
+        """Return the (source, destination) blocks noted since the last `take`, in order."""
         return [(source, destination) for destination, source in self._source_of.items()]
 
     def take(self) -> list[tuple[int, int]]:
-        """The pending copies, which are pending no more."""
+        """Return the pending copies and forget them."""
         copies = self.pending()
         self._source_of.clear()
         return copies

@@ -1,4 +1,4 @@
-"""The block tables of one sequence: one for each group of layers."""
+"""Block table of one sequence: a row of block ids for each group of layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ NEVER = sys.maxsize
 
 
 class BlockTable:
-    """The blocks of one sequence, in order, a row for each group. The first `num_findable` are findable, the last of
-    them as `node`.
+    """Blocks of one sequence, in order, as int32 `ids` [groups, len(table)].
 
-    Rows of groups that keep all tokens come first and are `len(table)` long. Rows of groups with a window are held from
-    `window_start` to before `window_end`; what is written elsewhere in them means nothing.
+    Rows of full-attention groups come first and are `len(table)` long. Rows of sliding-window groups hold blocks from
+    `window_start` to before `window_end`; their other entries are meaningless. The first `num_findable` blocks are in
+    the prefix tree, the last of them as `node`. `num_initial` tokens were computed when the sequence was admitted.
 
-    In a step in which a sequence crosses no block boundary two comparisons tell that nothing is to be done: it needs no
-    block while num_tokens <= `capacity` (the tokens that all rows have room for), and has nothing to commit or to give
-    back while num_computed_tokens < `commit_at`. `ids` are int32 [groups, len(table)]. `num_initial` are the tokens
-    that were computed when it was admitted.
+    Two comparisons tell that a step changes nothing: the sequence needs no block while num_tokens <= `capacity` (the
+    tokens that every row has room for), and has nothing to commit or release while num_computed_tokens < `commit_at`.
     """
 
     __slots__ = (
@@ -62,14 +60,27 @@ class BlockTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are held, in all groups."""
+        """Blocks held, in all groups."""
         layout = self.layout
         return layout.full_groups * self._width + layout.window_groups * (self.window_end - self.window_start)
 
     # -- growing and shrinking --------------------------------------------------------------------------------
 
+    def num_growing(self, num_tokens: int) -> int:
+        """Return how many more blocks `num_tokens` tokens need between two steps; negative if some are to spare."""
+        layout = self.layout
+        width = layout.width(num_tokens)
+        growing = layout.full_groups * (width - self._width)
+        if layout.window_groups:
+            growing += layout.window_groups * max(0, self.needed_window_end(width) - self.window_end)
+        return growing
+
+    def needed_window_end(self, width: int) -> int:
+        """Return where sliding-window rows end between two steps, for tokens that fill `width` blocks."""
+        return min(width, self.window_start + self.layout.num_behind + 1)
+
     def extend(self, end: int, blocks: Sequence[int]) -> None:
-        """Make the table `end` long, with more blocks for each group that keeps all tokens."""
+        """Make full-attention rows `end` long with the given blocks, row by row."""
         full = self.layout.full_groups
         if end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
@@ -78,7 +89,7 @@ class BlockTable:
         self._set_capacity()
 
     def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
-        """Let the groups with a window begin at block `start`, with what the nodes hold of the first blocks."""
+        """Start sliding-window rows at index `start`, with the window blocks of `nodes` as their first blocks."""
         self.window_start = start
         self.window_end = start + len(nodes)
         if nodes:
@@ -87,7 +98,7 @@ class BlockTable:
         self._set_capacity()
 
     def extend_window(self, blocks: Sequence[int]) -> None:
-        """Add blocks to the groups with a window, the same number to each."""
+        """Append blocks to sliding-window rows, the same number to each."""
         end = self.window_end + len(blocks) // self.layout.window_groups
         self._ids[self.layout.full_groups :, self.window_end : end] = np.reshape(
             blocks, (self.layout.window_groups, -1)
@@ -96,7 +107,7 @@ class BlockTable:
         self._set_capacity()
 
     def shrink_window(self, start: int) -> list[int]:
-        """Let go of the blocks before `start` in groups with a window; returns them, the last first."""
+        """Drop the blocks before index `start` from sliding-window rows and return them, the last first."""
         blocks = self.window_blocks(self.window_start, start)
         self._ids[self.layout.full_groups :, self.window_start : start] = 0
         self.window_start = start
@@ -110,58 +121,66 @@ class BlockTable:
         end = min(self._width, self.window_end) if self.layout.window_groups else self._width
         self.capacity = end * self.layout.block_size
 
-    # -- what is held -----------------------------------------------------------------------------------------
+    def advance(self, node: PrefixNode) -> None:
+        """Note that the next block is findable, as `node`."""
+        self.node = node
+        self.num_findable += 1
+
+    # -- blocks held ------------------------------------------------------------------------------------------
 
     def column(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The block `index` of each group that keeps all tokens, and of each group with a window."""
+        """Return the blocks at `index`: those of full-attention groups, and those of sliding-window groups."""
         column, full = tuple(self._ids[:, index].tolist()), self.layout.full_groups
         return column[:full], column[full:]
 
     def replace(self, index: int, group: int, blocks: Sequence[int]) -> None:
-        """Put other blocks at `index`, one for each group from `group` on."""
+        """Replace the blocks at `index`, one for each group from `group` on."""
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
-        """Blocks `start` to before `end` of the groups that keep all tokens, those of an index side by side."""
+        """Return the blocks of full-attention groups at indices `start` to before `end`, index by index."""
         return self._ids[: self.layout.full_groups, start:end].T.ravel().tolist()
 
     def window_blocks(self, start: int, end: int) -> list[int]:
-        """Blocks `start` to before `end` of the groups with a window, those of an index side by side."""
+        """Return the blocks of sliding-window groups at indices `start` to before `end`, index by index."""
         return self._ids[self.layout.full_groups :, start:end].T.ravel().tolist()
 
+    def blocks_with_kv(self, first: int, num_computed_tokens: int) -> list[int]:
+        """Return the blocks that hold computed KV: full-attention ones from index `first` on, then window ones."""
+        end = self.layout.width(num_computed_tokens)
+        blocks = self.full_blocks(first, end)
+        if self.layout.window_groups:
+            blocks += self.window_blocks(self.window_start, end)
+        return blocks
+
     def held_blocks(self) -> list[int]:
-        """All blocks that are held, in the order in which they are given back: the end of the sequence first."""
+        """Return all blocks held, in the order to release them: the end of the sequence first."""
         blocks = self.full_blocks(0, self._width)
         if self.layout.window_groups:
             blocks += self.window_blocks(self.window_start, self.window_end)
         return blocks[::-1]
 
     def num_empty(self, num_computed_tokens: int) -> int:
-        """Tokens that the blocks of the groups have room for, and no KV of."""
+        """Return how many tokens, summed over groups, the blocks have room for but hold no KV of."""
         layout, size = self.layout, self.layout.block_size
         full = layout.full_groups * (self._width * size - num_computed_tokens)
         return full + layout.window_groups * (self.window_end * size - num_computed_tokens)
 
-    def advance(self, node: PrefixNode) -> None:
-        """The next block is findable, as `node`."""
-        self.node = node
-        self.num_findable += 1
 
+class SwappedKV(NamedTuple):
+    """KV of a preempted request in host memory: of its first `num_tokens` tokens, except what others hold as well.
 
-class Swapped(NamedTuple):
-    """What host memory holds of a preempted request: the KV of its tokens up to `num_tokens`.
-
-    slots[i] has the i-th block of those from index `first` on, of groups that keep all tokens. The blocks in front were
-    held by others too, and are left to the prefix cache. `window_slots` have those of groups with a window, from index
-    `window_start` on.
+    `full_blocks` are the host blocks of full-attention groups from block index `first` on, index by index; blocks
+    before `first` were held by other requests or pins too, and stay in the prefix cache. `window_blocks` are the host
+    blocks of sliding-window groups from index `window_start` on.
     """
 
     first: int
     num_tokens: int
-    slots: list[int]
+    full_blocks: list[int]
     window_start: int = 0
-    window_slots: list[int] = []  # noqa: RUF012 (never changed)
+    window_blocks: list[int] = []  # noqa: RUF012 (never changed)
 
     @property
-    def all_slots(self) -> list[int]:
-        return self.slots + self.window_slots
+    def host_blocks(self) -> list[int]:
+        return self.full_blocks + self.window_blocks

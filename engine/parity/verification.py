@@ -160,7 +160,7 @@ def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecut
         output_prediction="none",  # a pool too small for all is to be filled, not respected
         headroom=0.0,
         preemption_mode=check.preempted or "auto",
-        swap_space=swap.num_slots,  # only the slots themselves count from here on
+        swap_space=swap.num_blocks,  # only the slots themselves count from here on
     )
     executor = TorchExecutor(
         loaded.model,
@@ -169,7 +169,7 @@ def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecut
         device=loaded.device,
         kv_dtype=loaded.dtype,
         max_model_len=config.max_model_len,
-        num_swap_slots=swap.num_slots,
+        num_host_blocks=swap.num_blocks,
         layout=loaded.layout,
     )
     engine = Engine(config, loaded.info, loaded.tokenizer, executor, check.num_blocks, swap=swap, layout=loaded.layout)

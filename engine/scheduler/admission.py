@@ -142,7 +142,7 @@ class Admission:
             return False
         if not self.backfill.may_pass(request):
             return False
-        hit = self._kv.find_prefix(request)
+        hit = self._kv.prefix_cache.find(request)
         if self._waits_for_prefix(request, hit) or self._lacks_memory(request, hit):
             return False
         self.backfill.admitted(request)
@@ -154,7 +154,7 @@ class Admission:
     def start(self, request: Request, hit: PrefixHit) -> None:
         """Move a request from waiting to running."""
         waited = self._waiting.remove(request)
-        miss = self._kv.classify(request, hit) if request.num_preemptions == 0 else None
+        miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
         self._record_start(request, miss, num_restored, waited)
         request.status = RequestStatus.RUNNING
@@ -166,14 +166,14 @@ class Admission:
             return False
         known = request.num_computed_tokens if request.swapped is None else request.swapped.num_tokens
         if request.status is not RequestStatus.RUNNING:
-            known = max(known, self._kv.find_prefix(request).num_tokens)
+            known = max(known, self._kv.prefix_cache.find(request).num_tokens)
         return is_short(request, known, self._config)
 
     def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether running requests are about to compute at least a block that this request needs too."""
         if request.swapped is not None:
             return False
-        coming = self._kv.find_in_flight(request, hit)
+        coming = self._kv.prefix_cache.num_coming(request, hit)
         if coming < self._kv.block_size:
             return False
         self._ledger.note(request.request_id, "waits for a prefix", tokens=coming)
@@ -218,7 +218,7 @@ class Admission:
     def _bonus(self, request: Request) -> float:
         if request.num_tokens <= MIN_BONUS_HIT:  # the last token is never taken from the cache
             return 0.0
-        hit = self._kv.find_prefix(request)
+        hit = self._kv.prefix_cache.find(request)
         return self._config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
 
     def _record_start(

@@ -52,12 +52,12 @@ class StaticScheduler(Scheduler):
 
     def _form_batch(self) -> list[Request]:
         assert self.config.max_model_len is not None
-        reserved = self.kv.num_blocks_for(self.config.max_model_len)
+        reserved = self.kv.layout.num_blocks(self.config.max_model_len)
         size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
         for request in list(self.waiting)[:size]:
-            self.admission.start(request, self.kv.find_prefix(request))
+            self.admission.start(request, self.kv.prefix_cache.find(request))
         for request in self.running:
-            self.kv.reserve(request, self.config.max_model_len)
+            self.kv.static_batch.reserve(request, self.config.max_model_len)
         return list(self.running)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -66,7 +66,7 @@ class StaticScheduler(Scheduler):
         A failed request frees its blocks at once: mid-step its window groups may exceed the reservation.
         """
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
-            self.kv.static_batch.add(request)
+            self.kv.static_batch.keep(request)
         super().finish(request, reason)
         if not self.running:
             self.kv.static_batch.release()

@@ -89,7 +89,7 @@ class Scheduler:
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Return whether the pool can hold such a request. Its last sampled token needs no KV."""
         most = num_prompt_tokens + max(0, max_tokens - 1)
-        return self.kv.num_blocks_for(most) <= self.kv.max_request_blocks
+        return self.kv.layout.num_blocks(most) <= self.kv.max_request_blocks
 
     def expire_pins(self) -> None:
         """Release the pinned prefixes whose TTL has passed."""
@@ -107,7 +107,7 @@ class Scheduler:
         With `computed`, a plan that has been computed but not yet passed to `update`: count its tokens as written, and
         the blocks of requests that end with it as still held.
         """
-        use = self.kv.use(self.running)
+        use = self.kv.usage(self.running)
         written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens
         return use._replace(empty=use.empty - written)
 
@@ -140,7 +140,7 @@ class Scheduler:
         self._prefill(step, behind, admit=self.admission.worth_trying and (not preempted or not self.running))
         self.waiting.times.now_waiting_for(self._wait_reason(step) if self.waiting else None)
         finished, self._finished = self._finished, []
-        return StepPlan(step.rows(), finished, self.kv.take_copies(), *self.kv.take_swaps())
+        return StepPlan(step.rows(), finished, self.kv.copies.take(), *self.kv.swap.take())
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
         """Return what keeps the first waiting request from being admitted, now that the step is planned."""
@@ -149,11 +149,11 @@ class Scheduler:
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens; preempt others until the pool suffices."""
         growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
-        missing = sum(self.kv.num_growing(request) for request in growing)
+        missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
             victim = self.preemption.choose_victim(self.running)
-            missing -= max(0, self.kv.num_growing(victim))
+            missing -= max(0, victim.table.num_growing(victim.num_tokens))
             self._preempt(victim, "memory")
             preempted = True
         for request in growing:
@@ -168,7 +168,7 @@ class Scheduler:
         first = self.waiting.first
         if (victim := self.preemption.choose_victim_for(first, self.running)) is None:
             return False
-        self._preempt(victim, "class", self.kv.num_blocks_for(first.num_tokens + self.predictor.remaining(first)))
+        self._preempt(victim, "class", self.kv.layout.num_blocks(first.num_tokens + self.predictor.remaining(first)))
         return True
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:

@@ -29,10 +29,10 @@ def lookups(prompt: list[int]) -> None:
     write(kv, make(prompt))
     waiting = make(prompt)
     on_its_way = KVManager(NUM_BLOCKS, BLOCK)
-    on_its_way.admit(writer := make([*prompt, 1]), on_its_way.find_prefix(writer))
-    show("find_prefix, all cached, first look", median(kv.find_prefix, prompt))
-    show("find_prefix, all cached, looked up before", median(lambda _: kv.find_prefix(waiting), prompt))
-    show("find_prefix, nothing cached", median(kv.find_prefix, prompt[::-1]))
+    on_its_way.admit(writer := make([*prompt, 1]), on_its_way.prefix_cache.find(writer))
+    show("find_prefix, all cached, first look", median(kv.prefix_cache.find, prompt))
+    show("find_prefix, all cached, looked up before", median(lambda _: kv.prefix_cache.find(waiting), prompt))
+    show("find_prefix, nothing cached", median(kv.prefix_cache.find, prompt[::-1]))
     show("find_prefix and find_in_flight, all on its way", median(lambda r: look_in_flight(on_its_way, r), prompt))
     show("find, classify, admit and release, all cached", median(lambda r: come_and_go(kv, r), prompt))
     show("admit, commit and release, all new, pool full", rewriting(prompt))
@@ -43,21 +43,21 @@ def make(prompt: list[int]) -> Request:
 
 
 def write(kv: KVManager, request: Request) -> None:
-    kv.admit(request, kv.find_prefix(request))
+    kv.admit(request, kv.prefix_cache.find(request))
     request.num_computed_tokens = request.num_tokens
     kv.commit(request)
     kv.release(request)
 
 
 def look_in_flight(kv: KVManager, request: Request) -> int:
-    return kv.find_in_flight(request, kv.find_prefix(request))
+    return kv.prefix_cache.num_coming(request, kv.prefix_cache.find(request))
 
 
 def come_and_go(kv: KVManager, request: Request) -> None:
-    hit = kv.find_prefix(request)
-    kv.classify(request, hit)
+    hit = kv.prefix_cache.find(request)
+    kv.prefix_cache.classify(request, hit)
     kv.admit(request, hit)
-    kv.take_copies()
+    kv.copies.take()
     kv.release(request)
 
 
@@ -89,7 +89,9 @@ def crowded_root() -> None:
     kv = KVManager(NUM_BLOCKS, BLOCK)
     for i in range(4_000):
         write(kv, make([*range(8), i, *range(23)]))
-    show("find_prefix among 4000 that part in the first block", median(kv.find_prefix, [*range(8), -1, *range(23)]))
+    show(
+        "find_prefix among 4000 that part in the first block", median(kv.prefix_cache.find, [*range(8), -1, *range(23)])
+    )
 
 
 def decode_steps() -> None:
@@ -97,7 +99,7 @@ def decode_steps() -> None:
     kv = KVManager(NUM_RUNNING * 64, BLOCK)
     running = [make(random.Random(i).choices(range(100_000), k=500 + i % BLOCK)) for i in range(NUM_RUNNING)]
     for request in running:
-        kv.admit(request, kv.find_prefix(request))
+        kv.admit(request, kv.prefix_cache.find(request))
         request.num_computed_tokens = request.num_tokens - 1
         kv.commit(request)
     show("decode of 256, nobody at a boundary", statistics.median(decode(kv, running, 0) for _ in range(201)))

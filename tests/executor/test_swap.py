@@ -53,7 +53,12 @@ def test_seconds_are_counted_once() -> None:
 def test_a_step_saves_then_copies_then_restores() -> None:
     """Block 0 is saved, becomes the destination of a copy from 1, and 1 gets what lay in host memory."""
     executor = TorchExecutor(
-        build_model("llama", seed=3), num_blocks=4, block_size=4, device="cpu", kv_dtype=torch.float32, num_swap_slots=2
+        build_model("llama", seed=3),
+        num_blocks=4,
+        block_size=4,
+        device="cpu",
+        kv_dtype=torch.float32,
+        num_host_blocks=2,
     )
     keys = executor._cache.keys[0]
     for block in range(4):

@@ -14,7 +14,7 @@ from llmsched.engine.kv.prefix_tree import NO_HIT
 
 
 def find(driver: KVDriver, prompt: list[int], salt: str = "") -> int:
-    return driver.kv.find_prefix(make_request("probe", prompt, cache_salt=salt)).num_tokens
+    return driver.kv.prefix_cache.find(make_request("probe", prompt, cache_salt=salt)).num_tokens
 
 
 @pytest.mark.parametrize("common", [16, 17, 19, 20, 27, 31, 32, 33, 36, 40, 47])
@@ -33,7 +33,7 @@ def test_hit_is_exact_to_the_token_from_four_on(common: int) -> None:
 def test_at_least_the_last_token_is_computed(length: int) -> None:
     driver = KVDriver(16)
     driver.serve(tokens(64))
-    hit = driver.kv.find_prefix(make_request("probe", tokens(length)))
+    hit = driver.kv.prefix_cache.find(make_request("probe", tokens(length)))
     assert hit.num_tokens == length - 1
     request = driver.come(tokens(length))
     driver.step({request: 100})
@@ -65,9 +65,9 @@ def test_salt_separates_blocks_being_read_copied_and_written() -> None:
     driver.step({running: 20})
     for prompt in (tokens(40), tokens(70, seed=3)):
         other = make_request("other", prompt, cache_salt="b")
-        hit = driver.kv.find_prefix(other)
+        hit = driver.kv.prefix_cache.find(other)
         assert hit == NO_HIT
-        assert driver.kv.find_in_flight(other, hit) == 0
+        assert driver.kv.prefix_cache.num_coming(other, hit) == 0
 
 
 def test_prompt_logprobs_skip_the_cache() -> None:
@@ -76,19 +76,19 @@ def test_prompt_logprobs_skip_the_cache() -> None:
     running = driver.come([*tokens(40), 3])
     asking = make_request("asking", tokens(40))
     asking.sampling = replace(asking.sampling, prompt_logprobs=0)
-    assert driver.kv.find_prefix(asking) == NO_HIT
-    assert driver.kv.find_in_flight(asking, NO_HIT) == 0
+    assert driver.kv.prefix_cache.find(asking) == NO_HIT
+    assert driver.kv.prefix_cache.num_coming(asking, NO_HIT) == 0
     driver.leave(running)
 
 
 def test_without_caching_nothing_is_found_and_nothing_is_kept() -> None:
     kv = KVManager(16, 16, enable_prefix_caching=False, max_pinned_blocks=4)
     request = make_request("a", tokens(40))
-    kv.admit(request, kv.find_prefix(request))
+    kv.admit(request, kv.prefix_cache.find(request))
     request.num_computed_tokens = 40
     kv.commit(request)
     again = make_request("b", tokens(40))
-    assert kv.find_prefix(again) == NO_HIT
+    assert kv.prefix_cache.find(again) == NO_HIT
     kv.check_integrity([request])
     kv.release(request)
     assert kv.pool.num_free == 16
@@ -159,8 +159,8 @@ def test_used_source_is_evicted_after_what_nobody_used() -> None:
 def in_flight(driver: KVDriver, prompt: list[int]) -> tuple[int, int]:
     """(tokens found, tokens on their way)."""
     probe = make_request("probe", prompt)
-    hit = driver.kv.find_prefix(probe)
-    return hit.num_tokens, driver.kv.find_in_flight(probe, hit)
+    hit = driver.kv.prefix_cache.find(probe)
+    return hit.num_tokens, driver.kv.prefix_cache.num_coming(probe, hit)
 
 
 def test_what_another_is_about_to_write_is_seen_and_then_found() -> None:
@@ -218,7 +218,7 @@ def test_two_comparisons_tell_that_a_decode_has_nothing_to_do() -> None:
     request = driver.come(tokens(40))
     for _ in range(60):
         table = request.table
-        missing, findable = driver.kv.num_growing(request), table.num_findable
+        missing, findable = request.table.num_growing(request.num_tokens), table.num_findable
         assert (missing > 0) == (request.num_tokens > table.capacity)
         driver.step({request: 100})
         assert (table.num_findable > findable) == (request.num_computed_tokens // 16 > findable)

@@ -15,7 +15,7 @@ from llmsched.engine.kv.misses import AROUND, MIN_AGREEING, MIN_LOST, WINDOW, Mi
 
 def classify(driver: KVDriver, prompt: list[int], salt: str = "") -> Miss:
     request = make_request("probe", prompt, cache_salt=salt)
-    return driver.kv.classify(request, driver.kv.find_prefix(request))
+    return driver.kv.prefix_cache.classify(request, driver.kv.prefix_cache.find(request))
 
 
 def test_everything_that_could_be_found_was() -> None:
@@ -68,8 +68,8 @@ def test_evicted_some_time_ago() -> None:
 def test_ghost_of_an_equal_hash_is_not_believed() -> None:
     driver = KVDriver(6)
     driver.serve(tokens(32))
-    driver.kv.reset_prefix_cache()
-    ghosts = driver.kv.misses._ghosts
+    driver.kv.pool.drop_cached()
+    ghosts = driver.kv.prefix_cache.misses._ghosts
     for path_hash in list(ghosts):
         ghosts[path_hash] = (b"others", 0.0)
     assert classify(driver, tokens(32)) == Miss(MissKind.COLD, 0)
@@ -80,7 +80,7 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = KVDriver(2)
     for seed in range(10):
         driver.serve(tokens(32, seed=seed))
-    assert len(driver.kv.misses._ghosts) == 3
+    assert len(driver.kv.prefix_cache.misses._ghosts) == 3
     assert classify(driver, tokens(40, seed=8)).kind is MissKind.EVICTED
     assert classify(driver, tokens(40)).kind is MissKind.COLD
 
@@ -107,7 +107,7 @@ def test_not_asked() -> None:
     driver.serve(tokens(48))
     request = make_request("probe", tokens(48))
     request.sampling = replace(request.sampling, prompt_logprobs=1)
-    assert driver.kv.classify(request, driver.kv.find_prefix(request)) == Miss(MissKind.SKIPPED, 0)
+    assert driver.kv.prefix_cache.classify(request, driver.kv.prefix_cache.find(request)) == Miss(MissKind.SKIPPED, 0)
 
 
 def test_kinds_are_counted() -> None:
@@ -116,7 +116,7 @@ def test_kinds_are_counted() -> None:
     classify(driver, tokens(40))
     driver.serve(tokens(40))
     classify(driver, tokens(40))
-    assert driver.kv.misses.counts == {MissKind.COLD: 2, MissKind.HIT: 1}
+    assert driver.kv.prefix_cache.misses.counts == {MissKind.COLD: 2, MissKind.HIT: 1}
 
 
 def test_prompts_that_change_are_seen_from_what_the_cache_missed() -> None:
@@ -125,7 +125,7 @@ def test_prompts_that_change_are_seen_from_what_the_cache_missed() -> None:
         prompt = [*tokens(37), 2000 + i, *tokens(300, seed=5)]
         classify(driver, prompt)
         driver.serve(prompt)
-    report = driver.kv.misses.watch.report()
+    report = driver.kv.prefix_cache.misses.watch.report()
     assert report is not None
     assert (report.position, report.count) == (37, 49)
 

@@ -20,7 +20,7 @@ def filled(driver: KVDriver) -> None:
 
 
 def found(driver: KVDriver, prompt: list[int], salt: str = "") -> int:
-    return driver.kv.find_prefix(make_request("probe", prompt, cache_salt=salt)).num_tokens
+    return driver.kv.prefix_cache.find(make_request("probe", prompt, cache_salt=salt)).num_tokens
 
 
 def test_written_prefix_is_pinned_at_once_and_stays() -> None:
@@ -31,7 +31,7 @@ def test_written_prefix_is_pinned_at_once_and_stays() -> None:
     filled(driver)
     assert found(driver, tokens(60)) == 48
     assert driver.kv.pins.num_blocks == driver.kv.pool.num_used == 3
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     assert found(driver, tokens(60)) == 48
     driver.check()
 
@@ -140,7 +140,7 @@ def test_pins_leave_what_one_request_may_need() -> None:
     driver.serve(tokens(64))
     filled(driver)
     assert driver.kv.pool.num_available == driver.kv.max_request_blocks == 12
-    assert driver.kv.num_pinned == 4
+    assert driver.kv.pins.num_blocks == 4
 
 
 def test_cap_is_a_share_that_leaves_room_for_the_longest_request() -> None:

@@ -47,7 +47,7 @@ class KVLife(RuleBasedStateMachine):
         self.kv = self.driver.kv
 
     def fits(self, request: Request) -> bool:
-        return self.kv.num_missing(request, self.kv.find_prefix(request)) <= self.kv.pool.num_available
+        return self.kv.num_missing(request, self.kv.prefix_cache.find(request)) <= self.kv.pool.num_available
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), salt=SALTS)
     def come(self, prompts: list[list[int]], salt: str) -> None:
@@ -55,7 +55,7 @@ class KVLife(RuleBasedStateMachine):
             self.come_alone(prompt, salt)
 
     def come_alone(self, prompt: list[int], salt: str) -> None:
-        if self.kv.num_blocks_for(len(prompt)) <= self.kv.pool.num_available:
+        if self.kv.layout.num_blocks(len(prompt)) <= self.kv.pool.num_available:
             request = self.driver.come(prompt, salt=salt, name=f"r{len(self.requests)}")
             assert request.num_computed_tokens < len(prompt)
             self.requests.append(request)
@@ -64,10 +64,10 @@ class KVLife(RuleBasedStateMachine):
     def ask(self, prompt: list[int], salt: str) -> None:
         """Hit, what is on its way, and the reason for a miss agree."""
         request = make_request("probe", prompt, cache_salt=salt)
-        hit = self.kv.find_prefix(request)
-        coming = self.kv.find_in_flight(request, hit)
+        hit = self.kv.prefix_cache.find(request)
+        coming = self.kv.prefix_cache.num_coming(request, hit)
         assert hit.num_tokens + coming < len(prompt)
-        assert self.kv.classify(request, hit).position >= len(hit.nodes) * BLOCK
+        assert self.kv.prefix_cache.classify(request, hit).position >= len(hit.nodes) * BLOCK
 
     @rule(seed=st.integers(0, 2**32), rounds=st.integers(1, 12))
     def traffic(self, seed: int, rounds: int) -> None:
@@ -91,7 +91,7 @@ class KVLife(RuleBasedStateMachine):
         """Some of those that run compute some tokens; a request that cannot grow, or is long enough, has to go."""
         random, chunks = Random(seed), {}
         for request in list(self.driver.running):
-            if request.num_tokens > 70 or self.kv.num_growing(request) > self.kv.pool.num_available:
+            if request.num_tokens > 70 or request.table.num_growing(request.num_tokens) > self.kv.pool.num_available:
                 self.driver.leave(request)
             elif chunk := random.choice([0, most, random.randint(1, most)]):
                 self.kv.grow(request)
@@ -145,7 +145,7 @@ class KVLife(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.kv.reset_prefix_cache()
+        self.kv.pool.drop_cached()
 
     @invariant()
     def books_balance(self) -> None:
@@ -167,19 +167,19 @@ class KVLife(RuleBasedStateMachine):
             self.driver.leave(request)
         for request in self.driver.swapped:
             self.kv.swap.discard(request)
-        self.kv.take_swaps()
-        assert self.kv.swap.num_free == self.kv.swap.num_slots
+        self.kv.swap.take()
+        assert self.kv.swap.num_free == self.kv.swap.num_blocks
         for request in self.requests:
             output = request.token_ids[request.num_prompt_tokens :]
             assert output == reference(request.token_ids[: request.num_prompt_tokens], len(output))
         assert self.kv.pool.num_used == self.kv.pins.num_blocks
         for state in self.kv.pins.states():
             self.kv.pins.delete(state.pin_id)
-        self.kv.reset_prefix_cache()
+        self.kv.pool.drop_cached()
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
-        assert len(self.kv.prefixes) == 0
-        assert not self.kv.prefixes._roots
-        assert self.kv._in_flight.requests() == []
+        assert len(self.kv.prefix_cache.tree) == 0
+        assert not self.kv.prefix_cache.tree._roots
+        assert self.kv.prefix_cache.in_flight.requests() == []
 
 
 KVLife.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)

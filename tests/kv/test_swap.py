@@ -29,11 +29,11 @@ def started(driver: KVDriver, prompt: list[int], steps: int = 5) -> Request:
 def use_up(driver: KVDriver) -> None:
     """Write something else into every block that can be had, and forget it."""
     driver.serve(tokens(driver.kv.pool.num_available * 16, seed=50))
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
 
 
 def test_all_of_it_comes_back_after_its_blocks_were_overwritten() -> None:
-    driver = KVDriver(8, num_swap_slots=8)
+    driver = KVDriver(8, num_host_blocks=8)
     request = started(driver, tokens(40))
     computed = request.num_computed_tokens
     assert driver.kv.num_swapped(request) == 3
@@ -48,7 +48,7 @@ def test_all_of_it_comes_back_after_its_blocks_were_overwritten() -> None:
 
 
 def test_blocks_in_the_cache_are_taken_from_there() -> None:
-    driver = KVDriver(8, num_swap_slots=8)
+    driver = KVDriver(8, num_host_blocks=8)
     request = started(driver, tokens(40))
     driver.swap_out(request)
     driver.step({})
@@ -58,7 +58,7 @@ def test_blocks_in_the_cache_are_taken_from_there() -> None:
 
 
 def test_blocks_that_others_hold_are_not_copied() -> None:
-    driver = KVDriver(12, num_swap_slots=8)
+    driver = KVDriver(12, num_host_blocks=8)
     other = started(driver, tokens(40))
     request = started(driver, [*tokens(32), *tokens(20, seed=1)])
     assert driver.kv.num_swapped(request) == 2
@@ -70,7 +70,7 @@ def test_blocks_that_others_hold_are_not_copied() -> None:
 
 
 def test_if_they_have_gone_since_all_is_computed_again() -> None:
-    driver = KVDriver(12, num_swap_slots=8)
+    driver = KVDriver(12, num_host_blocks=8)
     other = started(driver, tokens(40))
     request = started(driver, [*tokens(32), *tokens(20, seed=1)])
     driver.swap_out(request)
@@ -85,7 +85,7 @@ def test_if_they_have_gone_since_all_is_computed_again() -> None:
 
 
 def test_a_cache_that_has_it_all_makes_the_slots_needless() -> None:
-    driver = KVDriver(12, num_swap_slots=8)
+    driver = KVDriver(12, num_host_blocks=8)
     request = driver.come(tokens(64))
     driver.step({request: 32})
     driver.swap_out(request)
@@ -97,7 +97,7 @@ def test_a_cache_that_has_it_all_makes_the_slots_needless() -> None:
 
 
 def test_slots_of_those_that_never_come_back_are_free_at_once() -> None:
-    driver = KVDriver(8, num_swap_slots=4)
+    driver = KVDriver(8, num_host_blocks=4)
     request = started(driver, tokens(40))
     driver.swap_out(request)
     assert driver.kv.swap.num_free == 1
@@ -109,7 +109,7 @@ def test_slots_of_those_that_never_come_back_are_free_at_once() -> None:
 
 
 def test_a_slot_that_is_read_in_a_step_is_not_written_in_it() -> None:
-    driver = KVDriver(12, num_swap_slots=3)
+    driver = KVDriver(12, num_host_blocks=3)
     first = started(driver, tokens(40))
     second = started(driver, tokens(40, seed=1))
     driver.swap_out(first)
@@ -125,12 +125,12 @@ def test_a_slot_that_is_read_in_a_step_is_not_written_in_it() -> None:
 
 def test_a_block_that_changes_hands_before_it_was_restored() -> None:
     """What goes to a block last is what it holds: a copy that was noted after a restoration goes before it."""
-    driver = KVDriver(6, num_swap_slots=6)
+    driver = KVDriver(6, num_host_blocks=6)
     source = started(driver, tokens(24), 1)
     request = started(driver, tokens(24, seed=1), 1)
     driver.swap_out(request)
     driver.serve(tokens(64, seed=2))
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     driver.admit(request)
     restored = set(request.block_table.held_blocks())  # type: ignore[union-attr]
     driver.leave(request)
@@ -141,7 +141,7 @@ def test_a_block_that_changes_hands_before_it_was_restored() -> None:
 
 
 def test_what_was_not_written_is_not_saved() -> None:
-    driver = KVDriver(8, num_swap_slots=8)
+    driver = KVDriver(8, num_host_blocks=8)
     request = driver.come(tokens(40))
     assert not driver.may_swap(request)
     with pytest.raises(AssertionError, match="cannot be saved"):
@@ -149,16 +149,16 @@ def test_what_was_not_written_is_not_saved() -> None:
 
 
 def test_a_lost_slot_is_found() -> None:
-    driver = KVDriver(8, num_swap_slots=4)
+    driver = KVDriver(8, num_host_blocks=4)
     request = started(driver, tokens(40))
     driver.swap_out(request)
     driver.swapped.clear()
-    with pytest.raises(AssertionError, match="a slot is lost"):
+    with pytest.raises(AssertionError, match="a host block is lost"):
         driver.check()
 
 
 def test_what_the_cache_will_still_hold() -> None:
-    driver = KVDriver(10, num_swap_slots=8)
+    driver = KVDriver(10, num_host_blocks=8)
     request = started(driver, tokens(80))
     assert driver.kv.num_kept(request, None) == 0, "nobody else holds anything of it"
     assert driver.kv.pool.num_available == 4
@@ -170,8 +170,8 @@ def test_what_the_cache_will_still_hold() -> None:
 
 
 def test_swap_space_is_whole_blocks_of_memory_that_is_there() -> None:
-    assert plan_swap(10_000, 3_000, 1 << 30).num_slots == 3
-    assert plan_swap(0, 3_000, -5).num_slots == 0
+    assert plan_swap(10_000, 3_000, 1 << 30).num_blocks == 3
+    assert plan_swap(0, 3_000, -5).num_blocks == 0
     with pytest.raises(ConfigError, match=r"1000 B is less than a KV block \(2.93 KiB\)"):
         plan_swap(1000, 3_000, 1 << 30)
     with pytest.raises(

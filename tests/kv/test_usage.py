@@ -9,7 +9,7 @@ from llmsched.engine.kv.pool import KVUsage
 
 
 def use(harness: Harness) -> KVUsage:
-    return harness.scheduler.kv.use(harness.scheduler.running)
+    return harness.scheduler.kv.usage(harness.scheduler.running)
 
 
 def test_continuous_batching_holds_what_the_tokens_need() -> None:

@@ -21,7 +21,7 @@ def driver_of(num_blocks: int, **more: int) -> KVDriver:
 
 
 def hit(driver: KVDriver, prompt: list[int]) -> int:
-    return driver.kv.find_prefix(make_request("probe", prompt)).num_tokens
+    return driver.kv.prefix_cache.find(make_request("probe", prompt)).num_tokens
 
 
 def held(request: Request) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def held(request: Request) -> tuple[int, int]:
 
 def forget_windows(driver: KVDriver, prompt: list[int], first: int, end: int) -> None:
     """Evict what the cache has of a prompt's blocks `first` to before `end` in groups with a window, and all else."""
-    pool, nodes = driver.kv.pool, driver.kv.prefixes.match(encode(prompt), "", len(prompt) // 16)
+    pool, nodes = driver.kv.pool, driver.kv.prefix_cache.tree.match(encode(prompt), "", len(prompt) // 16)
     kept = blocks_of(nodes, nodes[:first] + nodes[end:])
     pool.acquire(kept)
     pool.release(pool.allocate(pool.num_available))
@@ -95,9 +95,9 @@ def test_a_hit_that_ends_where_a_window_is_gone_says_evicted() -> None:
     driver.serve(tokens(400))
     forget_windows(driver, tokens(400), 20, 25)
     request = make_request("again", [*tokens(400), 1])
-    found = driver.kv.find_prefix(request)
+    found = driver.kv.prefix_cache.find(request)
     assert (found.num_tokens, found.num_alike) == (320, 400)
-    miss = driver.kv.classify(request, found)
+    miss = driver.kv.prefix_cache.classify(request, found)
     assert (miss.kind, miss.position, miss.age) == (MissKind.EVICTED, 320, None)
 
 
@@ -106,10 +106,10 @@ def test_a_prefix_that_lost_its_windows_gets_them_back_from_the_next_that_writes
     driver.serve(tokens(400))
     forget_windows(driver, tokens(400), 0, 25)
     assert hit(driver, [*tokens(400), 1]) == 0
-    used = len(driver.kv.prefixes)
+    used = len(driver.kv.prefix_cache.tree)
     driver.serve(tokens(400))
     assert hit(driver, [*tokens(400), 1]) == 400
-    assert len(driver.kv.prefixes) == used + 2 * 25, "what keeps all tokens was there, and is not kept twice"
+    assert len(driver.kv.prefix_cache.tree) == used + 2 * 25, "what keeps all tokens was there, and is not kept twice"
 
 
 def test_a_block_that_is_evicted_takes_those_of_its_windows_with_it() -> None:
@@ -117,13 +117,13 @@ def test_a_block_that_is_evicted_takes_those_of_its_windows_with_it() -> None:
     driver.serve(tokens(160))
     assert driver.kv.pool.num_cached == 30
     driver.serve(tokens(64, seed=3))
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     assert driver.kv.pool.num_free == 30
-    assert len(driver.kv.prefixes) == 0
+    assert len(driver.kv.prefix_cache.tree) == 0
 
 
 def test_swap_takes_the_window_and_leaves_what_others_hold() -> None:
-    driver = driver_of(200, num_swap_slots=40)
+    driver = driver_of(200, num_host_blocks=40)
     other = driver.come(tokens(320))
     driver.step({other: 320})
     request = driver.come([*tokens(320), *tokens(100, seed=1)])
@@ -139,7 +139,7 @@ def test_swap_takes_the_window_and_leaves_what_others_hold() -> None:
 
 
 def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() -> None:
-    driver = driver_of(200, num_swap_slots=40)
+    driver = driver_of(200, num_host_blocks=40)
     request, other = driver.come(tokens(400), name="request"), driver.come(tokens(400), name="other")
     driver.step({request: 320, other: 400})
     assert request.num_computed_tokens == 320
@@ -156,11 +156,11 @@ def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() 
 @pytest.mark.parametrize("full_groups", [0, 1])
 def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_groups: int) -> None:
     """Nothing else of the prefix is left: what was in front of the window has no blocks in its groups."""
-    driver = KVDriver(200, num_swap_slots=100, layout=KVLayout(16, full_groups, 2, 40))
+    driver = KVDriver(200, num_host_blocks=100, layout=KVLayout(16, full_groups, 2, 40))
     request = driver.come(tokens(400))
     driver.step({request: 320})
     driver.swap_out(request)
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     driver.admit(request)
     assert request.num_computed_tokens == 320
     driver.step({request: 1})
@@ -170,19 +170,19 @@ def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_gr
 
 
 def test_with_windows_alone_what_comes_back_from_host_memory_relies_on_nothing_that_may_go() -> None:
-    driver = KVDriver(60, num_swap_slots=10, layout=KVLayout(16, 0, 1, 40))
+    driver = KVDriver(60, num_host_blocks=10, layout=KVLayout(16, 0, 1, 40))
     request = driver.come(tokens(400))
     driver.step({request: 320})
     driver.swap_out(request)
     forget_windows(driver, tokens(400), 0, 18)
     driver.admit(request)
     assert request.num_computed_tokens == 320
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     driver.step({request: 16})
     assert hit(driver, [*tokens(336), 1]) == 336
     driver.leave(request)
-    driver.kv.reset_prefix_cache()
-    assert not driver.kv.prefixes._roots
+    driver.kv.pool.drop_cached()
+    assert not driver.kv.prefix_cache.tree._roots
 
 
 def test_what_is_found_again_after_a_preemption_is_all_or_nothing() -> None:
@@ -253,12 +253,12 @@ def test_with_windows_alone_nodes_without_blocks_stay_while_there_are_any_behind
     assert driver.kv.pool.num_used == 4
     driver.leave(request)
     driver.kv.pins.pin(tokens(400), "", None, now=0.0)
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     assert hit(driver, [*tokens(400), 1]) == 400
     driver.kv.pins.delete("pin-1")
-    driver.kv.reset_prefix_cache()
-    assert len(driver.kv.prefixes) == 0
-    assert not driver.kv.prefixes._roots
+    driver.kv.pool.drop_cached()
+    assert len(driver.kv.prefix_cache.tree) == 0
+    assert not driver.kv.prefix_cache.tree._roots
 
 
 def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_gone() -> None:
@@ -266,7 +266,7 @@ def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_go
     driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
     driver.serve(tokens(64))
     assert driver.kv.pins.pin(tokens(160), "", None, now=0.0).num_written_tokens == 64
-    driver.kv.reset_prefix_cache()
+    driver.kv.pool.drop_cached()
     driver.serve(tokens(160))
     assert driver.kv.pins.states()[0].num_written_tokens == 160
     assert driver.kv.pool.num_used == 3

@@ -107,7 +107,7 @@ def test_pinned_blocks_are_nobodys_to_grow_into_and_shared_ones_count_once() -> 
     pinned.scheduler.kv.pins.pin(tokens(160), "", None, 0.0)
     pinned.add(make_request("writes", tokens(160), 0))
     pinned.run()
-    assert pinned.scheduler.kv.num_pinned == 10
+    assert pinned.scheduler.kv.pins.num_blocks == 10
     three = [pinned.add(make_request(f"r{i}", tokens(100, seed=i + 1), 100, arrival=1.0)) for i in range(3)]
     pinned.step()
     assert sum(request.status is RequestStatus.RUNNING for request in three) == 2, "13 blocks each beside 10"

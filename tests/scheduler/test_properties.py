@@ -168,7 +168,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.harness.scheduler.kv.reset_prefix_cache()
+        self.harness.scheduler.kv.pool.drop_cached()
 
     @invariant()
     def books_balance(self) -> None:
@@ -191,8 +191,8 @@ class SchedulerLife(RuleBasedStateMachine):
             assert request.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT) or failed
         assert self.witness is None or not self.witness.waits
         kv = self.harness.scheduler.kv
-        assert kv.pool.num_used == kv.num_pinned
-        assert kv.swap.num_free == kv.swap.num_slots
+        assert kv.pool.num_used == kv.pins.num_blocks
+        assert kv.swap.num_free == kv.swap.num_blocks
         ended = [name for plan in self.harness.executor.plans for name in plan.finished]
         ended += self.harness.scheduler.schedule().finished
         assert Counter(ended) == Counter(request.request_id for request in self.requests), "each ends once"

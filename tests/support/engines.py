@@ -58,7 +58,7 @@ def make_engine(
         block_size=settings["block_size"],
         device="cpu",
         kv_dtype=torch.float32,
-        num_swap_slots=swap_slots,
+        num_host_blocks=swap_slots,
         layout=layout,
     )
     swap = SwapSpace(swap_slots, executor.kv_cache_bytes // num_blocks)

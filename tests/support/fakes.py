@@ -46,11 +46,11 @@ class FakeExecutor:
     per_swapped_block = 0.0
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_swap_slots: int = 0, layout: KVLayout | None = None
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, layout: KVLayout | None = None
     ) -> None:
         self.layout = layout or KVLayout(block_size)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
-        self.host = np.full((num_swap_slots, block_size), -2, dtype=np.int64)
+        self.host = np.full((num_host_blocks, block_size), -2, dtype=np.int64)
         self.block_size = block_size
         self.plans: list[StepPlan] = []
         self.failing: set[str] = set()

@@ -20,12 +20,12 @@ class KVDriver:
         num_blocks: int,
         block_size: int = 16,
         max_pinned_blocks: int = 0,
-        num_swap_slots: int = 0,
+        num_host_blocks: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
-        swap = SwapSpace(num_swap_slots)
+        swap = SwapSpace(num_host_blocks)
         self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks, swap=swap, layout=layout)
-        self.executor = FakeExecutor(num_blocks, block_size, num_swap_slots, layout)
+        self.executor = FakeExecutor(num_blocks, block_size, num_host_blocks, layout)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
 
@@ -36,7 +36,7 @@ class KVDriver:
         return request
 
     def admit(self, request: Request) -> PrefixHit:
-        hit = self.kv.find_prefix(request)
+        hit = self.kv.prefix_cache.find(request)
         missing = self.kv.num_missing(request, hit)
         assert missing <= self.kv.pool.num_available
         before = self.kv.pool.num_available
@@ -59,7 +59,7 @@ class KVDriver:
             assert count > 0
             sample = start + count == request.num_tokens
             rows.append(ScheduledRow(request, start, count, request.table.ids, sample))
-        results = self.executor.execute(StepPlan(rows, (), self.kv.take_copies(), *self.kv.take_swaps())).rows
+        results = self.executor.execute(StepPlan(rows, (), self.kv.copies.take(), *self.kv.swap.take())).rows
         for row, result in zip(rows, results, strict=True):
             request = row.sequence
             assert isinstance(request, Request)
@@ -97,7 +97,7 @@ class KVDriver:
     def check(self) -> None:
         """Every block is accounted for, and every findable block holds the KV of its node's tokens."""
         self.kv.check_integrity(self.running, self.swapped)
-        for root in self.kv.prefixes._roots.values():
+        for root in self.kv.prefix_cache.tree._roots.values():
             self._check_below(root)
 
     def _check_below(self, node: PrefixNode) -> None:
