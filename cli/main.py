@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,7 +15,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmsched.cli import render
-from llmsched.cli.interrupt import INTERRUPTED
 from llmsched.cli.options.engine import flag
 from llmsched.engine.errors import LlmschedError
 
@@ -145,7 +145,7 @@ def main() -> None:
         render.error(_usage(problem))
         sys.exit(problem.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(INTERRUPTED)
+        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)

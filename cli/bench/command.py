@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Annotated
 
 import typer
@@ -15,7 +16,6 @@ from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.output.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.mode import bench_self
-from llmsched.cli.interrupt import INTERRUPTED
 from llmsched.cli.options.engine import (
     EngineOptions,
     quantization_option,
@@ -24,10 +24,19 @@ from llmsched.cli.options.engine import (
     with_engine_options,
 )
 from llmsched.cli.options.load import LoadOptions, with_load_options
-from llmsched.cli.options.target import ServerFlags, simulate_option, with_server_options, with_slo_options
+from llmsched.cli.options.target import (
+    ServerFlags,
+    http_options,
+    refuse_server_flags,
+    simulate_option,
+    with_server_options,
+    with_slo_options,
+)
 from llmsched.cli.profiles.apply import found_for_others, with_profile
-from llmsched.cli.targets.opening import Plan, http_options, open_model, open_server, refuse_server_flags
-from llmsched.cli.targets.simulated import open_simulated
+from llmsched.cli.targets.engine_target import open_engine
+from llmsched.cli.targets.http_target import open_server
+from llmsched.cli.targets.simulated_target import open_simulated
+from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
@@ -105,7 +114,9 @@ def bench(
         raise ConfigError("quantization", "is for --simulate; a model that is served has the weights that it has")
     if not modes.find_knee:
         load_options.load.check_shape()
-    plan = Plan(load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run)
+    plan = RunPlan(
+        load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run
+    )
     with render.progress_bar() as progress:
         if modes.self_check:
             if extra := set(typed_options(context)) - {"--self-check", "--save", "--json"}:
@@ -128,7 +139,7 @@ def bench(
             result = _bench_model(model, simulate, quantization, plan, modes, options, progress)
     outputs.give_out(result)
     if result.run is not None and result.run.figures.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(128 + signal.SIGINT)
     if not result.well:
         raise typer.Exit(1)
 
@@ -137,28 +148,29 @@ def _bench_model(
     model: str,
     simulate: str | None,
     quantization: str | None,
-    plan: Plan,
+    plan: RunPlan,
     modes: Modes,
     options: EngineOptions,
     progress: Progress,
 ) -> Result:
     if modes.compare is not None:
         return asyncio.run(bench_variants(model, simulate, options, modes, plan, progress, quantization))
+    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
     if simulate is None:
-        opening = open_model(model, options, plan, progress)
+        opening = open_engine(config, plan, progress)
     else:
-        opening = open_simulated(model, simulate, options, plan, progress, quantization)
+        opening = open_simulated(config, simulate, plan, progress, render.warn, quantization)
     if modes.find_knee:
         return asyncio.run(bench_knee(opening, modes, plan, progress))
     return asyncio.run(bench_once(opening, None, plan, progress))
 
 
 def _bench_server(
-    url: str, plan: Plan, modes: Modes, flags: ServerFlags, options: EngineOptions, progress: Progress
+    url: str, plan: RunPlan, modes: Modes, flags: ServerFlags, options: EngineOptions, progress: Progress
 ) -> Result:
     if modes.compare is not None:
         refuse_server(url)
-    opening = open_server(http_options(url, plan, flags, options), flags, plan)
+    opening = open_server(http_options(url, plan, flags, options), plan)
     if modes.find_knee:
         return asyncio.run(bench_knee(opening, modes, plan, progress))
     return asyncio.run(bench_once(opening, url, plan, progress))

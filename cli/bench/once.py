@@ -10,14 +10,13 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.client import TargetUnreachableError
-from llmsched.cli.targets.opening import Opened, Plan
+from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 
 
 async def bench_once(
-    opening: AbstractAsyncContextManager[Opened], url: str | None, plan: Plan, progress: Progress
+    opening: AbstractAsyncContextManager[OpenTarget], url: str | None, plan: RunPlan, progress: Progress
 ) -> Result:
     """Open a target and load it. A server (`url`) that nobody can connect to is a run in which every request failed."""
     try:

@@ -35,7 +35,7 @@ def serve(found: Findings, device: str) -> Served | None:
     Raises ConfigError for a device that was not calibrated.
     """
     from llmsched.cli.load.synthetic import Workload
-    from llmsched.cli.targets.simulated import simulate_workload
+    from llmsched.cli.targets.simulated_target import simulate_workload
     from llmsched.engine.blueprint import gpu_blueprint, local_blueprint
     from llmsched.engine.latency import Slo
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, TypeVar
 
+import httpx
 import typer
 
+from llmsched.cli.options.engine import EngineOptions, with_options
 from llmsched.cli.options.engine import duration as parse_duration
-from llmsched.cli.options.engine import with_options
-from llmsched.cli.targets.client import Endpoint
+from llmsched.cli.targets.http_target import Endpoint, HttpOptions
+from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import READER_SPEED, Slo
 
@@ -18,6 +20,8 @@ R = TypeVar("R")
 
 _SLO = "SLOs"
 _SERVER = "Server (with a URL)"
+
+_LOOKUP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +179,53 @@ class ServerFlags:
 def with_server_options(command: Callable[..., R]) -> Callable[..., R]:
     """Give a Typer command the options of a server; it takes a keyword `server: ServerFlags` in their place."""
     return with_options("server", ServerFlags)(command)
+
+
+def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
+    """Return the settings for talking to the server. Raise LlmschedError for a bad URL and for flags it cannot heed."""
+    if engine_options.given:
+        names = ", ".join("--" + name.replace("_", "-") for name in engine_options.given)
+        raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
+    _check_url(url)
+    if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
+        raise LlmschedError("--api-key may hold printable ASCII letters only, as an HTTP header does")
+    return HttpOptions(
+        url,
+        endpoint=flags.endpoint or ("chat" if url.rstrip("/").endswith("/chat/completions") else "completions"),
+        model=flags.served_model_name,
+        api_key=flags.api_key,
+        ignore_eos=not flags.stop_at_eos,
+        ask_usage=not flags.no_usage,
+        tokenizer=flags.tokenizer,
+        text_prompts=flags.text_prompts,
+        lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
+        timelines=plan.timelines,
+    )
+
+
+def _check_url(url: str) -> None:
+    """Raise LlmschedError for an invalid URL, and for parts of it that are not sent."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as problem:
+        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
+    if not parsed.host:
+        raise LlmschedError(f"{url!r} names no host; write http://host:port")
+    if parsed.port is not None and not 1 <= parsed.port <= 65535:
+        raise LlmschedError(f"{url!r}: port must be 1 to 65535, not {parsed.port}")
+    if parsed.userinfo:
+        raise LlmschedError("a user or password in the URL is not supported; --api-key sends a key")
+    if parsed.query or parsed.fragment:
+        raise LlmschedError(f"{url!r} has a query or a fragment; name the URL up to /v1")
+
+
+def refuse_server_flags(typed: Sequence[str]) -> None:
+    """Raise LlmschedError if flags that apply only to a URL are among the `typed` ones.
+
+    OPENAI_API_KEY may be set for other reasons, so a key from the environment is not a mistake.
+    """
+    useless = {"--" + f.name.replace("_", "-") for f in fields(ServerFlags)}
+    if given := [name for name in typed if name in useless]:
+        raise LlmschedError(
+            f"{', '.join(given)}: only of use with the URL of a server, and the target is a model in this process"
+        )

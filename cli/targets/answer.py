@@ -13,7 +13,7 @@ import httpx
 
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.targets.chunks import note, shorten
-from llmsched.cli.targets.event_parser import EventParser
+from llmsched.cli.targets.sse import EventParser
 
 #: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
 _LINGER_S = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.targets.event_parser import Event
+from llmsched.cli.targets.sse import Event
 
 _DETAIL_LENGTH = 300
 

@@ -13,7 +13,7 @@ from llmsched.cli import render
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
 from llmsched.cli.options.engine import EngineOptions
-from llmsched.cli.targets.simulated import TextEncode, make_blueprint
+from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
 from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
@@ -118,7 +118,7 @@ async def tune_simulated(model: str, device: str, task: Task, options: EngineOpt
         render.warn(note)
     # A virtual clock does not drift, so that to repeat what was run in full tells little.
     task = replace(task, rounds=1)
-    asked = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(model))
+    asked = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(model, render.warn))
     runner = SimulatedRunner(blueprint, asked)
     subject = simulated_subject(model, planner, blueprint)
     return await _run(subject, blueprint.config, refused, runner, task, options, progress)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmsched.cli.load.prompts import TokenizerEncode, usable_ids
-from llmsched.cli.targets.inprocess import EngineTarget, running
-from llmsched.cli.targets.run import run_workload, warm_up
+from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
+from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.simulated_runner import TrialLoad, simulated_run
 from llmsched.cli.tune.trial_runs import TrialRun, run_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from llmsched.engine.service import AsyncEngine
 
 _WARMUP_OUTPUT_LEN = 4
-_IDLE_POLL_S = 0.01
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> Engine:
@@ -70,7 +69,7 @@ class EngineRunner:
         engine, asked = await self.engine(), self._asked
         assert self._watch is not None
         start = asyncio.get_running_loop().time()
-        await _until_idle(engine)
+        await until_idle(engine)
         await engine.reconfigure(**setting.limits())
         target = EngineTarget(engine)
         if setting not in self._warm:
@@ -96,9 +95,3 @@ class EngineRunner:
             )
             for setting in settings
         }
-
-
-async def _until_idle(engine: AsyncEngine) -> None:
-    """Wait for requests that a timeout has aborted to leave the engine."""
-    while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
-        await asyncio.sleep(_IDLE_POLL_S)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, WordEncode
-from llmsched.cli.targets.virtual import simulate_load
+from llmsched.cli.targets.simulated_clients import simulate_load
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.portion import Portion
 from llmsched.cli.tune.trial_runs import TrialRun, run_of

@@ -18,8 +18,8 @@ import httpx
 from llmsched.cli.bench.selfcheck.run import scripted_server
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.run import send_workload
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import send_workload
 from llmsched.engine.latency import Slo, Summary, summarise
 from llmsched.engine.progress import silent
 

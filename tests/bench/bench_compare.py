@@ -21,7 +21,7 @@ from llmsched.cli.bench.modes import Modes
 from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.options.engine import EngineOptions
-from llmsched.cli.targets.opening import Plan
+from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
@@ -36,7 +36,7 @@ ENGINE = {"max_model_len": 512, "max_num_seqs": 8, "device": "cpu", "kv_cache_me
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     started = time.monotonic()
-    plan = Plan(LOAD, Slo(), timeout=600, warmup=1)
+    plan = RunPlan(LOAD, Slo(), timeout=600, warmup=1)
     modes = Modes(compare="static, continuous")
     asyncio.run(bench_variants("demo", None, EngineOptions(ENGINE), modes, plan, silent)).show()
     print(f"\n{torch.get_num_threads()} thread(s), in {time.monotonic() - started:.0f} s")

@@ -33,7 +33,7 @@ from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.options.engine import EngineOptions
 from llmsched.cli.render import human_bytes
-from llmsched.cli.targets.opening import Plan
+from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
@@ -74,7 +74,7 @@ def compare(model: str, scale: float, simulate: str | None, options: argparse.Na
     print(f"{load.describe_requests()}, {load.prefix_len} of them the system prompt; {load.describe()}")
     print(f"static reserves KV for {scaled(RESERVED)} tokens a request", flush=True)
     modes = Modes(compare="static enable_prefix_caching=off, continuous", rounds=options.rounds)
-    plan = Plan(load, Slo(), timeout=3600, warmup=None)
+    plan = RunPlan(load, Slo(), timeout=3600, warmup=None)
     result = asyncio.run(bench_variants(model, simulate, EngineOptions(engine), modes, plan, silent))
     result.show()
     static, ours = (run["peak_memory_bytes"] for run in result.report["runs"])

@@ -23,9 +23,9 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.prompts import usable_ids
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.inprocess import EngineTarget, running
-from llmsched.cli.targets.run import run_workload, warm_up
-from llmsched.cli.targets.simulated import simulate_workload
+from llmsched.cli.targets.engine_target import EngineTarget, running
+from llmsched.cli.targets.load_run import run_workload, warm_up
+from llmsched.cli.targets.simulated_target import simulate_workload
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit

@@ -11,7 +11,7 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.run import Run
+from llmsched.cli.targets.load_run import LoadRun
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.progress import Progress
@@ -31,7 +31,7 @@ class Task:
 class Done(NamedTuple):
     """A run: by whom, and under which memory plan. It has a meter."""
 
-    run: Run
+    run: LoadRun
     experiment: Experiment
     plan: MemoryPlan
 
@@ -106,7 +106,7 @@ def with_rates_of(rounds: Sequence[Measurement], whole: Measurement) -> Measurem
     )
 
 
-def one_after_the_other(runs: Sequence[Run]) -> Run:
+def one_after_the_other(runs: Sequence[LoadRun]) -> LoadRun:
     """Several runs as one: each begins when the one before it has ended."""
     records: list[RequestRecord] = []
     now = 0.0
@@ -117,7 +117,7 @@ def one_after_the_other(runs: Sequence[Run]) -> Run:
         records += moved
     preempted = [run.preemptions for run in runs if run.preemptions is not None]
     lags = [run.loop_lags for run in runs if run.loop_lags is not None]
-    return Run(
+    return LoadRun(
         records,
         sum(preempted) if len(preempted) == len(runs) else None,
         [lag for some in lags for lag in some] if lags else None,

@@ -11,8 +11,8 @@ from llmsched.cli.bench.compare.comparison import Done, Task
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import usable_ids
-from llmsched.cli.targets.inprocess import EngineTarget, running
-from llmsched.cli.targets.run import send_workload, warm_up
+from llmsched.cli.targets.engine_target import EngineTarget, running
+from llmsched.cli.targets.load_run import send_workload, warm_up
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance

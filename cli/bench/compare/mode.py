@@ -10,8 +10,8 @@ from llmsched.cli.bench.compare.variants import check_given, configure, parse_va
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
 from llmsched.cli.options.engine import EngineOptions
-from llmsched.cli.targets.opening import Plan
-from llmsched.cli.targets.simulated import refuse_warmup
+from llmsched.cli.targets.simulated_target import refuse_warmup
+from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 
@@ -31,7 +31,7 @@ async def bench_variants(
     simulate: str | None,
     options: EngineOptions,
     modes: Modes,
-    plan: Plan,
+    plan: RunPlan,
     progress: Progress,
     quantization: str | None = None,
 ) -> Result:

@@ -9,7 +9,7 @@ from llmsched.cli import render
 from llmsched.cli.bench.compare.comparison import Done, Task
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.simulated import make_blueprint, simulate_run
+from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.progress import Progress
 
@@ -30,7 +30,7 @@ class Blueprints:
     async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
         """See `Perform`."""
         blueprint = self._blueprints[name]
-        run = simulate_run(blueprint.engine(), blueprint.plan, workload, task.timeout, progress)
+        run = simulate_run(blueprint.engine(), blueprint.plan, workload, task.timeout, progress, render.warn)
         settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
         experiment = Experiment(blueprint.config.model, blueprint.provenance, task.workload, task.slo, engine=settings)
         return Done(run, experiment, blueprint.plan)

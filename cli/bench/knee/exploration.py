@@ -12,7 +12,7 @@ from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.arrivals import LEAST_RATE
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.opening import Opened, Plan
+from llmsched.cli.targets.target import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
@@ -88,7 +88,7 @@ def check(load: Load, wish: Wish) -> None:
     load.at_rate(low)
 
 
-async def explore(opened: Opened, plan: Plan, wish: Wish, progress: Progress) -> Found:
+async def explore(opened: OpenTarget, plan: RunPlan, wish: Wish, progress: Progress) -> Found:
     """Find the knee of a target under the plan's load, which `check` has passed. Every attempt has its own requests.
 
     Raises LlmschedError when the target serves nothing that could say where to begin.

@@ -8,8 +8,7 @@ from llmsched.cli.bench.knee.exploration import Wish, check, explore
 from llmsched.cli.bench.knee.report import as_json, charts, notes, show, table
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.targets.client import TargetUnreachableError
-from llmsched.cli.targets.opening import Opened, Plan
+from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 
@@ -17,7 +16,7 @@ _ATTAINMENT, _TOLERANCE = 0.9, 0.1
 
 
 async def bench_knee(
-    opening: AbstractAsyncContextManager[Opened], modes: Modes, plan: Plan, progress: Progress
+    opening: AbstractAsyncContextManager[OpenTarget], modes: Modes, plan: RunPlan, progress: Progress
 ) -> Result:
     """Open a target and look for its knee. Raises LlmschedError as `explore` does, and if nobody answers."""
     wish = Wish(

@@ -10,7 +10,7 @@ from llmsched.cli.bench.knee.exploration import Found, Point
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.targets.opening import Plan
+from llmsched.cli.targets.target import RunPlan
 
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
 _KEEPS_UP = 0.95
@@ -27,7 +27,7 @@ _KEPT = (
 )
 
 
-def as_json(plan: Plan, found: Found) -> dict[str, Any]:
+def as_json(plan: RunPlan, found: Found) -> dict[str, Any]:
     """The knee for scripts: its rate (null: none), the rates tried in their order, and `at_knee` with all that
     `bench --json` has of the run there (null: none).
     """

@@ -21,8 +21,8 @@ from llmsched.cli.figures.lag import loop_lags
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.run import run_workload
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent

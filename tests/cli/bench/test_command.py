@@ -149,11 +149,11 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
     [
         (("http://x", "--block-size", "16"), "--block-size: the settings of a running server"),
         (("http://", "--num-prompts", "1"), "names no host"),
-        (("http://localhost:99999", "--num-prompts", "1"), "port 99999 is none; allowed is 1 to 65535"),
+        (("http://localhost:99999", "--num-prompts", "1"), "port must be 1 to 65535, not 99999"),
         (("http://host:port", "--num-prompts", "1"), "is not a URL"),
         (("http://me:secret@host", "--num-prompts", "1"), "--api-key sends a key"),
         (("http://host/v1?version=1", "--num-prompts", "1"), "has a query or a fragment"),
-        (("http://host", "--api-key", "sch\u00f6n"), "--api-key has a letter"),
+        (("http://host", "--api-key", "sch\u00f6n"), "--api-key may hold printable ASCII"),
         (("some-model", "--endpoint", "chat"), "--endpoint: only of use with the URL"),
         (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only of use"),
         (("some-model", "--api-key", "k"), "--api-key: only of use"),

@@ -21,7 +21,7 @@ from llmsched.cli.figures.lag import Lag
 from llmsched.cli.figures.record import Chunk, RequestRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.run import Run
+from llmsched.cli.targets.load_run import LoadRun
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.pool import KVUsage
@@ -76,13 +76,13 @@ def test_a_flag_that_every_variant_overrides_is_refused() -> None:
         check_given(variants, {"max_num_seqs": 8})
 
 
-def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> Run:
+def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> LoadRun:
     """Requests scheduled at the first time, with a token and the end at the second."""
     records = [
         RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
         for index, (due, end) in enumerate(times)
     ]
-    return Run(records, preemptions, [Lag(0.0, 0.001)], own_process=False)
+    return LoadRun(records, preemptions, [Lag(0.0, 0.001)], own_process=False)
 
 
 def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:

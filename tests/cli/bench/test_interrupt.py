@@ -16,8 +16,8 @@ from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.run import run_workload
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
@@ -95,6 +95,6 @@ def test_a_simulated_run_ends_at_once(
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 
-    monkeypatch.setattr("llmsched.cli.targets.simulated.simulate_load", endless)
+    monkeypatch.setattr("llmsched.cli.targets.simulated_target.simulate_load", endless)
     outcome = command("bench", str(tiny_model("llama")), "--simulate", "l4", "--num-prompts", "3")
     assert (outcome.code, outcome.out) == (130, "")

@@ -18,7 +18,7 @@ from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usa
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.opening import Opened, Plan
+from llmsched.cli.targets.target import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
@@ -52,16 +52,16 @@ async def refuse(workload: Load, slo: Slo, progress: Progress) -> Measurement:
     return measure([RequestRecord(0, 0.0, end=0.1, failure=failure)], workload, slo)
 
 
-def find(opened: Opened, plan: Plan, highest: float | None = None) -> Found:
+def find(opened: OpenTarget, plan: RunPlan, highest: float | None = None) -> Found:
     return asyncio.run(explore(opened, plan, Wish(highest, 0.9, 0.1), silent))
 
 
-def plan(slo: Slo = Slo(ttft=0.5), **load: Any) -> Plan:  # noqa: B008 - frozen
-    return Plan(Workload(**{"num_prompts": 400, "input_len": 8, "output_len": 2, **load}), slo, 60, 0)
+def plan(slo: Slo = Slo(ttft=0.5), **load: Any) -> RunPlan:  # noqa: B008 - frozen
+    return RunPlan(Workload(**{"num_prompts": 400, "input_len": 8, "output_len": 2, **load}), slo, 60, 0)
 
 
-def opened(queue: Queue) -> Opened:
-    return Opened("queue", Provenance("here"), 0, queue.measure)
+def opened(queue: Queue) -> OpenTarget:
+    return OpenTarget("queue", Provenance("here"), 0, queue.measure)
 
 
 def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
@@ -153,7 +153,7 @@ def test_no_knee_is_said(slo: Slo, words: str) -> None:
 
 
 def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
-    broken = Opened("broken", Provenance("here"), 0, refuse)
+    broken = OpenTarget("broken", Provenance("here"), 0, refuse)
     with pytest.raises(LlmschedError, match=r"no request was served.*refused \(no room\)"):
         find(broken, plan())
     with pytest.raises(LlmschedError, match=r"no request was served.*refused \(no room\)"):

@@ -19,8 +19,8 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.run import run_workload, warm_up
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance

@@ -14,9 +14,10 @@ from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.client import HttpOptions, HttpTarget, Target
-from llmsched.cli.targets.inprocess import EngineTarget, running
-from llmsched.cli.targets.run import run_workload
+from llmsched.cli.targets.engine_target import EngineTarget, running
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import run_workload
+from llmsched.cli.targets.target import Target
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine

@@ -20,8 +20,8 @@ from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, served
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.answer import read_answer
-from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.run import run_workload
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import run_workload
 from llmsched.cli.targets.server_metrics import ServerMetrics
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo

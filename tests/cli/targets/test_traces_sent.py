@@ -16,8 +16,8 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
 from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.trace import Content, Trace, TraceRequest
-from llmsched.cli.targets.client import HttpOptions, HttpTarget
-from llmsched.cli.targets.run import run_workload
+from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

@@ -11,7 +11,7 @@ import pytest
 from command_line import CommandLine, Outcome
 
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.simulated import simulate_workload
+from llmsched.cli.targets.simulated_target import simulate_workload
 from llmsched.cli.tune import simulated_runner as simulate
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad, simulated_run

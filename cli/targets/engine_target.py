@@ -6,30 +6,29 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
+from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.load.load import PlannedRequest
-from llmsched.cli.load.prompts import Encode, TokenizerEncode
+from llmsched.cli.load.load import Load, PlannedRequest
+from llmsched.cli.load.prompts import Encode, TokenizerEncode, usable_ids
+from llmsched.cli.targets.load_run import run_workload, warm_up
+from llmsched.cli.targets.target import OpenTarget, RunPlan
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
 from llmsched.engine.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine, Timeline
     from llmsched.engine.service import AsyncEngine
 
-
-@asynccontextmanager
-async def running_engine(config: EngineConfig, progress: Progress) -> AsyncIterator[AsyncEngine]:
-    """Build an engine and run it. Raises ModelError and ConfigError."""
-    from llmsched.engine.build import build_engine
-
-    async with running(build_engine(config, progress)) as engine:
-        yield engine
+_IDLE_POLL_S = 0.01
 
 
 @asynccontextmanager
@@ -105,3 +104,30 @@ class EngineTarget:
 
     def memory(self) -> MemoryParts | None:
         return None if self._engine.plan is None else self._engine.plan.parts
+
+
+@asynccontextmanager
+async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -> AsyncIterator[OpenTarget]:
+    """Run a model in this process and warm it up. Raise ModelError and ConfigError."""
+    from llmsched.engine.build import build_engine
+
+    warmup = 1 if plan.warmup is None else plan.warmup
+    async with running(build_engine(config, progress)) as engine:
+        ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
+        await warm_up(target, plan.workload, warmup, ids=ids, timeout=plan.timeout)
+
+        async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
+            await until_idle(engine)
+            await engine.reset_prefix_cache()
+            return await run_workload(
+                target, workload, slo, ids=ids, timeout=plan.timeout, progress=progress, partial=plan.partial
+            )
+
+        settings = {name: value for name, value in asdict(engine.config).items() if value is not None}
+        yield OpenTarget(target.name, Provenance("in process"), warmup, measure, settings)
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    """Wait until requests that a timeout has aborted have left the engine."""
+    while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
+        await asyncio.sleep(_IDLE_POLL_S)

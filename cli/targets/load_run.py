@@ -13,8 +13,8 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import CountTokens
 from llmsched.cli.load.load import Load, run_load
-from llmsched.cli.targets.client import Target
 from llmsched.cli.targets.sampling import sampled
+from llmsched.cli.targets.target import Target
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
@@ -23,7 +23,7 @@ from llmsched.engine.progress import Progress
 _WARMUP_SEED_OFFSET = 1_000_003
 
 
-class Run(NamedTuple):
+class LoadRun(NamedTuple):
     """What came of a load: a record of each request, how many were preempted (None: the target does not tell), how late
     the client's event loop was (None: nobody looked), whether that has a process of its own, the target's state over
     time, whether the user ended it, and how KV memory was used in each step (None: a target whose steps are not seen).
@@ -79,7 +79,7 @@ async def send_workload(
     timeout: float | None,
     progress: Progress,
     partial: bool = False,
-) -> Run:
+) -> LoadRun:
     """Send a load to a target. Random prompts are of token `ids`, or of words where it is None.
 
     `partial`: being cancelled, as by Ctrl-C, ends the load, and the run is what has ended by then, if that is anything.
@@ -128,7 +128,7 @@ async def send_workload(
     # A server that was started anew counts from 0 again.
     preemptions = after - before if before is not None and after is not None and after >= before else None
     meter = None if target.meter is None else target.meter.take()
-    return Run(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
+    return LoadRun(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:

@@ -1,25 +1,33 @@
-"""What can be loaded: the protocol of a target, and any OpenAI-compatible server over HTTP."""
+"""Any OpenAI-compatible server as a target, over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import httpx
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
+from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
-from llmsched.cli.load.load import PlannedRequest
-from llmsched.cli.load.prompts import Encode
+from llmsched.cli.load.load import Load, PlannedRequest
+from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, usable_ids
 from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.chunks import shorten
 from llmsched.cli.targets.http1 import TransportPool
+from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.server_metrics import ServerMetrics
+from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.cli.timeline import read_timeline
+from llmsched.engine.errors import LlmschedError, ModelError
+from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
+from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
@@ -49,54 +57,14 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Target(Protocol):
-    """Something that can be loaded. `in_process`: it shares the client's process, and so its event loop's lag.
-
-    `encode` is how it sees the texts of a trace; None: it is sent them as they are. `sample_interval` is how often
-    (seconds) its state may be asked for without being in the way, `meter` what sees its every step; None: nothing can.
-    """
-
-    name: str
-    in_process: bool
-    encode: Encode | None
-    sample_interval: float
-    meter: KVMeter | None
-
-    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
-        """Send one request and note its times, chunks and usage. Raises RequestFailed if it is not served."""
-        ...
-
-    async def preemptions(self) -> int | None:
-        """Preemptions since the target started; None where it does not tell."""
-        ...
-
-    async def state(self) -> TargetState | None:
-        """What it does now, by the event loop's clock; None where it does not tell."""
-        ...
-
-    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
-        """What its scheduler decided about each of these requests; None for one that it does not tell about.
-
-        Times are those of the records' clock. A target forgets what is long past.
-        """
-        ...
-
-    def memory(self) -> MemoryParts | None:
-        """What its memory is divided into, as it told last; None where it does not tell."""
-        ...
-
-
-class TargetUnreachableError(Exception):
-    """No connection to the server can be made, so there is no use in sending it anything."""
-
-
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """How to talk to a server. `url` may end in /v1, or in an endpoint there, or not; `model` None asks the server for
-    its first.
+    """Settings for talking to a server.
 
-    `lookup_timeout` (seconds) is for what is asked beside the load: the models and the metrics. `timelines`: ask an
-    llmsched server, after the load, what its scheduler decided.
+    `url` may end in /v1 or in an endpoint below it. `model` None: the first model the server lists. `tokenizer` names
+    the model whose vocabulary prompts are drawn from. `text_prompts`: send words, not token ids. `lookup_timeout`
+    (seconds) is for requests beside the load, for models and metrics. `timelines`: ask an llmsched server, after the
+    load, for its scheduler's decisions.
     """
 
     url: str
@@ -105,6 +73,8 @@ class HttpOptions:
     api_key: str | None = None
     ignore_eos: bool = True
     ask_usage: bool = True
+    tokenizer: str | None = None
+    text_prompts: bool = False
     lookup_timeout: float = 10.0
     timelines: bool = False
 
@@ -273,3 +243,46 @@ def _first_model(response: httpx.Response) -> dict[str, Any]:
 def _detail(problem: Exception) -> str:
     said = shorten(str(problem)) or type(problem).__name__
     return f"{said} (SSL_CERT_FILE names certificates to trust)" if "CERTIFICATE_VERIFY_FAILED" in said else said
+
+
+@asynccontextmanager
+async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
+    """Connect to a server and warm it up. Raise TargetUnreachableError if it accepts no connection."""
+    ids, encode = _vocabulary(options.tokenizer)
+    known = None if options.endpoint == "chat" or options.text_prompts else ids
+    target = HttpTarget(options)
+    target.encode = encode
+    warmup = plan.warmup or 0
+    try:
+        await target.connect()
+        await warm_up(target, plan.workload, warmup, ids=known, timeout=plan.timeout)
+
+        async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
+            return await run_workload(
+                target,
+                workload,
+                slo,
+                ids=known,
+                timeout=plan.timeout,
+                progress=progress,
+                count_tokens=None if encode is None else encode.count,
+                partial=plan.partial,
+            )
+
+        yield OpenTarget(target.name, Provenance(options.url), warmup, measure)
+    finally:
+        await target.close()
+
+
+def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
+    """Return the ids to draw prompts from, and the encoder of texts if a tokenizer was named."""
+    if model is None:
+        return COMMON_IDS, None
+    from llmsched.engine.model.loader import load_tokenizer
+    from llmsched.engine.model.source import locate
+
+    try:
+        known = load_tokenizer(locate(model))
+    except ModelError as problem:
+        raise LlmschedError(f"--tokenizer: {problem}") from problem
+    return usable_ids(known, known.vocab_size), TokenizerEncode(known)

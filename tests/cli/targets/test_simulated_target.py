@@ -15,7 +15,7 @@ from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.sampling import MOST_SAMPLES
-from llmsched.cli.targets.simulated import make_blueprint, simulate_run, simulate_workload
+from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run, simulate_workload
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.latency import Slo
@@ -239,4 +239,4 @@ def test_texts_go_through_the_tokenizer_that_is_there(
 def test_without_a_tokenizer_a_word_is_a_token_and_that_is_said(command: CommandLine, llama: str, texts: str) -> None:
     outcome = command("bench", llama, "--simulate", "h100", "--trace", texts, *ALL, "--json")
     assert outcome.json["input_tokens"] == 4
-    assert outcome.err.count("each word of a text is taken as one token") == 1
+    assert outcome.err.count("each word of a text counts as one token") == 1

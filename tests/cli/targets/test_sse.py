@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.cli.targets.event_parser import Event, EventParser
+from llmsched.cli.targets.sse import Event, EventParser
 
 STREAM = (
     "\ufeff: welcome\n\n"

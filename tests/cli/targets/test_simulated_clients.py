@@ -10,7 +10,7 @@ import pytest
 
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
-from llmsched.cli.targets.virtual import simulate_load
+from llmsched.cli.targets.simulated_clients import simulate_load
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated_executor import LinearCost
 from llmsched.engine.simulated_engine import SimulatedEngine

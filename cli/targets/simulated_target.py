@@ -1,0 +1,208 @@
+"""Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
+
+`simulate_workload(blueprint, load, slo, max_num_batched_tokens=512)` returns the figures. One blueprint serves any
+number of loads and settings within its memory reservation.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Unpack
+
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
+from llmsched.cli.load.traces.trace import Content
+from llmsched.cli.targets.load_run import LoadRun
+from llmsched.cli.targets.sampling import MOST_SAMPLES
+from llmsched.cli.targets.simulated_clients import simulate_load
+from llmsched.cli.targets.target import OpenTarget, RunPlan
+from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
+from llmsched.engine.config import EngineConfig, Limits
+from llmsched.engine.errors import ConfigError, LlmschedError, ModelError
+from llmsched.engine.latency import Slo
+from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import open_planner
+from llmsched.engine.progress import Progress, silent
+from llmsched.engine.simulated_engine import SimulatedEngine
+from llmsched.profiles.calibrated import LOCAL
+
+#: Called with a warning for the user.
+Warn = Callable[[str], None]
+
+#: Seconds between two samples, until a run has so many that they are thinned.
+_SAMPLE_INTERVAL = 0.1
+
+
+def no_warning(text: str) -> None:
+    """Drop a warning."""
+
+
+def make_blueprint(
+    config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
+) -> Blueprint:
+    """Return the engine that `config` gives on a GPU (named as for gpu_blueprint), or on this machine for "local".
+
+    `quantization` is one of QUANTIZATIONS, for the weights. Raise ModelError and ConfigError, the latter also if this
+    machine was not calibrated for the model.
+    """
+    if quantization is not None and device == LOCAL:
+        raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")
+    planner = open_planner(config.model, progress, quantization=quantization)
+    return local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
+
+
+def simulate_workload(
+    blueprint: Blueprint,
+    workload: Load,
+    slo: Slo,
+    *,
+    timeout: float | None = None,
+    progress: Progress = silent,
+    warn: Warn = no_warning,
+    **limits: Unpack[Limits],
+) -> Measurement:
+    """Serve a load on a new engine and measure it; `limits` replace those of the blueprint.
+
+    Raise ConfigError for limits beyond the blueprint's memory reservation.
+    """
+    engine = blueprint.engine(**limits)
+    return simulate_run(engine, blueprint.plan, workload, timeout, progress, warn).measure(workload, slo)
+
+
+def simulate_run(
+    engine: SimulatedEngine,
+    plan: MemoryPlan,
+    workload: Load,
+    timeout: float | None,
+    progress: Progress = silent,
+    warn: Warn = no_warning,
+) -> LoadRun:
+    """Serve a load on a new engine with this memory plan. The model's tokenizer encodes texts if it is on this disk."""
+    planned, ended = workload.plan(COMMON_IDS, TextEncode(engine.config.model, warn)), 0
+    total = 0 if workload.stop_after else len(planned)
+    sampler, meter = _Sampler(engine), KVMeter()
+    engine.on_step = meter
+
+    def count(record: RequestRecord) -> None:
+        nonlocal ended
+        ended += 1
+        progress("requests", ended, total)
+
+    with _interrupted_at_once():
+        records = simulate_load(
+            planned,
+            engine,
+            closed=workload.closed,
+            max_concurrency=workload.max_concurrency,
+            timeout=timeout,
+            stop_after=workload.stop_after,
+            on_end=count,
+            after_step=sampler.after_step,
+        )
+    return LoadRun(records, engine.num_preemptions, None, False, sampler.samples, plan.parts, meter=meter)
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt within the block, which does not return to the event loop until it ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class TextEncode:
+    """Encoder of texts with the model's tokenizer, loaded at the first text; without one, a token per word.
+
+    `warn` is told, once per model, that the tokenizer is missing.
+    """
+
+    def __init__(self, model: str, warn: Warn = no_warning) -> None:
+        self._model = model
+        self._warn = warn
+
+    def prompt(self, content: Content) -> list[int]:
+        return _encoder(self._model, self._warn).prompt(content)
+
+    def count(self, text: str) -> int:
+        return _encoder(self._model, self._warn).count(text)
+
+
+@cache
+def _encoder(model: str, warn: Warn) -> Encode:
+    """Return the tokenizer of a model on this disk. Of a hub id only config.json is fetched, so it has none."""
+    from llmsched.engine.model.loader import load_tokenizer
+    from llmsched.engine.model.source import locate
+
+    path = Path(os.path.expanduser(model))
+    try:
+        if model == "demo" or path.is_dir() or path.suffix == ".gguf":
+            return TokenizerEncode(load_tokenizer(locate(model)))
+    except ModelError:
+        pass
+    warn(f"the tokenizer of {model} is not on this disk: each word of a text counts as one token")
+    return WordEncode(COMMON_IDS)
+
+
+class _Sampler:
+    """Samples of an engine's state by its own clock; every second one is dropped when there are MOST_SAMPLES."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.samples: list[TargetState] = []
+        self._engine = engine
+        self._interval = _SAMPLE_INTERVAL
+        self._next = self._interval
+
+    def after_step(self) -> None:
+        """Take a sample if the interval has passed."""
+        now = self._engine.now
+        if now < self._next:
+            return
+        scheduler, usage = self._engine.scheduler, self._engine.kv_use()
+        self.samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), usage))
+        if len(self.samples) > MOST_SAMPLES:
+            del self.samples[1::2]
+            self._interval *= 2
+        self._next = now + self._interval
+
+
+def refuse_warmup(plan: RunPlan) -> None:
+    """Raise LlmschedError if the user asks for warm-up requests."""
+    if plan.warmup:
+        raise LlmschedError(f"--warmup {plan.warmup}: there is nothing to warm up on a virtual clock; leave it out")
+
+
+@asynccontextmanager
+async def open_simulated(
+    config: EngineConfig,
+    device: str,
+    plan: RunPlan,
+    progress: Progress,
+    warn: Warn = no_warning,
+    quantization: str | None = None,
+) -> AsyncIterator[OpenTarget]:
+    """Plan a model on a simulated GPU (see make_blueprint). Raise ModelError and ConfigError."""
+    refuse_warmup(plan)
+    blueprint = make_blueprint(config, device, progress, quantization)
+    for note in blueprint.notes:
+        warn(note)
+
+    async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
+        return simulate_workload(blueprint, workload, slo, timeout=plan.timeout, progress=progress, warn=warn)
+
+    settings = {name: value for name, value in asdict(blueprint.config).items() if value is not None}
+    yield OpenTarget(config.model, blueprint.provenance, 0, measure, settings)

@@ -1,0 +1,99 @@
+"""Targets of a load: what each kind provides, and what preparing one yields."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.load.load import Load, PlannedRequest
+from llmsched.cli.load.prompts import Encode
+from llmsched.engine.latency import Slo
+from llmsched.engine.memory.plan import MemoryParts
+from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Timeline
+
+
+class Target(Protocol):
+    """Something that can be loaded.
+
+    `in_process`: it shares the client's process, and so its event loop's lag. `encode` turns the texts of a trace into
+    its tokens (None: it is sent the texts). `sample_interval` is the time in seconds between two calls of `state` that
+    does not disturb it. `meter` sees every step (None: the steps cannot be seen).
+    """
+
+    name: str
+    in_process: bool
+    encode: Encode | None
+    sample_interval: float
+    meter: KVMeter | None
+
+    async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        """Send one request; note its times, chunks and usage. Raise RequestFailed if it is not served."""
+        ...
+
+    async def preemptions(self) -> int | None:
+        """Return the preemptions since the target started; None if unknown."""
+        ...
+
+    async def state(self) -> TargetState | None:
+        """Return the present state, at the event loop's time; None if unknown."""
+        ...
+
+    async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
+        """Return the scheduler's decisions about each request, in the records' clock; None where unknown.
+
+        A target keeps them for its latest requests only.
+        """
+        ...
+
+    def memory(self) -> MemoryParts | None:
+        """Return the parts of its memory, as last reported; None if unknown."""
+        ...
+
+
+class TargetUnreachableError(Exception):
+    """The server accepts no connection, so sending it a load is pointless."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Load for a target of any kind, with the SLOs it is measured against.
+
+    `timeout` is in seconds. `warmup` is a number of requests (None: the usual number for the kind of target).
+    `timelines`: ask an llmsched server, after the load, for its scheduler's decisions. `partial`: if the user
+    interrupts the load, measure the requests that have ended.
+    """
+
+    workload: Load
+    slo: Slo
+    timeout: float
+    warmup: int | None
+    timelines: bool = False
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """A target that is ready and warmed up.
+
+    `measure` sends it a load; the prefix cache of a model in this process is empty then. `settings` are those of the
+    engine, as far as they are known.
+    """
+
+    name: str
+    provenance: Provenance
+    warmup: int
+    measure: Callable[[Load, Slo, Progress], Awaitable[Measurement]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def experiment(self, workload: Load, slo: Slo) -> Experiment:
+        """Return the setup of a run with this load, for a report."""
+        return Experiment(self.name, self.provenance, workload, slo, self.warmup, self.settings)
