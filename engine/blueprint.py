@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from llmsched.engine.architecture.flops import model_flops
-from llmsched.engine.config import EngineConfig, Limits
+from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.fitted import fitted_cost
@@ -34,7 +34,7 @@ class Blueprint:
     of `cost`. `notes` are warnings for the user.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     plan: MemoryPlan
     cost: StepCost
     swap_seconds: Callable[[int], float]
@@ -71,19 +71,19 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
     device = gpu_device(gpu)
-    config, plan = resolve(planner, config, device)
+    resolved, plan = resolve(planner, config, device)
     work = model_flops(
         planner.content,
         dtype_bytes=plan.dtype_bytes,
         kv_dtype_bytes=plan.kv_dtype_bytes,
         cache=planner.cache,
     )
-    cost = Roofline(work, gpu, engine, dtype=config.dtype)
+    cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
     refused = refusal(planner)
     notes = () if refused is None else (f"simulated all the same, but serve does not take this model: {refused}",)
     provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
-    return Blueprint(config, plan, cost, cost.swap_seconds, provenance, notes)
+    return Blueprint(resolved, plan, cost, cost.swap_seconds, provenance, notes)
 
 
 def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
@@ -92,10 +92,10 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     Raises ConfigError when the model was not calibrated, or does not fit.
     """
     device = device_memory(config.device)
-    config, plan = resolve(planner, config, device)
-    name = calibration_name(model_name(config.model), device.name, config.dtype, config.kv_cache_dtype)
-    remedy = f"run `llmsched calibrate {config.model} --dtype {config.dtype}"
-    remedy += "`" if config.kv_cache_dtype == config.dtype else f" --kv-cache-dtype {config.kv_cache_dtype}`"
+    resolved, plan = resolve(planner, config, device)
+    name = calibration_name(model_name(config.model), device.name, resolved.dtype, resolved.kv_cache_dtype)
+    remedy = f"run `llmsched calibrate {config.model} --dtype {resolved.dtype}"
+    remedy += "`" if resolved.kv_cache_dtype == resolved.dtype else f" --kv-cache-dtype {resolved.kv_cache_dtype}`"
     try:
         found = load_calibration(name)
         cost = None if found is None else fitted_cost(found.cost, plan.window)
@@ -104,7 +104,7 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     if found is None or cost is None:
         raise ConfigError(
             "simulate",
-            f"local: {config.model} in {config.dtype} was never measured on {device.name}; {remedy}",
+            f"local: {config.model} in {resolved.dtype} was never measured on {device.name}; {remedy}",
         )
     if found.model["digest"] != planner.digest:
         raise ConfigError(
@@ -114,7 +114,7 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     per_byte = found.swap_seconds_per_byte
     notes = _threads_differ(found.device.get("threads")) if device.kind == "cpu" else ()
     provenance = Provenance(device.name, measured=False, calibration_error=found.error, calibrated=found.created)
-    return Blueprint(config, plan, cost, lambda count: count * per_byte, provenance, notes)
+    return Blueprint(resolved, plan, cost, lambda count: count * per_byte, provenance, notes)
 
 
 def _threads_differ(calibrated: object) -> tuple[str, ...]:
@@ -126,9 +126,9 @@ def _threads_differ(calibrated: object) -> tuple[str, ...]:
     return (f"calibrated with {calibrated} threads, but torch would use {present} here (OMP_NUM_THREADS)",)
 
 
-def resolve(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> tuple[EngineConfig, MemoryPlan]:
+def resolve(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> tuple[ResolvedConfig, MemoryPlan]:
     """The settings with every value filled in, and the memory plan. Raises ConfigError if the model does not fit."""
     plan = planner.plan(config, device)
     if plan.problem is not None:
         raise plan.problem
-    return plan.settle(config, planner.dtype(config, device), planner.kv_dtype(config, device)), plan
+    return plan.resolve(config, planner.dtype(config, device), planner.kv_dtype(config, device)), plan

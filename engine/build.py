@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.architecture.shape import model_shape
-from llmsched.engine.config import EngineConfig, check_knob
+from llmsched.engine.config import EngineConfig, ResolvedConfig, check_knob
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, setting
@@ -48,11 +48,11 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     kv_dtype = planned_kv_dtype(config, dtype)
     plan = _plan(opened, config, dtype, kv_dtype)
     swap = _swap(config, plan)
-    config = plan.settle(config, dtype, kv_dtype)
-    executor, plan = _load(opened, config, plan, swap, progress)
+    resolved = plan.resolve(config, dtype, kv_dtype)
+    executor, plan = _load(opened, resolved, plan, swap, progress)
     metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     return Engine(
-        config,
+        resolved,
         opened.info,
         opened.tokenizer,
         executor,
@@ -88,7 +88,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 
 
 def _load(
-    opened: OpenModel, config: EngineConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
+    opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """The executor, warmed up, and the plan with what it has really taken."""
     import torch

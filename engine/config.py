@@ -152,7 +152,7 @@ class EngineConfig:
     min_schedule_batch: int = knob(1, "requests that an idle engine starts with at once", low=1)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
+        for f in fields(EngineConfig):
             check_knob(f.name, getattr(self, f.name), f.metadata)
         if self.headroom > self.max_headroom:
             raise ConfigError(
@@ -176,10 +176,21 @@ class EngineConfig:
                 f"needs time to collect requests; set {setting('schedule_window')}, for example to 10ms",
             )
 
-    @classmethod
-    def knob_rule(cls, name: str) -> Mapping[str, Any]:
-        """Documentation and range of the knob `name`."""
-        return next(f.metadata for f in fields(cls) if f.name == name)
+    @staticmethod
+    def knob_rule(name: str) -> Mapping[str, Any]:
+        """Return the documentation and range of the knob `name`."""
+        return next(f.metadata for f in fields(EngineConfig) if f.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """Settings of a planned engine: each knob that planning chooses has its value (see `MemoryPlan.resolve`)."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+    device: Literal["cuda", "cpu"]
+    max_model_len: int
+    max_num_batched_tokens: int
 
 
 #: What the baselines (every scheduling_policy but fair) do without, and what that is set to.
@@ -240,7 +251,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
         raise ConfigError(name, f"{value}{unit} is out of range; allowed is {span}")
 
 
-def check_limits(config: EngineConfig, limits: Limits) -> None:
+def check_limits(config: ResolvedConfig, limits: Limits) -> None:
     """Raise ConfigError unless an engine with `config`, which memory was reserved for, can change to these limits."""
     for name in ("max_num_batched_tokens", "max_num_seqs"):
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
-from llmsched.engine.config import EngineConfig, Limits, check_limits
+from llmsched.engine.config import Limits, ResolvedConfig, check_limits
 from llmsched.engine.errors import ConfigError, RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.layout import KVLayout
@@ -53,15 +53,15 @@ class Timeline:
 class Engine:
     """A model being served: takes requests, and with each `step` brings them one forward pass further.
 
-    Not thread-safe; AsyncEngine runs it in a thread of its own. `config` is resolved: max_model_len and
-    max_num_batched_tokens are set, and both together with max_num_seqs are within what `plan` reserved memory for.
+    Not thread-safe; AsyncEngine runs it in a thread of its own. The limits of `config` are within what `plan` reserved
+    memory for.
     `swap` are the slots that the executor has for preempted requests, `layout` is how its cache is laid out (default:
     all layers keep all tokens).
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         model: ModelInfo,
         tokenizer: Tokenizer,
         executor: Executor,
@@ -73,14 +73,11 @@ class Engine:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert config.max_model_len is not None
-        assert config.max_num_batched_tokens is not None
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
         self.plan = plan
         self.executor = executor
-        self.max_model_len = config.max_model_len
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
         self._clock = clock
         kv = make_kv(config, num_blocks, swap, layout)
@@ -112,7 +109,7 @@ class Engine:
                 raise RequestError(
                     name, f"{name} has the token id {wrong}; allowed is from 0 to {self.model.vocab_size - 1}"
                 )
-        check_length(self.scheduler, self.max_model_len, len(prompt_token_ids), sampling.max_tokens)
+        check_length(self.scheduler, self.config.max_model_len, len(prompt_token_ids), sampling.max_tokens)
 
     def add_request(
         self,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from llmsched.engine.config import EngineConfig, Limits
+from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError, RequestError
 from llmsched.engine.kv.pins import PinState
@@ -129,7 +129,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="llmsched-engine", daemon=True)
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> ResolvedConfig:
         return self._engine.config
 
     @property
@@ -147,10 +147,6 @@ class AsyncEngine:
     @property
     def metrics(self) -> EngineMetrics:
         return self._engine.metrics
-
-    @property
-    def max_model_len(self) -> int:
-        return self._engine.max_model_len
 
     @property
     def healthy(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack, cast
 
-from llmsched.engine.config import EngineConfig, Limits, check_limits
+from llmsched.engine.config import Limits, ResolvedConfig, check_limits
 from llmsched.engine.executor.base import Executor, StepPlan
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, StepCost, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
@@ -28,14 +28,13 @@ from llmsched.engine.scheduler.scheduler import Scheduler, Update
 class SimulatedEngine:
     """The scheduler and KV manager of an engine on a virtual clock. Outputs are as long as max_tokens says.
 
-    `config` is resolved: max_model_len and max_num_batched_tokens are set. `cost` says how long a step takes,
-    `per_swapped_block` how many seconds a block takes to or from host memory. `layout` is that of the KV cache
-    (default: all layers keep all tokens).
+    `cost` says how long a step takes, `per_swapped_block` how many seconds a block takes to or from host memory.
+    `layout` is that of the KV cache (default: all layers keep all tokens).
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         num_blocks: int,
         cost: StepCost,
         *,
@@ -43,11 +42,9 @@ class SimulatedEngine:
         layout: KVLayout | None = None,
         per_swapped_block: float = 0.0,
     ) -> None:
-        assert config.max_model_len is not None
         self.config = config
         self.clock = VirtualClock()
         self.scheduler = make_scheduler(make_kv(config, num_blocks, swap, layout), config, self.clock)
-        self._max_model_len = config.max_model_len
         self.executor: Executor = SimulatedExecutor(cost, self.clock, per_swapped_block=per_swapped_block)
         #: Sees how KV memory is used in each step, as `Engine.on_step`.
         self.on_step: Callable[[KVUsage], None] | None = None
@@ -73,7 +70,7 @@ class SimulatedEngine:
 
         Raises RequestError for what can never be served, QueueFullError when too many wait.
         """
-        check_length(self.scheduler, self._max_model_len, len(prompt), max_tokens)
+        check_length(self.scheduler, self.config.max_model_len, len(prompt), max_tokens)
         check_queue(len(self.scheduler.waiting), 1, self.config.max_queue_size, lambda: 0.0)
         request = Request(
             request_id=request_id,

@@ -117,7 +117,7 @@ class _Desk:
             "object": "model",
             "created": self._created,
             "owned_by": "llmsched",
-            "max_model_len": self._engine.max_model_len,
+            "max_model_len": self._engine.config.max_model_len,
         }
 
     def check_model(self, name: str | None) -> None:

@@ -37,7 +37,7 @@ def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
     if engine.plan is not None:
         rows += _memory_rows(engine.plan)
     rows += [
-        ("context", f"{engine.max_model_len} tokens, prompt and output (max_model_len)"),
+        ("context", f"{config.max_model_len} tokens, prompt and output (max_model_len)"),
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
         ("running", _running(engine)),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),

@@ -30,7 +30,7 @@ class Preparer:
 
     def __init__(self, engine: AsyncEngine | Engine) -> None:
         self._tokenizer = engine.tokenizer
-        self._max_model_len = engine.max_model_len
+        self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
         ids = range(self._tokenizer.vocab_size)
         self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)

@@ -22,7 +22,7 @@ from llmsched.cli.tune.runner import EngineRunner
 from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad
 from llmsched.cli.tune.subject import Subject, simulated_subject, subject_of
 from llmsched.cli.tune.trials import Goal, TrialHistory
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
@@ -133,14 +133,14 @@ def _schedule_seconds(load: Load) -> float:
 
 async def _run(
     subject: Subject,
-    config: EngineConfig,
+    config: ResolvedConfig,
     refused: Refused,
     runner: TrialRunner,
     task: Task,
     options: EngineOptions,
     progress: Progress,
 ) -> Outcome:
-    """Search with a runner whose engine has this (resolved) configuration, after larger ones were refused."""
+    """Search with a runner whose engine has this configuration, after larger ones were refused."""
     now = asyncio.get_running_loop().time
     start = now()
     space, notes = _space(config, task, subject, refused)
@@ -211,9 +211,8 @@ def _config(model: str, kind: str, task: Task, options: EngineOptions) -> Engine
     return options.config(model, {"max_num_batched_tokens": largest, "max_queue_size": max(2048, load.num_requests)})
 
 
-def _space(config: EngineConfig, task: Task, subject: Subject, refused: Refused) -> tuple[SearchSpace, list[str]]:
+def _space(config: ResolvedConfig, task: Task, subject: Subject, refused: Refused) -> tuple[SearchSpace, list[str]]:
     """Where to search, from the last profile of this model and device where there is one, and which that is."""
-    assert config.max_num_batched_tokens is not None
     start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
     budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
     if task.warm_start and (found := latest_profile(subject.model, subject.device)) is not None:

@@ -109,10 +109,9 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
 
 
 def _room(engine: Engine) -> Room:
-    tokens, plan = engine.config.max_num_batched_tokens, engine.plan
-    assert tokens is not None
+    config, plan = engine.config, engine.plan
     assert plan is not None
-    return Room(tokens, engine.config.max_num_seqs, engine.max_model_len, plan.num_tokens)
+    return Room(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, plan.num_tokens)
 
 
 def _measure(executor: Executor, plans: Sequence[StepPlan], repeats: int, progress: Progress) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pins import Pins, most_pinned_blocks
 from llmsched.engine.kv.pool import BlockPool, KVUsage
@@ -264,10 +264,9 @@ class KVManager:
 
 
 def make_kv(
-    config: EngineConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
+    config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
 ) -> KVManager:
-    """Return the KV memory of an engine with a resolved `config` (max_model_len is set)."""
-    assert config.max_model_len is not None
+    """Return the KV memory of an engine with these settings."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap, layout)

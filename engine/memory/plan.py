@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.geometry import Confidence
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.layout import KVLayout
-
-if TYPE_CHECKING:
-    from llmsched.engine.config import Device, DType, KVDType
 
 
 class MemoryParts(NamedTuple):
@@ -113,16 +110,12 @@ class MemoryPlan:
         """Blocks that admission leaves free for running sequences to grow into."""
         return int(self.headroom * self.num_blocks)
 
-    def settle(self, config: EngineConfig, dtype: str, kv_dtype: str) -> EngineConfig:
-        """The settings with every value filled in, as planned and with these types of weights and of KV."""
-        return replace(
-            config,
-            device=cast("Device", self.device.kind),
-            dtype=cast("DType", dtype),
-            kv_cache_dtype=cast("KVDType", kv_dtype),
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-        )
+    def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
+        """Return `config` with what this plan chose filled in, and with these types of weights and KV."""
+        knobs: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
+        knobs |= {"device": self.device.kind, "dtype": dtype, "kv_cache_dtype": kv_dtype}
+        knobs |= {"max_model_len": self.max_model_len, "max_num_batched_tokens": self.max_num_batched_tokens}
+        return ResolvedConfig(**knobs)
 
     def blocks_for(self, length: int) -> int:
         """Blocks of a sequence that ends with `length` tokens, prompt and output."""

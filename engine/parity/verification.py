@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmsched.engine.architecture.geometry import kv_geometry
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -151,8 +151,13 @@ def _run(loaded: LoadedModel, check: ParityCase, result: CaseResult) -> list[Ans
 def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecutor]:
     longest = max(len(prompt.token_ids) for wave in check.waves for prompt in wave)
     swap = SwapSpace(check.num_blocks if check.preempted == "swap" else 0)
-    config = EngineConfig(
+    dtype: Any = str(loaded.dtype).removeprefix("torch.")
+    device: Any = loaded.device
+    config = ResolvedConfig(
         model=loaded.info.name,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
         max_model_len=longest + check.num_tokens,
         max_num_batched_tokens=check.token_budget,
         block_size=loaded.block_size,

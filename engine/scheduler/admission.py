@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.misses import Miss, MissKind
 from llmsched.engine.kv.prefix_tree import PrefixHit, blocks_of
@@ -34,7 +34,7 @@ class Admission:
     def __init__(
         self,
         kv: KVManager,
-        config: EngineConfig,
+        config: ResolvedConfig,
         clock: Callable[[], float],
         *,
         waiting: WaitingQueue,
@@ -43,7 +43,6 @@ class Admission:
         counters: SchedulerCounters,
         predictor: OutputPredictor,
     ) -> None:
-        assert config.max_num_batched_tokens is not None
         self.control = HeadroomControl(config, min(config.max_num_seqs, config.max_num_batched_tokens))
         self.backfill = Backfill(waiting, ledger, predictor, config)
         self._forecast = PeakForecast(kv, predictor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
 from llmsched.engine.scheduler.prediction import OutputPredictor
@@ -28,12 +28,14 @@ class Backfill:
     admitted. A request behind the reserved one must also be predicted to end before the reservation's start.
     """
 
-    def __init__(self, waiting: WaitingQueue, ledger: Ledger, predictor: OutputPredictor, config: EngineConfig) -> None:
+    def __init__(
+        self, waiting: WaitingQueue, ledger: Ledger, predictor: OutputPredictor, config: ResolvedConfig
+    ) -> None:
         self._waiting = waiting
         self._ledger = ledger
         self._predictor = predictor
         self._max_passes = config.max_passes
-        self._prefill_per_step = config.max_num_batched_tokens or 1
+        self._prefill_per_step = config.max_num_batched_tokens
         self._reservation: Reservation | None = None
 
     def new_step(self) -> None:

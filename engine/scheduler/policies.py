@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from llmsched.engine.config import BASELINE, EngineConfig
+from llmsched.engine.config import BASELINE, ResolvedConfig
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
@@ -13,7 +13,7 @@ from llmsched.engine.scheduler.step import StepBuilder
 from llmsched.engine.scheduler.waiting import WaitReason
 
 
-def make_scheduler(kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> Scheduler:
+def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
     """Return the scheduler that `config.scheduling_policy` names.
 
     The baselines are the same scheduler without headroom, prediction, fast lane, classes, cache bonus and backfill.
@@ -51,7 +51,6 @@ class StaticScheduler(Scheduler):
             step.give(request, step.left)
 
     def _form_batch(self) -> list[Request]:
-        assert self.config.max_model_len is not None
         reserved = self.kv.layout.num_blocks(self.config.max_model_len)
         size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
         for request in list(self.waiting)[:size]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Unpack
 
-from llmsched.engine.config import EngineConfig, Limits
+from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
@@ -47,7 +47,7 @@ class Scheduler:
     tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
     """
 
-    def __init__(self, kv: KVManager, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> None:
         self.kv = kv
         self.config = config
         self.counters = SchedulerCounters()

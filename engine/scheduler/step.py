@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import StepTimeModel, shape_of
 from llmsched.engine.kv.manager import KVManager
@@ -27,9 +27,9 @@ class Pacer:
     trusted. `step_budget` is the budget of the latest step.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()
-        self.step_budget = self._most = config.max_num_batched_tokens or 0
+        self.step_budget = self._most = config.max_num_batched_tokens
         self._target = config.target_itl
         self._misses = 0
 

@@ -17,8 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
+from configs import resolved
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
@@ -45,7 +45,7 @@ class Run:
         settings["swap_space"] = swap_slots * BLOCK_BYTES
         clock = VirtualClock()
         kv = KVManager(num_blocks, BLOCK, swap=SwapSpace(swap_slots, BLOCK_BYTES))
-        self.scheduler = make_scheduler(kv, EngineConfig(**settings), clock)
+        self.scheduler = make_scheduler(kv, resolved(**settings), clock)
         executor = SimulatedExecutor(
             COST, clock, lambda sequence: lengths.get(sequence.request_id), BLOCK_BYTES / COPY_RATE
         )

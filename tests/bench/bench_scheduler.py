@@ -19,9 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from bench_prefix import BLOCK, NUM_BLOCKS, make, median, write
+from configs import resolved
 from fakes import make_request
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request
@@ -38,7 +38,7 @@ def loaded_scheduler(
     """`running` requests that decode, all slots taken, and `waiting` more; lengths of prompts differ by up to `spread`
     tokens. The pool has `blocks_each` for each that runs.
     """
-    config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)  # type: ignore[arg-type]
+    config = resolved(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)  # type: ignore[arg-type]
     kv = KVManager(running * blocks_each, 16)
     scheduler = make_scheduler(kv, config, time.monotonic)
     for length in range(100, 400, 3):

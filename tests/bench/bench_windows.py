@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
+from configs import resolved
 from fakes import make_request
 
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import KVManager
@@ -61,7 +61,7 @@ def requests(count: int = 60) -> list[Request]:
 
 def serve(layout: KVLayout, num_blocks: int) -> Outcome:
     clock = VirtualClock()
-    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=16_384)
+    config = resolved(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=16_384)
     scheduler = make_scheduler(KVManager(num_blocks, BLOCK, layout=layout), config, clock)
     seen: list[int] = []
     work = requests()

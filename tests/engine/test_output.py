@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from configs import resolved
 from engines import EOS, assert_idle, generate, make_engine, prompt, sampling, tokenizer
 from exposition import samples
 from scripted import Script, ScriptedExecutor
 from tiny_models import VOCAB_SIZE
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.model.loader import ModelInfo
@@ -22,7 +22,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 def scripted(clock: Callable[[], float] | None = None) -> Engine:
     """An engine whose model writes the alphabet, a letter per token."""
     letters = [tokenizer().encode(letter, add_special_tokens=False)[0] for letter in ALPHABET]
-    config = EngineConfig(max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4)
+    config = resolved(max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4)
     info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({EOS}))
     executor = ScriptedExecutor(Script(letters))
     return Engine(config, info, tokenizer(), executor, 64, clock=clock or VirtualClock())

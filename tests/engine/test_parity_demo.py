@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from configs import resolved
 from engines import Choice, Collector, assert_idle, sampling
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
@@ -84,7 +84,7 @@ def generate(model: Any, prompt: list[int]) -> list[int]:
 def serve(demo: Demo, *, num_blocks: int, **config: Any) -> tuple[list[Choice], Engine]:
     """All prompts at once."""
     executor = TorchExecutor(demo.model, num_blocks=num_blocks, block_size=16, device="cpu", kv_dtype=torch.float32)
-    engine = Engine(EngineConfig(max_model_len=1024, **config), demo.info, demo.tokenizer, executor, num_blocks)
+    engine = Engine(resolved(max_model_len=1024, **config), demo.info, demo.tokenizer, executor, num_blocks)
     collector = Collector(engine)
     for index, prompt in enumerate(demo.prompts):
         engine.add_request(str(index), prompt, sampling(max_tokens=NUM_TOKENS))

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
+from configs import resolved
 from engines import tokenizer
 from exposition import samples
 from scripted import Script, ScriptedExecutor
 from tiny_models import VOCAB_SIZE
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from llmsched.engine.executor.base import StepPlan, StepResult
@@ -62,7 +62,7 @@ class Service:
         settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 2} | config
         self.executor = Stepwise()
         info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({2}))
-        self.engine = Engine(EngineConfig(**settings), info, tokenizer(), self.executor, 64, clock=clock)
+        self.engine = Engine(resolved(**settings), info, tokenizer(), self.executor, 64, clock=clock)
         self.service = AsyncEngine(self.engine)
 
     def submit(self, name: str, length: int = 4, max_tokens: int = 4, **sampling: Any) -> RequestStream:

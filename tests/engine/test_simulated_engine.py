@@ -105,7 +105,7 @@ def test_every_token_comes_when_the_engine_would_have_it(
         blocks,
         COST,
         swap=SwapSpace(slots, 1),
-        layout=layout_of(arch, longest=engine.max_model_len),
+        layout=layout_of(arch, longest=engine.config.max_model_len),
         per_swapped_block=PER_SWAPPED_BLOCK,
     )
     sent = load(2)

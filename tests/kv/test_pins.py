@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from configs import resolved
 from fakes import make_request, tokens
 from kv_driver import KVDriver
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import RequestError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
@@ -152,5 +152,5 @@ def test_cap_is_a_share_that_leaves_room_for_the_longest_request() -> None:
 
 def test_beside_pins_the_longest_request_finds_room_in_every_group_of_layers() -> None:
     layout = KVLayout(16, 1, 2, 40)
-    kv = make_kv(EngineConfig(max_model_len=160, max_pinned_share=0.9), 30, layout=layout)
+    kv = make_kv(resolved(max_model_len=160, max_pinned_share=0.9), 30, layout=layout)
     assert kv.max_request_blocks == layout.num_blocks(160) == 10 + 2 * 4

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from configs import resolved
 from fakes import Harness, assert_right, make_request, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
@@ -228,20 +228,20 @@ def test_step_time_model_finds_the_coefficients() -> None:
 
 def test_pacer_sizes_steps_only_with_a_target_a_model_and_decodes() -> None:
     request = make_request("r", [1] * 100)
-    pacer = Pacer(EngineConfig(max_num_batched_tokens=2048, target_itl=0.010))
+    pacer = Pacer(resolved(target_itl=0.010))
     assert pacer.next_budget([request], 1) == 2048, "not trusted yet"
     for i in range(MIN_STEPS * 2):
         pacer.model.learn(StepShape(i * 13 % 300, 1, 100), 0.004 + 20e-6 * (i * 13 % 300))
     assert pacer.next_budget([request], 1) == pytest.approx(300, abs=10)
     assert pacer.next_budget([request], 0) == 2048, "nobody waits for a next token"
-    assert Pacer(EngineConfig(max_num_batched_tokens=2048)).next_budget([request], 1) == 2048
-    tight = Pacer(EngineConfig(max_num_batched_tokens=2048, target_itl=0.001))
+    assert Pacer(resolved()).next_budget([request], 1) == 2048
+    tight = Pacer(resolved(target_itl=0.001))
     tight.model = pacer.model
     assert tight.next_budget([request], 1) == tight.step_budget == 1 + LEAST_PREFILL
 
 
 def test_a_target_that_decodes_alone_miss_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    request, pacer = make_request("r", [1] * 100), Pacer(EngineConfig(max_num_batched_tokens=2048, target_itl=0.006))
+    request, pacer = make_request("r", [1] * 100), Pacer(resolved(target_itl=0.006))
     for i in range(MIN_STEPS * 2):
         pacer.model.learn(StepShape(i * 13 % 300, 1 + i % 8, 100), 0.004 + 20e-6 * (i * 13 % 300) + 1e-3 * (1 + i % 8))
     for _ in range(4 * WARN_AFTER):

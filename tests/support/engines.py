@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from configs import resolved
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
 from llmsched.engine.architecture.geometry import kv_geometry
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
@@ -64,9 +64,7 @@ def make_engine(
     swap = SwapSpace(swap_slots, executor.kv_cache_bytes // num_blocks)
     settings["swap_space"] = swap_slots * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    return Engine(
-        EngineConfig(**settings), info, tokenizer(), executor, num_blocks, swap=swap, layout=layout, clock=clock
-    )
+    return Engine(resolved(**settings), info, tokenizer(), executor, num_blocks, swap=swap, layout=layout, clock=clock)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

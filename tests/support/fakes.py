@@ -7,8 +7,8 @@ from collections.abc import Sequence as ListLike
 from typing import Any
 
 import numpy as np
+from configs import resolved
 
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
@@ -127,7 +127,7 @@ class Harness:
         **knobs: Any,
     ) -> None:
         self.time = 0.0
-        config = EngineConfig(
+        config = resolved(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, swap_space=swap_slots * BLOCK_BYTES, **knobs
         )
         kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_slots, BLOCK_BYTES), layout)

@@ -8,11 +8,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from configs import resolved
 from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 
 from llmsched.cli.serve import lifecycle
 from llmsched.cli.serve.app import build_app
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.model.loader import ModelInfo
@@ -160,7 +160,7 @@ class ScriptedServer(LiveServer):
         self.executor = ScriptedExecutor(self.script)
         settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8} | config
         info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
-        engine = Engine(EngineConfig(**settings), info, tokenizer, self.executor, num_blocks)
+        engine = Engine(resolved(**settings), info, tokenizer, self.executor, num_blocks)
         super().__init__(engine, api_key=api_key, grace_s=grace_s)
 
     def force(self, prompt: str | list[int], output: str | list[int]) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from configs import resolved
 
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.targets.simulated_clients import simulate_load
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.simulated_executor import LinearCost
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 #: A step takes a second, and each prefill token a tenth.
 COST = LinearCost(1.0, 0.1, 0.0, 0.0)
-CONFIG = EngineConfig(max_model_len=128, max_num_batched_tokens=64, max_num_seqs=8, headroom=0.0)
+CONFIG = resolved(max_model_len=128, max_num_batched_tokens=64, max_num_seqs=8, headroom=0.0)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def request(index: int, offset: float = 0.0, length: int = 10, output_len: int =
 
 
 def run(planned: list[PlannedRequest], *, blocks: int = 64, knobs: Any = None, **load: Any) -> list[RequestRecord]:
-    config = EngineConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | (knobs or {}))
+    config = replace(CONFIG, **(knobs or {}))
     engine = SimulatedEngine(config, blocks, COST)
     settings: dict[str, Any] = {"closed": False, "max_concurrency": None, "timeout": None} | load
     records = simulate_load(planned, engine, **settings)
@@ -187,7 +187,7 @@ def test_a_deadline_ends_the_wait_for_company() -> None:
 def test_preempted_requests_end_with_all_their_tokens() -> None:
     knobs = {"output_prediction": "none", "preemption_mode": "recompute"}
     planned = [request(i, length=30, output_len=40) for i in range(4)]
-    config = EngineConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | knobs)
+    config = replace(CONFIG, **knobs)
     engine = SimulatedEngine(config, 10, COST)
     records = simulate_load(planned, engine, closed=False, max_concurrency=None, timeout=None)
     assert engine.num_preemptions > 0

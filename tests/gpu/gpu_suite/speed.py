@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from batches import Shape, make_batch
+from configs import resolved
 from tiny_models import build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu_suite.rows import Row, failure
-from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.loader import ModelInfo
@@ -242,7 +242,7 @@ def make_model(size: Size, device: str) -> Any:
 def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
     longest = max(size.context, size.prefill) + size.output_tokens(batch)
     num_blocks = math.ceil(1.2 * batch * (longest / BLOCK + 1))  # admission leaves a tenth free
-    config = EngineConfig(
+    config = resolved(
         max_model_len=longest,
         max_num_batched_tokens=size.prefill,
         max_num_seqs=batch,
