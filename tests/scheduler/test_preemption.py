@@ -237,7 +237,7 @@ def test_simulated_copies_take_their_time() -> None:
 def test_settings_that_say_nothing_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="swap needs host memory; set swap_space"):
         EngineConfig(preemption_mode="swap")
-    with pytest.raises(ConfigError, match="of no use with preemption_mode recompute"):
+    with pytest.raises(ConfigError, match="has no effect with preemption_mode recompute"):
         EngineConfig(preemption_mode="recompute", swap_space=1 << 30)
     with pytest.raises(ConfigError, match="'pause' is not one of recompute, swap, auto"):
         EngineConfig(preemption_mode="pause")  # type: ignore[arg-type]

@@ -90,7 +90,6 @@ def save_model(path: Path, size: dict[str, int], device: str) -> None:
 def serve_full_steps(engine: Engine) -> None:
     """Steps full of prefill, then as many decodes as may run, all sampling with filters."""
     config = engine.config
-    assert config.max_num_batched_tokens is not None
     length = max(8, config.max_num_batched_tokens // config.max_num_seqs)
     for index in range(config.max_num_seqs):
         params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True, seed=index)
