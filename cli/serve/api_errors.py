@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and which HTTP status each kind of error becomes."""
+"""Errors in OpenAI's shape, and the HTTP status of each kind of error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullErro
 
 
 class ApiError(LlmschedError):
-    """An answer other than 200."""
+    """Error with the HTTP status and the fields of its answer."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ApiError(LlmschedError):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The error object, as it is sent in an answer or as the last event of a stream."""
+        """Return the error object that an answer, or the last event of a stream, carries."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -48,7 +48,7 @@ _TYPES = {
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to an error; one that was not foreseen is a 500 that tells nothing of the inside."""
+    """Return the ApiError for an exception. An unexpected one becomes a 500 that shows no internals."""
     match error:
         case ApiError():
             return error
@@ -64,5 +64,5 @@ def api_error(error: Exception) -> ApiError:
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`content` as strict JSON."""
+    """Return `content` as strict JSON (no NaN or infinity)."""
     return Response(to_json(content), status, headers, "application/json")

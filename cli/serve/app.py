@@ -1,11 +1,13 @@
-"""The routes."""
+"""HTTP application: its routes, API keys and error answers."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -15,18 +17,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
-from llmsched.cli.serve.auth import require_key
-from llmsched.cli.serve.body import read_body, until_disconnect
-from llmsched.cli.serve.cache import cache_routes
-from llmsched.cli.serve.choices import ChatStyle, CompletionStyle, Style
-from llmsched.cli.serve.classes import CLASS_HEADER, priority_of
-from llmsched.cli.serve.event_stream import EventStream
-from llmsched.cli.serve.generation import Generation
+from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
+from llmsched.cli.serve.generation import Generation, engine_ids
+from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
+from llmsched.cli.serve.prefix_cache import prefix_cache_routes
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
-from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
-from llmsched.cli.serve.timelines import timelines_of
-from llmsched.cli.serve.tokens import TokenWriter
+from llmsched.cli.serve.protocol import (
+    CLASS_HEADER,
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse,
+    priority_of,
+)
 from llmsched.cli.timeline import timeline_body
+from llmsched.engine.core import Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
 
@@ -36,20 +42,43 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """The ASGI application that serves `engine` under `model_name`; with `api_key`, to those who send it."""
+    """Return the ASGI application that serves `engine` under `model_name`, with `api_key` to its holders only."""
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine))
-    desk = _Desk(engine, model_name)
-    for router in (_model_routes(engine, desk), cache_routes(engine, desk.preparer, desk.check_model)):
-        app.include_router(router, dependencies=[Depends(require_key(api_key))])
+    served = _ServedModel(engine, model_name)
+    for router in (_model_routes(engine, served), prefix_cache_routes(engine, served.preparer, served.check_model)):
+        app.include_router(router, dependencies=[Depends(_require_key(api_key))])
     app.add_exception_handler(LlmschedError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
     return app
 
 
+def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """Return a dependency that raises ApiError 401 unless a request has `Authorization: Bearer <api_key>`.
+
+    With None it accepts every request.
+    """
+
+    async def check(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Compare in constant time, so that timing tells nothing of the key. Headers are bytes decoded as Latin-1.
+        key = given.strip(" \t").encode("latin-1")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key, api_key.encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    return check
+
+
 def _open_routes(engine: AsyncEngine) -> APIRouter:
-    """What probes and dashboards ask, without a key."""
+    """Return the routes that need no key: health checks and metrics."""
     router = APIRouter()
 
     @router.api_route("/health", methods=["GET", "HEAD"])
@@ -66,29 +95,29 @@ def _open_routes(engine: AsyncEngine) -> APIRouter:
     return router
 
 
-def _model_routes(engine: AsyncEngine, desk: _Desk) -> APIRouter:
+def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
     router = APIRouter()
 
     @router.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
-        return json_response({"object": "list", "data": [desk.card()]})
+        return json_response({"object": "list", "data": [served.card()]})
 
     @router.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
     async def model(name: str) -> Response:
-        desk.check_model(name)
-        return json_response(desk.card())
+        served.check_model(name)
+        return json_response(served.card())
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await desk.answer(request, CompletionRequest, desk.preparer.completion, CompletionStyle)
+        return await served.answer(request, CompletionRequest, served.preparer.completion, CompletionFormat)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await desk.answer(request, ChatRequest, desk.preparer.chat, ChatStyle)
+        return await served.answer(request, ChatRequest, served.preparer.chat, ChatFormat)
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        timelines = await timelines_of(engine, request_id)
+        timelines = await _timelines(engine, request_id)
         if not timelines:
             raise ApiError(
                 404,
@@ -101,8 +130,24 @@ def _model_routes(engine: AsyncEngine, desk: _Desk) -> APIRouter:
     return router
 
 
-class _Desk:
-    """Takes requests for the one model that is served."""
+async def _timelines(engine: AsyncEngine, request_id: str) -> list[Timeline]:
+    """Return the scheduler's decisions about each choice of a request, numbered as in its answer.
+
+    The list is empty if the request is unknown or no longer kept.
+    """
+    one, *several = await engine.explain([request_id, *engine_ids(request_id, MAX_CHOICES)])
+    if one:
+        return one
+    n = 1 + max((timeline.index for prompt in several for timeline in prompt), default=0)
+    return [
+        replace(timeline, index=number * n + timeline.index)
+        for number, prompt in enumerate(several)
+        for timeline in prompt
+    ]
+
+
+class _ServedModel:
+    """The one model that is served: describes it and answers generation requests."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.preparer = Preparer(engine)
@@ -121,7 +166,7 @@ class _Desk:
         }
 
     def check_model(self, name: str | None) -> None:
-        """None, a field left out, means the one model there is."""
+        """Raise ApiError 404 unless `name` is the served model or None (the field was left out)."""
         if name is not None and name != self._model_name:
             raise ApiError(
                 404,
@@ -135,40 +180,30 @@ class _Desk:
         http: Request,
         schema: type[R],
         prepare: Callable[[R], list[PreparedPrompt]],
-        make_style: Callable[[R, list[PreparedPrompt], TokenWriter], Style],
+        make_format: Callable[[R, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
-        """Read, check, tokenise, submit, answer. Whatever is wrong is told before a stream begins."""
+        """Read, check, tokenise and submit a request; return its answer. Errors are reported before a stream begins."""
+        if self._engine.draining:
+            raise EngineDeadError("the server is shutting down and takes no new requests")
         try:
-            return await self._answer(http, schema, prepare, make_style)
+            request = parse(schema, await read_body(http))
+            self.check_model(request.model)
+            priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
+
+            async def work() -> Response:
+                prompts = await asyncio.to_thread(prepare, request)
+                choice_format = make_format(request, prompts, self._writer)
+                generation = Generation(self._engine, choice_format, self._model_name, priority)
+                if request.stream:
+                    return EventStream(generation.events(), generation.abort)
+                return json_response(await generation.whole())
+
+            return await until_disconnect(http.receive, work())
         except (LlmschedError, ClientDisconnect):
             raise
         except Exception as error:
             logger.exception("%s failed", http.url.path)
             return api_error(error).response()
-
-    async def _answer(
-        self,
-        http: Request,
-        schema: type[R],
-        prepare: Callable[[R], list[PreparedPrompt]],
-        make_style: Callable[[R, list[PreparedPrompt], TokenWriter], Style],
-    ) -> Response:
-        if self._engine.draining:
-            raise EngineDeadError("the server is shutting down and takes no new requests")
-        request = parse(schema, await read_body(http))
-        self.check_model(request.model)
-        priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
-
-        async def work() -> Response:
-            prompts = await asyncio.to_thread(prepare, request)
-            generation = Generation(
-                self._engine, make_style(request, prompts, self._writer), self._model_name, priority
-            )
-            if request.stream:
-                return EventStream(generation.events(), generation.abort)
-            return json_response(await generation.whole())
-
-        return await until_disconnect(http.receive, work())
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
@@ -176,12 +211,12 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Unknown routes and wrong methods."""
+    """Answer unknown routes and wrong methods in OpenAI's error shape."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def _answer_nobody(_: Request, __: Exception) -> Response:
-    """The client has gone: nobody reads this (499 is what proxies log for it)."""
+async def _answer_disconnect(_: Request, __: Exception) -> Response:
+    """Return status 499, which proxies log for it. The client has disconnected and will not read it."""
     return Response(status_code=499)

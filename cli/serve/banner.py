@@ -1,4 +1,4 @@
-"""What `serve` tells at its start: what was loaded, where memory goes, which defaults hold, where to send requests."""
+"""Start-up banner of `serve`: the model, its memory, limits and defaults, and the URL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ANY = {"0.0.0.0", "::"}
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address to send requests to; a socket on all interfaces is reachable on the loopback."""
+    """Return the URL to send requests to; for a socket on all interfaces, the loopback address."""
     host, port = listener.getsockname()[:2]
     if host in _ANY:
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
@@ -21,16 +21,16 @@ def url_of(listener: socket.socket) -> str:
 
 
 def show_start(engine: AsyncEngine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
-    """Print it all to stdout."""
+    """Print the banner to stdout."""
     render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
     url = url_of(listener)
     if listener.getsockname()[0] in _ANY and not has_key:
-        render.warn("listening on all interfaces without --api-key: whoever reaches this port can use the model")
+        render.warn("listening on all interfaces without --api-key: anyone who can reach this port can use the model")
     render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
 
 
 def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
-    """Labels and values, in the order in which they are shown."""
+    """Return labels and values, in the order in which they are shown."""
     config, model = engine.config, engine.model
     served = "" if model_name == model.name else f", served as {model_name}"
     rows = [("model", f"{model.name} ({model.architecture}){served}, {config.dtype} on {config.device}")]
@@ -48,7 +48,7 @@ def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
 
 
 def _running(engine: AsyncEngine) -> str:
-    """How many may run, and what sets that limit: each takes a token of a step at least."""
+    """Return how many requests may run, and which knob sets that limit."""
     config, most = engine.config, engine.stats().max_running
     limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
     if config.scheduling_policy == "serial":
@@ -64,7 +64,7 @@ def _preemption(engine: AsyncEngine) -> str:
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """Where the memory goes: as planned, and as it turned out once that was measured."""
+    """Return where the memory goes: as planned and, once it was measured, as it turned out."""
     return [
         ("memory", f"{plan.device.name}: {human_bytes(plan.budget_bytes)} for weights, activations and KV"),
         *_planned_parts(plan),
@@ -84,7 +84,7 @@ def _planned_parts(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def told(part: Reconciled) -> str:
-    """A part of the memory: predicted against actual."""
+    """Return the predicted and actual size of a part of the memory."""
     predicted = f"{human_bytes(part.predicted)} predicted"
     if part.actual is None:
         return f"{predicted}, not counted on a CPU"
@@ -93,7 +93,7 @@ def told(part: Reconciled) -> str:
 
 
 def _sampling(engine: AsyncEngine) -> str:
-    """The defaults for what a request leaves out."""
+    """Return the sampling parameters that apply where a request leaves them out."""
     defaults = engine.model.sampling_defaults
     if not defaults:
         return "the API's defaults: temperature 1, top_p 1"

@@ -1,6 +1,6 @@
-"""What the engine's outputs look like as choices of the two APIs.
+"""Choices: how the engine's outputs are written in the answers of the two APIs.
 
-A whole answer is made by joining the very gains that a stream would have sent, so the two cannot differ.
+A whole answer joins the same deltas that a stream would have sent, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -8,19 +8,74 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from llmsched.cli.serve.prepare import PreparedPrompt
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from llmsched.cli.serve.tokens import TokenWriter, finite
 from llmsched.engine.request import RequestOutput, TokenLogprob
+from llmsched.engine.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from llmsched.engine.text.tokenizer import Tokenizer
+
+#: JSON has no minus infinity; OpenAI writes this number for it.
+_LEAST_LOGPROB = -9999.0
 
 Logprobs = dict[str, list[Any]]
 
 
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+class TokenWriter:
+    """Writes single tokens: texts and bytes for log-probabilities, pieces of an echoed prompt."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.text = lru_cache(maxsize=65536)(self._text)
+
+    def _text(self, token_id: int) -> str:
+        """Return the token's text. A part of a character is written as OpenAI does, `bytes:\\xe2\\x82`."""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def raw(self, token_id: int) -> list[int]:
+        """Return the token's bytes."""
+        return list(self._tokenizer.token_bytes(token_id))
+
+    def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
+        """Return the bytes that a generated token adds to the text; those of all tokens decode to the whole text.
+
+        Byte-level tokens are exactly their bytes. Others depend on their context (a leading space is stripped, a run of
+        byte-fallback tokens is one character), which `piece`, the text that the token added, accounts for.
+        """
+        if skip_special_tokens and self._tokenizer.is_special(token_id):
+            return []
+        return self.raw(token_id) if self._tokenizer.byte_level else list(piece.encode())
+
+    def prompt_pieces(self, prompt: PreparedPrompt) -> list[str]:
+        """Return the text that each prompt token adds, special tokens included.
+
+        A BOS token that the tokenizer put before a text adds none.
+        """
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
+        first, text = prompt.token_ids[0], prompt.text
+        is_bos = first == self._tokenizer.bos_token_id
+        added = text is not None and is_bos and not text.startswith(self._text(first))
+        pieces = [""] if added else [detokenizer.push(first)]
+        pieces += [detokenizer.push(token_id) for token_id in prompt.token_ids[1:]]
+        pieces[-1] += detokenizer.flush()
+        return pieces
+
+
 @dataclass(slots=True)
-class Gain:
-    """What one choice has gained: a part of it in a stream, all of it in a whole answer."""
+class ChoiceDelta:
+    """Addition to one choice: a part of it in a stream, all of it in a whole answer."""
 
     index: int
     text: str
@@ -30,7 +85,7 @@ class Gain:
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
 
-    def add(self, later: Gain) -> None:
+    def add(self, later: ChoiceDelta) -> None:
         self.text += later.text
         self.token_ids += later.token_ids
         for key, values in (later.logprobs or {}).items():
@@ -40,8 +95,8 @@ class Gain:
 
 
 @dataclass(slots=True)
-class Style(ABC):
-    """One of the two APIs: how the outputs for one HTTP request become choices. `n` choices belong to each prompt."""
+class ChoiceFormat(ABC):
+    """Format of one API: turns the outputs for one HTTP request into choices. Each prompt has `n` choices."""
 
     request: GenerationRequest
     prompts: Sequence[PreparedPrompt]
@@ -53,57 +108,57 @@ class Style(ABC):
     chunk_object = ""
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """Choices that a stream begins with, before any output."""
+        """Yield the choices with which a stream begins, before any output."""
         return ()
 
-    def gain(self, prompt_index: int, output: RequestOutput) -> Gain:
-        """What `output`, of the prompt with that index, adds to its choice. Call in the order of the outputs."""
-        gain = Gain(
+    def delta(self, prompt_index: int, output: RequestOutput) -> ChoiceDelta:
+        """Return what `output`, of the prompt with that index, adds to its choice. Call it in the outputs' order."""
+        delta = ChoiceDelta(
             index=prompt_index * (self.request.n or 1) + output.index,
             text=output.text,
             token_ids=list(output.token_ids),
             finish_reason=output.finish_reason and output.finish_reason.value,
             stop_reason=output.stop_reason,
         )
-        first = gain.index not in self.begun
-        self.begun.add(gain.index)
+        first = delta.index not in self.begun
+        self.begun.add(delta.index)
         if first:
-            gain.prompt_token_ids = self.prompts[prompt_index].token_ids
-        self.fill(gain, output, self.prompts[prompt_index] if first else None)
-        return gain
+            delta.prompt_token_ids = self.prompts[prompt_index].token_ids
+        self.add_details(delta, output, self.prompts[prompt_index] if first else None)
+        return delta
 
     @abstractmethod
-    def fill(self, gain: Gain, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
-        """Add what the API knows beside the text; `prompt` is given with the first gain of a choice."""
+    def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
+        """Add log-probabilities and the echo; `prompt` is given with the first delta of a choice."""
 
-    def chunk(self, gain: Gain) -> dict[str, Any] | None:
-        """A choice of a stream's chunk; None if there is nothing to tell yet."""
-        told = gain.text or gain.finish_reason or any((gain.logprobs or {}).values())
-        if not told and not (self.request.return_token_ids and gain.token_ids):
+    def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return a choice of a stream's chunk, or None if the delta has nothing to send yet."""
+        has_content = delta.text or delta.finish_reason or any((delta.logprobs or {}).values())
+        if not has_content and not (self.request.return_token_ids and delta.token_ids):
             return None
-        return self._choice(gain, self.content(gain, whole=False))
+        return self._choice(delta, self.content(delta, whole=False))
 
-    def whole(self, gain: Gain) -> dict[str, Any]:
-        """A choice of a whole answer."""
-        return self._choice(gain, self.content(gain, whole=True))
+    def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return a choice of a whole answer."""
+        return self._choice(delta, self.content(delta, whole=True))
 
     @abstractmethod
-    def content(self, gain: Gain, whole: bool) -> dict[str, Any]:
-        """The part of a choice that carries the text."""
+    def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
+        """Return the part of a choice that carries the text."""
 
-    def _choice(self, gain: Gain, content: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": gain.index, **content, "logprobs": gain.logprobs}
-        choice |= {"finish_reason": gain.finish_reason, "stop_reason": gain.stop_reason}
+    def _choice(self, delta: ChoiceDelta, content: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": delta.index, **content, "logprobs": delta.logprobs}
+        choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = gain.token_ids
-            if gain.prompt_token_ids is not None:
-                choice["prompt_token_ids"] = gain.prompt_token_ids
+            choice["token_ids"] = delta.token_ids
+            if delta.prompt_token_ids is not None:
+                choice["prompt_token_ids"] = delta.prompt_token_ids
         return choice
 
 
 @dataclass(slots=True)
-class CompletionStyle(Style):
-    """/v1/completions: plain text, the prompt before it on demand (echo), log-probabilities as parallel lists."""
+class CompletionFormat(ChoiceFormat):
+    """Format of /v1/completions: plain text, after the prompt if `echo` asks for it; log-probabilities as lists."""
 
     request: CompletionRequest
     offsets: dict[int, int] = field(default_factory=dict)
@@ -112,47 +167,49 @@ class CompletionStyle(Style):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def content(self, gain: Gain, whole: bool) -> dict[str, Any]:
-        return {"text": gain.text}
+    def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
+        return {"text": delta.text}
 
-    def fill(self, gain: Gain, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
+    def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
         if self.request.logprobs is not None:
-            gain.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            delta.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if prompt is not None and self.request.echo:
-            gain.text = self._echo(gain, prompt, output.prompt_logprobs) + gain.text
-        if gain.logprobs is not None:
-            self._list(gain, gain.logprobs, output.pieces, output.logprobs or [])
+            delta.text = self._echo(delta, prompt, output.prompt_logprobs) + delta.text
+        if delta.logprobs is not None:
+            self._append(delta, delta.logprobs, output.pieces, output.logprobs or [])
 
-    def _echo(self, gain: Gain, prompt: PreparedPrompt, entries: Sequence[TokenLogprob | None] | None) -> str:
-        """The prompt as it is written before the output; with log-probabilities, exactly what its tokens join to."""
-        if gain.logprobs is None and prompt.text is not None:
+    def _echo(self, delta: ChoiceDelta, prompt: PreparedPrompt, entries: Sequence[TokenLogprob | None] | None) -> str:
+        """Return the prompt's text; with log-probabilities, exactly the joined texts of its tokens."""
+        if delta.logprobs is None and prompt.text is not None:
             return prompt.text
         pieces = self.writer.prompt_pieces(prompt)
-        if gain.logprobs is not None:
-            self._list(gain, gain.logprobs, pieces, entries or [])
+        if delta.logprobs is not None:
+            self._append(delta, delta.logprobs, pieces, entries or [])
         return "".join(pieces)
 
-    def _list(self, gain: Gain, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]) -> None:
-        """Append tokens; `text_offset` counts characters from the beginning of the choice's text."""
-        offset = self.offsets.get(gain.index, 0)
+    def _append(
+        self, delta: ChoiceDelta, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]
+    ) -> None:
+        """Append tokens to the lists; `text_offset` counts characters from the beginning of the choice's text."""
+        offset = self.offsets.get(delta.index, 0)
         for piece, entry in zip(pieces, entries, strict=True):
             lists["tokens"].append(piece)
-            lists["token_logprobs"].append(None if entry is None else finite(entry.logprob))
+            lists["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
             lists["top_logprobs"].append(None if entry is None else self._best(entry))
             lists["text_offset"].append(offset)
             offset += len(piece)
-        self.offsets[gain.index] = offset
+        self.offsets[delta.index] = offset
 
     def _best(self, entry: TokenLogprob) -> dict[str, float]:
-        """The best tokens, and the chosen one if it is not among them."""
-        best = {self.writer.text(token_id): finite(logprob) for token_id, logprob in entry.top}
-        best.setdefault(self.writer.text(entry.token_id), finite(entry.logprob))
+        """Return the best tokens, and the chosen one if it is not among them."""
+        best = {self.writer.text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+        best.setdefault(self.writer.text(entry.token_id), _finite(entry.logprob))
         return best
 
 
 @dataclass(slots=True)
-class ChatStyle(Style):
-    """/v1/chat/completions: messages, log-probabilities as one object per token."""
+class ChatFormat(ChoiceFormat):
+    """Format of /v1/chat/completions: messages, log-probabilities as one object per token."""
 
     request: ChatRequest
 
@@ -165,24 +222,24 @@ class ChatStyle(Style):
             delta = {"role": "assistant", "content": ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def content(self, gain: Gain, whole: bool) -> dict[str, Any]:
+    def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
         if whole:
-            return {"message": {"role": "assistant", "content": gain.text, "refusal": None}}
-        return {"delta": {"content": gain.text} if gain.text else {}}
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        return {"delta": {"content": delta.text} if delta.text else {}}
 
-    def fill(self, gain: Gain, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
+    def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
         if self.request.logprobs:
             rows = zip(output.logprobs or [], output.pieces, strict=True)
-            gain.logprobs = {"content": [self._row(entry, piece) for entry, piece in rows]}
+            delta.logprobs = {"content": [self._row(entry, piece) for entry, piece in rows]}
 
     def _row(self, entry: TokenLogprob, piece: str) -> dict[str, Any]:
         skip = self.request.skip_special_tokens is not False
         return {
             "token": self.writer.text(entry.token_id),
-            "logprob": finite(entry.logprob),
+            "logprob": _finite(entry.logprob),
             "bytes": self.writer.emitted(entry.token_id, piece, skip),
             "top_logprobs": [
-                {"token": self.writer.text(i), "logprob": finite(logprob), "bytes": self.writer.raw(i)}
+                {"token": self.writer.text(i), "logprob": _finite(logprob), "bytes": self.writer.raw(i)}
                 for i, logprob in entry.top
             ],
         }

@@ -26,31 +26,31 @@ _SERVER = "Server"
 def serve(
     model: ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.", rich_help_panel=_SERVER)] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="LLMSCHED_API_KEY",
-            help="Serve only those who send it as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
+            help="Require it as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="The model's name in requests and answers.", show_default="MODEL", rich_help_panel=_SERVER),
+        typer.Option(help="Name of the model in requests and answers.", show_default="MODEL", rich_help_panel=_SERVER),
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|PATH", help="Settings found by `llmsched tune`; flags go first.", rich_help_panel=_SERVER
+            metavar="NAME|PATH", help="Settings saved by `llmsched tune`; flags override them.", rich_help_panel=_SERVER
         ),
     ] = None,
     pin_prefix: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Keep the beginning of prompts in the prefix cache: a text, or in a .json file the body of a POST to "
-            "/v1/prefixes (messages of a chat, say). May be given several times.",
+            help="Pin the beginning of prompts in the prefix cache: a text file, or a .json file with the body of a "
+            "POST to /v1/prefixes (chat messages, for example). Repeatable.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -59,12 +59,12 @@ def serve(
         typer.Option(
             parser=duration,
             metavar="DURATION",
-            help="How long running requests may go on after SIGTERM or Ctrl-C.",
+            help="Time that running requests get to finish after SIGTERM or Ctrl-C.",
             rich_help_panel=_SERVER,
         ),
     ] = "30s",  # type: ignore[assignment]  # Typer parses defaults too
     metrics_prefix: Annotated[
-        str, typer.Option(help="vllm keeps dashboards made for vLLM working.", rich_help_panel=_SERVER)
+        str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.", rich_help_panel=_SERVER)
     ] = "llmsched",
     *,
     engine_options: EngineOptions,
@@ -86,11 +86,11 @@ def serve(
     """
     from llmsched.cli.profiles.apply import found_for_others, store_ratios, with_profile
     from llmsched.cli.serve.lifecycle import listen
-    from llmsched.cli.serve.pinning import pin_prefixes, read_prefixes
+    from llmsched.cli.serve.prefix_cache import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
 
     if api_key == "":
-        raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve everyone")
+        raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve without one")
     if served_model_name == "":
         raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(metrics_prefix)
@@ -110,14 +110,14 @@ def serve(
         engine = build_engine(config, progress, metrics_prefix)
     render.show_log()
     if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
-        render.warn(f"predicted against actual memory is not kept: {problem}")
+        render.warn(f"the measured memory could not be saved in the profile: {problem}")
     pin_prefixes(engine, prefixes)
     name = served_model_name or engine.model.name
-    # What was loaded stays: the garbage collector need not look at it again and again between two tokens.
+    # What is loaded now lives until the end: keep the garbage collector from scanning it between tokens.
     gc.collect()
     gc.freeze()
     code = asyncio.run(_serve(engine, listener, name, api_key, grace_period))
-    # All is told and closed; taking the interpreter and gigabytes of tensors apart would only take seconds.
+    # Everything is closed. Skip the interpreter's teardown, which takes seconds with gigabytes of tensors.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -135,7 +135,7 @@ async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: st
     def on_drain() -> None:
         left = service.stats().num_running + service.stats().num_waiting
         render.note(
-            f"draining: {left} requests have {render.human_seconds(grace_s)} to end; a second signal ends at once"
+            f"draining: {left} requests have {render.human_seconds(grace_s)} to finish; a second signal exits at once"
         )
 
     code = await run(

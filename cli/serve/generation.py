@@ -1,4 +1,4 @@
-"""One HTTP request on the engine: its prompts submitted, their outputs as a whole answer or as events."""
+"""Generation: runs one HTTP request on the engine and returns a whole answer or server-sent events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
-from llmsched.cli.serve.choices import Gain, Style
-from llmsched.cli.serve.event_stream import DONE, event
+from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
+from llmsched.cli.serve.http_body import DONE, event
 from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.service import AsyncEngine, RequestStream
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Usage:
-    """Tokens of one HTTP request. A prompt counts once, however many choices it has."""
+class TokenUsage:
+    """Token counts of one HTTP request. A prompt counts once, however many choices it has."""
 
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
@@ -42,30 +42,30 @@ class Usage:
         }
 
 
-def prompt_ids(request_id: str, num_prompts: int) -> list[str]:
-    """What the engine calls each prompt of the request that its client knows as `request_id`."""
+def engine_ids(request_id: str, num_prompts: int) -> list[str]:
+    """Return the engine's request id for each prompt of the HTTP request `request_id`."""
     return [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
 
 
 class Generation:
-    """Submits all prompts when made. `abort` ends what still runs; both ways of answering do so themselves at the end.
+    """All prompts of one HTTP request, submitted on construction. `whole` and `events` abort what is left at their end.
 
-    Raises RequestError, QueueFullError or EngineDeadError; then nothing stays submitted.
+    Raises RequestError, QueueFullError or EngineDeadError, after it has aborted the prompts already submitted.
     """
 
-    def __init__(self, engine: AsyncEngine, style: Style, model_name: str, priority: int = 0) -> None:
-        self.id = f"{style.id_prefix}-{uuid.uuid4().hex}"
-        self._style = style
+    def __init__(self, engine: AsyncEngine, choice_format: ChoiceFormat, model_name: str, priority: int = 0) -> None:
+        self.id = f"{choice_format.id_prefix}-{uuid.uuid4().hex}"
+        self._format = choice_format
         self._head = {"created": int(time.time()), "model": model_name}
-        self._usage = Usage()
+        self._usage = TokenUsage()
         self._streams: list[RequestStream] = []
-        request = style.request
+        request = choice_format.request
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._usage_so_far = bool(options and options.continuous_usage_stats)
         try:
-            names = prompt_ids(self.id, len(style.prompts))
-            for index, (name, prompt) in enumerate(zip(names, style.prompts, strict=True)):
+            names = engine_ids(self.id, len(choice_format.prompts))
+            for index, (name, prompt) in enumerate(zip(names, choice_format.prompts, strict=True)):
                 self._usage.prompt[index] = len(prompt.token_ids)
                 stream = engine.submit(
                     name,
@@ -80,34 +80,34 @@ class Generation:
             raise
 
     def abort(self) -> None:
-        """End what still runs."""
+        """Abort the prompts that are still running."""
         for stream in self._streams:
             stream.abort()
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece. Raises ApiError or EngineDeadError if it does not come to its end."""
-        gains: dict[int, Gain] = {}
+        """Return the whole answer. Raise ApiError or EngineDeadError if the request does not finish."""
+        choices: dict[int, ChoiceDelta] = {}
         try:
-            async for gain in self._gains():
-                if gain.index in gains:
-                    gains[gain.index].add(gain)
+            async for delta in self._deltas():
+                if delta.index in choices:
+                    choices[delta.index].add(delta)
                 else:
-                    gains[gain.index] = gain
+                    choices[delta.index] = delta
         finally:
             self.abort()
-        choices = [self._style.whole(gains[index]) for index in sorted(gains)]
-        return self._envelope(self._style.whole_object, choices) | {"usage": self._usage.body()}
+        bodies = [self._format.whole(choices[index]) for index in sorted(choices)]
+        return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage.body()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. After a failure the last one is an error, without [DONE]."""
+        """Yield the answer as server-sent events. After a failure the last one is an error and [DONE] is missing."""
         try:
-            for choice in self._style.opening():
+            for choice in self._format.opening():
                 yield self._chunk([choice])
-            async for gain in self._gains():
-                if (choice_or_none := self._style.chunk(gain)) is not None:
+            async for delta in self._deltas():
+                if (choice_or_none := self._format.chunk(delta)) is not None:
                     yield self._chunk([choice_or_none])
             if self._include_usage:
-                yield event(self._envelope(self._style.chunk_object, []) | {"usage": self._usage.body()})
+                yield event(self._envelope(self._format.chunk_object, []) | {"usage": self._usage.body()})
             yield DONE
         except Exception as error:
             known = api_error(error)
@@ -117,17 +117,17 @@ class Generation:
         finally:
             self.abort()
 
-    async def _gains(self) -> AsyncIterator[Gain]:
+    async def _deltas(self) -> AsyncIterator[ChoiceDelta]:
         async for prompt_index, output in _merged(self._streams):
             if output.finish_reason is FinishReason.ERROR:
                 raise ApiError(500, f"the request failed: {output.error}", code="generation_failed")
             if output.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "the request was ended by the server", code="aborted")
             self._usage.count(prompt_index, output)
-            yield self._style.gain(prompt_index, output)
+            yield self._format.delta(prompt_index, output)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        chunk = self._envelope(self._style.chunk_object, choices)
+        chunk = self._envelope(self._format.chunk_object, choices)
         if self._usage_so_far:
             chunk["usage"] = self._usage.body()
         elif self._include_usage:
@@ -139,7 +139,7 @@ class Generation:
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The outputs of all streams as they come, each with the index of its stream."""
+    """Yield the outputs of all streams as they arrive, each with the index of its stream."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output
@@ -150,9 +150,9 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index = waiting.pop(task)
-                if (gained := task.result()) is not None:
+                if (output_or_none := task.result()) is not None:
                     waiting[_next_of(streams[index])] = index
-                    yield index, gained
+                    yield index, output_or_none
     finally:
         for task in waiting:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The life of a serving process: listen, serve, drain, end."""
+"""Lifecycle of the serving process: listen, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.engine.service import AsyncEngine
 
 _HEALTH_CHECK_S = 0.2
-#: After the engine's death the process stays this long, so that waiting clients and probes get their answers.
+#: How long the process stays after an engine failure, so that clients and probes get their answers.
 _LINGER_S = 2.0
-#: Idle connections are kept longer than the usual clients keep theirs, so that the client is the one to close.
+#: Longer than common clients keep idle connections, so that the client closes them first.
 _KEEP_ALIVE_S = 75
-#: What clients that read slowly are given at the very end.
+#: Time that slow clients get to read the rest of their answers at exit.
 _CLOSING_S = 5
-#: Connections that may wait while the model is loaded, and later for the event loop.
+#: Connections that may wait while the model loads, and later for the event loop.
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class PortInUseError(LlmschedError):
-    """The address to listen on cannot be had."""
+    """Address that cannot be listened on."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address; port 0 takes any free one. Who connects waits until `run` serves.
+    """Return a socket that listens on the address; port 0 takes any free port. Clients wait until `run` serves.
 
-    Raises PortInUseError: to be called before a model is loaded for minutes. Binding alone would not do, since several
-    sockets may be bound to an address as long as none of them listens.
+    Raise PortInUseError. Call it before the model is loaded, which takes minutes. It listens, and does not only bind,
+    because several sockets may be bound to an address as long as none of them listens.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -61,7 +61,7 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but signals are ours and readiness can be waited for."""
+    """uvicorn server that leaves signals to us and says when it is ready."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -86,12 +86,12 @@ async def run(
     on_drain: Callable[[], Any] = lambda: None,
     stop: asyncio.Event | None = None,
 ) -> int:
-    """Serve until a signal comes (or `stop` is set) or the engine dies; returns the exit code of the process.
+    """Serve until a signal arrives, `stop` is set or the engine fails. Return the exit code of the process.
 
-    The first SIGTERM or SIGINT drains: readiness goes, new requests get 503, those that run may finish for `grace_s`
-    seconds, the rest ends with an error. A second one ends the process at once.
+    The first SIGTERM or SIGINT drains: /health fails, new requests get 503, running requests have `grace_s` seconds to
+    finish, and the rest end with an error. A second signal exits at once.
 
-    Raises PortInUseError, the engine stopped, when the address of `listener` cannot be listened on.
+    Raise PortInUseError, with the engine stopped, if the address of `listener` cannot be listened on.
     """
     stop = stop or asyncio.Event()
     server = _Server(
@@ -127,7 +127,7 @@ async def run(
 
 
 async def _until_ready(server: _Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
-    """Wait until connections are taken. Raises what kept the server from it, PortInUseError for the address."""
+    """Wait until the server accepts connections. Raise the error that prevents it, PortInUseError for the address."""
     ready = asyncio.create_task(server.ready.wait())
     await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
@@ -141,7 +141,7 @@ async def _until_ready(server: _Server, serving: asyncio.Task[None], listener: s
 
 
 async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:
-    """Wait until the process is to end, or the engine or the server has ended by itself; True if the engine did."""
+    """Wait for `stop`, for the end of the server or for an engine failure. Return whether the engine failed."""
     stopped = asyncio.create_task(stop.wait())
     try:
         while not (stopped.done() or serving.done()):
@@ -155,7 +155,7 @@ async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: as
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first signal sets `stop`, the second ends the process. Only the main thread can listen to signals."""
+    """Let the first signal set `stop` and the second exit the process. Do nothing outside the main thread."""
     loop = asyncio.get_running_loop()
 
     def handle(number: int) -> None:

@@ -1,4 +1,4 @@
-"""From a validated request to what the engine takes: prompts as token ids, and sampling parameters."""
+"""Preparation: turns a validated request into token ids and sampling parameters for the engine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, PrefixRequest, Prompt
+from llmsched.cli.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    PrefixRequest,
+    Prompt,
+)
 from llmsched.engine import AsyncEngine, Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 
-#: What /v1/completions generates where max_tokens is left out (less if the context ends before).
+#: Default max_tokens of /v1/completions; less if the context ends before.
 DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One prompt, tokenised. `text` is None where the client sent token ids or messages."""
+    """Tokenised prompt. `text` is None if the client sent token ids or messages."""
 
     token_ids: list[int]
     text: str | None
@@ -26,7 +33,7 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Tokenises and completes requests for one model. Runs in worker threads: the event loop must not wait for it."""
+    """Tokenises requests for one model and fills in their defaults. Call it in worker threads, off the event loop."""
 
     def __init__(self, engine: AsyncEngine | Engine) -> None:
         self._tokenizer = engine.tokenizer
@@ -36,7 +43,7 @@ class Preparer:
         self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)
 
     def completion(self, request: CompletionRequest) -> list[PreparedPrompt]:
-        """One PreparedPrompt per prompt of the request. Raises RequestError."""
+        """Return one PreparedPrompt per prompt. Raise RequestError if one is too long."""
         extra: dict[str, Any] = {"logprobs": request.logprobs}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
@@ -50,9 +57,8 @@ class Preparer:
         return prepared
 
     def chat(self, request: ChatRequest) -> list[PreparedPrompt]:
-        """The messages as one prompt; without max_tokens the answer may fill the context. Raises RequestError."""
-        self._refuse_surely_too_long(sum(_size(message.content) for message in request.messages), "messages")
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        """Return the messages as one prompt. Without max_tokens the answer may fill the context. Raise RequestError."""
+        messages = self._messages(request.messages)
         token_ids = render_chat(self._tokenizer, messages, **(request.chat_template_kwargs or {}))
         max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
         if max_tokens is None:
@@ -61,16 +67,15 @@ class Preparer:
         return [PreparedPrompt(token_ids, None, self._sampling(request, max_tokens, extra))]
 
     def prefix(self, request: PrefixRequest) -> list[int]:
-        """The token ids that prompts begin with. Raises RequestError.
+        """Return the token ids of a prefix. Raise RequestError.
 
-        Messages that end with the user's turn stand for the prompt of just that chat; others for what all chats that
-        begin with them have in common, whatever the user goes on to say.
+        Messages that end with a user turn give the prompt of that chat. Others give the common prefix of all chats that
+        begin with them, whatever the next user turn is.
         """
         if request.messages is None:
             assert request.prompt is not None
             return self._token_ids(request.prompt)
-        self._refuse_surely_too_long(sum(_size(message.content) for message in request.messages), "messages")
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        messages = self._messages(request.messages)
         options = request.chat_template_kwargs or {}
         if messages[-1]["role"] == "user":
             return render_chat(self._tokenizer, messages, **options)
@@ -79,6 +84,11 @@ class Preparer:
         )
         return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the messages as the chat template takes them. Raise RequestError if they are surely too long."""
+        self._refuse_surely_too_long(sum(_size(message.content) for message in messages), "messages")
+        return [message.model_dump(exclude_none=True) for message in messages]
+
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
@@ -86,23 +96,26 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """A text that is too long even if every token were the longest is not worth tokenising."""
+        """Raise RequestError for a text that exceeds the context even if each token were the longest one.
+
+        Tokenising such a text would be a waste of time.
+        """
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(
                 param,
                 f"the context of this server is {self._max_model_len} tokens; "
-                f"{param} with {characters} characters has more than {at_least}",
+                f"{param} has {characters} characters, which are more than {at_least} tokens; shorten it",
                 code="context_length_exceeded",
             )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
-        """What the request says, else generation_config.json, else the API's defaults."""
+        """Return the request's parameters, with defaults from generation_config.json, else from the API."""
         return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})
 
 
 def _size(content: str | Sequence[dict[str, Any]]) -> int:
-    """Characters of a message; parts that are no text count nothing, they are refused later."""
+    """Return the number of characters of a message. Parts that are not text are refused later and count 0."""
     if isinstance(content, str):
         return len(content)
     return sum(len(text) for part in content if isinstance(text := part.get("text"), str))

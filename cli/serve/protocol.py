@@ -1,20 +1,22 @@
 """Request schemas of the OpenAI API and the fields that llmsched adds to it.
 
-Strict: a bool is no number, "1.0" is no number, a number is finite, a field that is not known is refused by name. null
-is the same as leaving the field out. Ranges are checked where the parameters live, in SamplingParams and the engine.
+They are strict: true and "1.0" are not accepted as numbers, numbers are finite, and an unknown field is refused by
+name. null means that the field was left out. SamplingParams and the engine check the ranges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from llmsched.engine.errors import RequestError
+from llmsched.engine.request import SamplingParams
 
-#: Choices (prompts x n) that one HTTP request may ask for.
+#: Most choices (prompts x n) of one HTTP request.
 MAX_CHOICES = 1024
 _INT64 = 1 << 63
 
@@ -26,17 +28,17 @@ R = TypeVar("R", bound="Schema")
 
 
 class Schema(BaseModel):
-    """Strict base: no conversions, no unknown fields, no NaN or infinity."""
+    """Strict base class: no conversions, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    #: Fields of the API that this server cannot honour, refused by name unless they have the value given here.
+    #: Fields of the API that this server does not support; refused by name unless they have the value given here.
     unsupported: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Stops at the first unknown field; pydantic's own check would list all of a hostile body's."""
+        """Raise for the first unknown field. pydantic's own check would list every field of a hostile body."""
         if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
             raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
         return value
@@ -47,7 +49,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One prompt or several, each a text or token ids. Checked by hand: a union of lists reports every element."""
+    """Return one or several prompts, each a text or token ids. pydantic would report every element of a union."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -64,9 +66,7 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 def _one_prompt(value: Any) -> Prompt:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(type(item) is int for item in value):
+    if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
         return value
     raise _wrong("must be a text or a list of token ids")
 
@@ -82,7 +82,7 @@ def _int64(value: int) -> int:
 
 
 def _token_biases(value: Any) -> dict[int, float]:
-    """OpenAI's logit_bias has token ids as JSON keys, that is as strings."""
+    """Return logit_bias with integer token ids; as JSON keys they are strings."""
     if not isinstance(value, dict):
         raise _wrong('must be an object such as {"464": -100}')
     biases = {}
@@ -100,13 +100,13 @@ Int = Annotated[int, AfterValidator(_int64)]
 
 class StreamOptions(Schema):
     include_usage: bool | None = None
-    #: vLLM's: every chunk states the tokens so far, so that a client knows how many it holds.
+    #: vLLM's field: every chunk states the token counts so far.
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GenerationRequest(Schema):
-    """What completions and chat have in common."""
+    """Fields that completions and chat share."""
 
     model: str | None = None
     n: Int | None = None
@@ -133,7 +133,7 @@ class GenerationRequest(Schema):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
 
-    # Taken and of no consequence here: notes for the provider's own books and hints to its caches.
+    # Accepted and ignored: OpenAI's bookkeeping fields and cache hints.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -143,7 +143,7 @@ class GenerationRequest(Schema):
     prompt_cache_retention: Any = None
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The fields of SamplingParams that this request sets, max_tokens apart."""
+        """Return the fields of SamplingParams that this request sets, without max_tokens."""
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         for name in ("stop", "stop_token_ids"):
             if given[name] is not None:
@@ -151,40 +151,24 @@ class GenerationRequest(Schema):
         return {name: value for name, value in given.items() if value is not None}
 
 
-_SAMPLING_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "logit_bias",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-)
+_SAMPLING_FIELDS = [f.name for f in fields_of(SamplingParams) if f.name in GenerationRequest.model_fields]
+_SAMPLING_FIELDS.remove("max_tokens")
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"suffix": ""}
 
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    #: Taken when it equals n, where it changes nothing: as many are made as are given out.
+    #: Accepted only if it equals n, because then it changes nothing.
     best_of: Int | None = None
 
 
 class Message(Schema):
-    """One turn of a chat. `content` is a text or a list of text parts, which render_chat joins."""
+    """Turn of a chat. `content` is a text or a list of text parts, which render_chat joins."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -197,7 +181,7 @@ class Message(Schema):
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {
         "tools": [],
@@ -222,7 +206,7 @@ class ChatRequest(GenerationRequest):
 
 
 class PrefixRequest(Schema):
-    """POST /v1/prefixes: the beginning of prompts, as text, token ids or the first messages of chats."""
+    """Body of POST /v1/prefixes: the beginning of prompts, as text, token ids or the first messages of chats."""
 
     model: str | None = None
     prompt: Annotated[Prompt, BeforeValidator(_one_prompt)] | None = None
@@ -233,7 +217,7 @@ class PrefixRequest(Schema):
 
 
 def parse(schema: type[R], body: bytes) -> R:
-    """The request in `body`. Raises RequestError naming the field, the value and what is allowed."""
+    """Return the request in `body`. Raise RequestError with the field, its value and what is allowed."""
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -255,7 +239,7 @@ def parse(schema: type[R], body: bytes) -> R:
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """The first complaint; of a union (str or list) the one that went deepest, which is the branch that was meant."""
+    """Return the first error; of a union (str or list) the deepest one, which is in the branch that was meant."""
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]
     detail = max((d for d in details if d["loc"][:1] == first), key=lambda d: len(d["loc"]))
@@ -270,7 +254,7 @@ def _request_error(error: ValidationError) -> RequestError:
 
 
 def _is_branch(part: str | int) -> bool:
-    """pydantic names the member of a union in the location: no field of the API looks like that."""
+    """Return whether part of a location names the member of a union, as pydantic does, and not a field."""
     return isinstance(part, str) and (part in ("str", "int", "none") or "[" in part)
 
 
@@ -294,3 +278,19 @@ def _check_combinations(request: GenerationRequest) -> None:
         both = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(both) > 1:
             raise RequestError("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+
+
+CLASS_HEADER = "x-llmsched-class"
+
+#: Priority of each request class; a lower number is more urgent.
+CLASSES = {"interactive": 0, "batch": 1}
+
+
+def priority_of(priority: int | None, class_name: str | None) -> int:
+    """Return the priority that the body's `priority`, else the class header asks for; interactive by default.
+
+    Raise RequestError for an unknown class.
+    """
+    if class_name is not None and class_name not in CLASSES:
+        raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")
+    return CLASSES[class_name or "interactive"] if priority is None else priority

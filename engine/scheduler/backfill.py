@@ -47,11 +47,11 @@ class Backfill:
         """Return whether admitting the request keeps to max_passes and to the reservation."""
         first, reserved = self._waiting.first, self._reservation
         if first is not request and first.num_passed >= self._max_passes:
-            reason = "the first in the queue was passed often enough"
+            reason = "the first in the queue has already been passed max_passes times"
         elif reserved is None or request.rank <= reserved.request.rank or self._ends_before(request, reserved):
             return True
         else:
-            reason = "the place is kept for one in front of it"
+            reason = "memory is reserved for a request ahead of it"
         self._ledger.note(request.request_id, "held back", reason=reason)
         return False
 

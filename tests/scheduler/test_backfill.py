@@ -52,7 +52,7 @@ def test_the_place_is_kept_for_the_first_that_does_not_fit_not_for_the_last() ->
     harness.step()
     assert {first.status, second.status, between.status} == {RequestStatus.WAITING}
     told = harness.scheduler.ledger.entries("between")[-1]
-    assert (told.what, told.details["reason"]) == ("held back", "the place is kept for one in front of it")
+    assert (told.what, told.details["reason"]) == ("held back", "memory is reserved for a request ahead of it")
     harness.run()
     assert_right(first, second, between)
     assert first.num_passed == 0

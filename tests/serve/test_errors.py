@@ -11,7 +11,7 @@ import httpx
 import pytest
 from scripted import MODEL, ScriptedServer
 
-from llmsched.cli.serve.body import MAX_BODY_BYTES
+from llmsched.cli.serve.http_body import MAX_BODY_BYTES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {

@@ -1,20 +1,24 @@
-"""Routes of the prefix cache: what it does for the requests, prefixes that are pinned in it, emptying it."""
+"""Prefix cache over HTTP (statistics, pinned prefixes, reset) and `serve --pin-prefix FILE`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from llmsched.cli import render
 from llmsched.cli.serve.api_errors import ApiError, json_response
-from llmsched.cli.serve.body import read_body
+from llmsched.cli.serve.http_body import read_body
 from llmsched.cli.serve.prepare import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
-from llmsched.engine.errors import EngineDeadError, RequestError
+from llmsched.engine.core import Engine
+from llmsched.engine.errors import ConfigError, EngineDeadError, RequestError
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.prompt_changes import PromptChange
@@ -22,8 +26,10 @@ from llmsched.engine.service import AsyncEngine
 from llmsched.engine.stats import EngineStats
 
 
-def cache_routes(engine: AsyncEngine, preparer: Preparer, check_model: Callable[[str | None], None]) -> APIRouter:
-    """GET /v1/cache; GET, POST and DELETE /v1/prefixes; POST /reset_prefix_cache."""
+def prefix_cache_routes(
+    engine: AsyncEngine, preparer: Preparer, check_model: Callable[[str | None], None]
+) -> APIRouter:
+    """Return the routes /v1/cache (GET), /v1/prefixes (GET, POST, DELETE) and /reset_prefix_cache (POST)."""
     router = APIRouter()
 
     @router.get("/v1/cache")
@@ -67,9 +73,9 @@ def cache_routes(engine: AsyncEngine, preparer: Preparer, check_model: Callable[
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """What the prefix cache holds, how often it helped, and why it did not.
+    """Return what the prefix cache holds, how often it was hit, and why it was missed.
 
-    A prompt that is known under another salt counts as cold: what other tenants have sent is not for everybody's eyes.
+    A prompt that is cached under another salt counts as cold: tenants must not learn what others have sent.
     """
     misses = dict(stats.prefix_misses)
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
@@ -98,7 +104,7 @@ def _change_body(change: PromptChange) -> dict[str, Any]:
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:
-    """`tokens` are whole blocks, `written_tokens` those of them that are in the cache by now."""
+    """Return a pinned prefix as JSON: `tokens` fill whole blocks, `written_tokens` of them are in the cache so far."""
     return {
         "id": pin.pin_id,
         "object": "prefix",
@@ -106,3 +112,47 @@ def _pin_body(pin: PinState) -> dict[str, Any]:
         "written_tokens": pin.num_written_tokens,
         "expires_in": None if pin.expires_at is None else round(max(0.0, pin.expires_at - time.monotonic()), 3),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFile:
+    """Prefix that was read from `path`."""
+
+    path: Path
+    request: PrefixRequest
+
+
+def read_prefixes(paths: Sequence[Path]) -> list[PrefixFile]:
+    """Read prefix files: text, or in a .json file the body of a POST to /v1/prefixes.
+
+    Raise ConfigError for a file that cannot be read. Call it before the model is loaded, which takes minutes.
+    """
+    found = []
+    for path in paths:
+        try:
+            if path.is_char_device():
+                raise ConfigError("pin_prefix", f"{path}: is a device, not a file")
+            content = path.read_bytes()
+            request = (
+                parse(PrefixRequest, content) if path.suffix == ".json" else PrefixRequest(prompt=content.decode())
+            )
+        except OSError as error:
+            raise ConfigError("pin_prefix", f"{path}: {(error.strerror or str(error)).lower()}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError("pin_prefix", f"{path} is not UTF-8 text: {error.reason} at {error.start}") from error
+        except RequestError as error:
+            raise ConfigError("pin_prefix", f"{path}: {error.message}") from error
+        found.append(PrefixFile(path, request))
+    return found
+
+
+def pin_prefixes(engine: Engine, files: Sequence[PrefixFile]) -> None:
+    """Pin the prefixes; the engine computes them before other requests. Raise ConfigError if one cannot be pinned."""
+    preparer = Preparer(engine)
+    for file in files:
+        try:
+            token_ids = preparer.prefix(file.request)
+            pin = engine.pin_prefix(token_ids, cache_salt=file.request.cache_salt or "", ttl=file.request.ttl)
+        except RequestError as error:
+            raise ConfigError("pin_prefix", f"{file.path}: {error.message}") from error
+        render.note(f"{file.path}: the first {pin.num_tokens} of {len(token_ids)} tokens are pinned as {pin.pin_id}")

@@ -1,0 +1,106 @@
+"""Bodies of HTTP requests and answers: reading within bounds, server-sent events, and noticing a disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmsched.cli.serve.api_errors import ApiError
+
+T = TypeVar("T")
+
+#: Enough for a prompt of a million token ids, or a million tokens of text.
+MAX_BODY_BYTES = 8 << 20
+#: This much of a body that is too large is read and discarded, so that the client gets to read the answer.
+_MAX_DISCARDED_BYTES = 64 << 20
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body. Raise ApiError 413 beyond MAX_BODY_BYTES, never holding more than that in memory."""
+    length = request.headers.get("content-length", "")
+    declared = int(length) if length.isdigit() else 0
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if max(size, declared) <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if size > _MAX_DISCARDED_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise ApiError(
+            413,
+            f"the body is larger than {MAX_BODY_BYTES} bytes, the most that this server accepts",
+            code="request_too_large",
+            headers={"Connection": "close"},
+        )
+    return b"".join(chunks)
+
+
+def event(content: Any) -> bytes:
+    """Return a server-sent event with `content` as strict JSON."""
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """Answer that sends events as they come. Calls `close` at the end: complete, failed, or client disconnected."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send(send))
+        except ClientDisconnect:
+            return
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for chunk in events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; if the client disconnects, cancel it and raise ClientDisconnect. Call after the body was read."""
+    job = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({job, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientDisconnect
+        return job.result()
+    finally:
+        await _cancel(job)
+        await _cancel(watcher)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel the task and wait until its cleanup has finished."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
