@@ -15,6 +15,8 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor import sampler, torch_executor
 from llmsched.engine.kv import manager
+from llmsched.engine.kv.prefix_cache import PrefixCache
+from llmsched.engine.kv.prefix_tree import NO_HIT
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model import paged
 from llmsched.engine.model.loader import ModelInfo
@@ -248,7 +250,7 @@ def test_a_wrong_token_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_check_is_about_must_happen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager.KVManager, "find_prefix", lambda self, request: manager.NO_HIT)
+    monkeypatch.setattr(PrefixCache, "find", lambda self, request: NO_HIT)
     monkeypatch.setattr(Scheduler, "_secure_memory", lambda self: [self.kv.grow(r) for r in self.running] and False)
     right = run._engine
     monkeypatch.setattr(run, "_engine", lambda subject, check: right(subject, replace(check, num_blocks=100)))
