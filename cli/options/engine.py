@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from llmsched.cli import render
-from llmsched.engine.architecture.quantised import QUANTIZATIONS
+from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.config import EngineConfig, check_knob, check_together
 from llmsched.engine.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Types of weights and KV by name, and how large one number of each is; without torch."""
+"""Types of weights and KV by name, without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 
+#: Bytes of one number of each type.
 DTYPE_BYTES: Mapping[str, int] = {
     "float32": 4,
     "bfloat16": 2,
@@ -18,14 +19,14 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 
 def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
-    """The type of weights and activations that `dtype` means on a device."""
+    """Return the type of weights and activations: `dtype`, where auto depends on the device."""
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if computes_bf16 else "float32"
 
 
 def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """The type of KV that `kv_cache_dtype` means beside weights of `dtype`; auto obeys a checkpoint with fp8 scales."""
+    """Return the type of KV: `kv_cache_dtype`, where auto is `dtype`, or fp8 for a checkpoint with fp8 scales."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "fp8" if checkpoint_fp8 else dtype

@@ -1,6 +1,6 @@
-"""How the model families that people serve are built: what their configs leave out, and what their layers hold.
+"""Table of model families: class defaults that their configs leave out, and the parts of their layers.
 
-Read instead of transformers' classes, which take seconds to import; tests compare the two for every family.
+It replaces transformers' config classes, which take seconds to import; tests compare the two for every family.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: True, False, or the name of the setting that decides.
+#: True, False, or the name of the config's setting that decides.
 Switch = bool | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The parts of a decoder's layers, as far as they differ between families.
+class DecoderParts:
+    """Parts of a decoder that differ between families.
 
-    `norms` are those of one layer; each holds `norm_vectors` vectors: 1 for RMSNorm, 2 for LayerNorm with its bias.
-    `qk_norm` is the width of the norms of queries and keys: a head, all heads, or none. `gated_query`: attention's
-    output is gated, by as many further rows of the query projection. `experts` is the setting that tells the width of
-    routed experts, none where every MLP is dense. `positions` is the setting that tells how many are learned.
+    `norms` counts the norms of one layer; each holds `norm_vectors` vectors: 1 for RMSNorm, 2 for LayerNorm with its
+    bias. `qk_norm` is the width of the norms of queries and keys: one head, all heads, or "" for no norm. `gated_query`
+    doubles the rows of the query projection, which then gate the output. `experts` names the setting with the width of
+    routed experts, "" if every MLP is dense. `positions` names the setting with the number of learned positions.
     """
 
     qkv_bias: Switch = False
@@ -41,16 +41,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model_type. Its class adds nothing but `defaults` to a config that states `needs`."""
+    """One model_type. Its class adds only `defaults` to a config that states all settings in `needs`."""
 
-    layout: Layout
+    parts: DecoderParts
     needs: frozenset[str]
     defaults: Mapping[str, Any]
 
 
-def _family(layout: Layout, needs: str, **defaults: Any) -> Family:
+def _family(parts: DecoderParts, needs: str, **defaults: Any) -> Family:
     sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
-    return Family(layout, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
+    return Family(parts, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
 
 
 _DENSE = "intermediate_size"
@@ -63,17 +63,17 @@ _MLA_MOE = f"{_MLA} n_routed_experts n_shared_experts num_experts_per_tok moe_in
 _MAMBA = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel use_conv_bias hybrid_override_pattern"
 _GEMMA4 = "global_head_dim layer_types sliding_window attention_k_eq_v num_kv_shared_layers enable_moe_block"
 
-_BARE = Layout()
-_LLAMA = Layout(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
-_QWEN2 = Layout(qkv_bias=True)
-_QWEN3 = Layout(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
+_BARE = DecoderParts()
+_LLAMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+_QWEN2 = DecoderParts(qkv_bias=True)
+_QWEN3 = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
 _NEXT = replace(_QWEN3, gated_query=True)
 _QWEN3_MOE = replace(_QWEN3, experts="moe_intermediate_size")
 _NEXT_MOE = replace(_NEXT, experts="moe_intermediate_size", shared_gate=True)
-_DEEPSEEK = Layout(experts="moe_intermediate_size")
-_GEMMA = Layout(qkv_bias="attention_bias", out_bias="attention_bias")
-_COHERE = Layout(qkv_bias="attention_bias", out_bias="attention_bias", norms=1)
-_GPT = Layout(qkv_bias=True, out_bias=True, gated_mlp=False, mlp_bias=True, norm_vectors=2)
+_DEEPSEEK = DecoderParts(experts="moe_intermediate_size")
+_GEMMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias")
+_COHERE = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias", norms=1)
+_GPT = DecoderParts(qkv_bias=True, out_bias=True, gated_mlp=False, mlp_bias=True, norm_vectors=2)
 
 _GPT2 = replace(_GPT, positions="n_positions")
 _GPT2_NEEDS = frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
@@ -91,13 +91,14 @@ FAMILIES: Mapping[str, Family] = {
     "glm": _family(replace(_QWEN2, qkv_bias="attention_bias"), f"{_WIDE} attention_bias"),
     "seed_oss": _family(replace(_LLAMA, out_bias="attention_out_bias"), f"{_WIDE} attention_bias attention_out_bias"),
     "ernie4_5": _family(
-        Layout(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+        DecoderParts(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
         f"{_WIDE} use_bias",
         tie_word_embeddings=True,
     ),
     "exaone4": _family(replace(_BARE, qk_norm="head"), f"{_GROUPED} layer_types sliding_window"),
     "stablelm": _family(
-        Layout(qkv_bias="use_qkv_bias", norm_vectors=2), f"{_GROUPED} use_qkv_bias use_parallel_residual qk_layernorm"
+        DecoderParts(qkv_bias="use_qkv_bias", norm_vectors=2),
+        f"{_GROUPED} use_qkv_bias use_parallel_residual qk_layernorm",
     ),
     "qwen2": _family(_QWEN2, _GROUPED),
     "qwen3": _family(_QWEN3, _WIDE),
@@ -122,11 +123,13 @@ FAMILIES: Mapping[str, Family] = {
         tie_word_embeddings=True,
     ),
     "gemma4_text": _family(
-        Layout(qk_norm="head", norms=4), f"{_WIDE} {_GEMMA4} hidden_size_per_layer_input", tie_word_embeddings=True
+        DecoderParts(qk_norm="head", norms=4),
+        f"{_WIDE} {_GEMMA4} hidden_size_per_layer_input",
+        tie_word_embeddings=True,
     ),
     "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, use_qk_norm=False, tie_word_embeddings=True),
     "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", sliding_window_pattern=4, tie_word_embeddings=True),
-    "mixtral": _family(Layout(experts="intermediate_size"), f"{_GROUPED} num_local_experts num_experts_per_tok"),
+    "mixtral": _family(DecoderParts(experts="intermediate_size"), f"{_GROUPED} num_local_experts num_experts_per_tok"),
     "olmoe": _family(
         replace(_GEMMA, qk_norm="all", experts="intermediate_size"), f"{_DENSE} num_experts num_experts_per_tok"
     ),
@@ -153,18 +156,18 @@ FAMILIES: Mapping[str, Family] = {
         f"num_key_value_heads head_dim {_EXPERTS} {_DELTA} shared_expert_intermediate_size layer_types",
     ),
     "gpt_oss": _family(
-        Layout(qkv_bias=True, out_bias=True, sinks=True, experts="intermediate_size", expert_bias=True),
+        DecoderParts(qkv_bias=True, out_bias=True, sinks=True, experts="intermediate_size", expert_bias=True),
         f"{_WIDE} sliding_window layer_types num_local_experts num_experts_per_tok",
     ),
     "deepseek_v2": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
     "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
     "glm4_moe": _family(
-        Layout(qkv_bias="attention_bias", qk_norm="head", experts="moe_intermediate_size"),
+        DecoderParts(qkv_bias="attention_bias", qk_norm="head", experts="moe_intermediate_size"),
         f"{_WIDE} attention_bias use_qk_norm n_routed_experts n_shared_experts num_experts_per_tok "
         "moe_intermediate_size first_k_dense_replace",
     ),
     "nemotron_h": _family(
-        Layout(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
+        DecoderParts(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
         f"{_WIDE} {_MAMBA}",
         mamba_ssm_cache_dtype="float32",
     ),
@@ -187,7 +190,7 @@ FAMILIES: Mapping[str, Family] = {
         tie_word_embeddings=True,
     ),
     "falcon": _family(
-        Layout(qkv_bias="bias", out_bias="bias", gated_mlp=False, mlp_bias="bias", norms=1, norm_vectors=2),
+        DecoderParts(qkv_bias="bias", out_bias="bias", gated_mlp=False, mlp_bias="bias", norms=1, norm_vectors=2),
         "multi_query new_decoder_architecture parallel_attn bias alibi",
         max_position_embeddings=2048,
         tie_word_embeddings=True,

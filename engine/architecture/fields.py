@@ -1,4 +1,4 @@
-"""A model's config as one flat dictionary: the text part of it, with the class defaults of transformers filled in."""
+"""Reader of a model's config: the settings of its language model as one flat mapping, with class defaults filled in."""
 
 from __future__ import annotations
 
@@ -7,47 +7,144 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.families import FAMILIES
-from llmsched.engine.errors import ModelError
+from llmsched.engine.errors import ModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: Where multimodal models keep the config of their language model.
+logger = logging.getLogger(__name__)
+
+#: Keys under which multimodal models keep the config of their language model.
 _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 
-#: Keys in which the whole model goes before its nested text config.
+#: Keys for which the outer config of a multimodal model overrides the nested text config.
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+
+#: Format of the files of ConfigCache. Increase it when the kept answers, or how they are computed, change.
+_CACHE_FORMAT = 2
+
+
+class ConfigCache:
+    """Answers of transformers about one config.json, kept in a file of `directory`, because asking takes seconds.
+
+    The file's name is a hash of the config's content and of the versions of llmsched and transformers. A file that
+    cannot be read or written is ignored. Models of `families.FAMILIES` need no answers and have no file.
+    """
+
+    def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
+        self._content = content
+        self._directory = directory
+
+    def get(self, name: str, ask: Callable[[], Any]) -> Any:
+        """Return the kept answer `name`, or else call `ask` and keep its result, which must be plain JSON."""
+        if name not in self._answers:
+            self._answers[name] = ask()
+            self._save()
+        return self._answers[name]
+
+    @cached_property
+    def _path(self) -> Path:
+        versions = [_CACHE_FORMAT, version("llmsched"), version("transformers")]
+        digest = hashlib.sha256(json.dumps([versions, self._content], sort_keys=True, default=str).encode())
+        return self._directory / f"{digest.hexdigest()[:32]}.json"
+
+    @cached_property
+    def _answers(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            logger.debug("no answers are kept in %s: %s", self._path, problem)
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _save(self) -> None:
+        try:
+            text = json.dumps(self._answers)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False
+            ) as part:
+                part.write(text)
+            os.replace(part.name, self._path)
+        except (OSError, TypeError) as problem:
+            logger.debug("%s cannot be written: %s", self._path, problem)
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """`values` are the language model's settings; `known` tells whether its class defaults could be filled in."""
+    """Settings of a model's language model.
+
+    `known` says whether its class defaults could be filled in. `config` is what the settings were read from, the vision
+    part included; `cache` keeps what transformers is asked about it.
+    """
 
     values: Mapping[str, Any]
     known: bool
+    config: PretrainedConfig | Mapping[str, Any] = field(repr=False)
+    cache: ConfigCache | None = field(default=None, repr=False)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is set and not null."""
+        """Return the first of `names` that is set and not null."""
         for name in names:
             if (value := self.values.get(name)) is not None:
                 return value
         return default
 
+    def ask(self, name: str, question: Callable[[], Any]) -> Any:
+        """Return `question()`, or the answer that the cache keeps under `name`."""
+        return question() if self.cache is None else self.cache.get(name, question)
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The whole config as config.json states it."""
+        return self.config if isinstance(self.config, Mapping) else self.config.to_dict()
+
+    # Settings that families name differently and that more than one reader needs.
+
     @property
     def model_type(self) -> str:
         return str(self.get("model_type", default=""))
 
+    @property
+    def hidden_size(self) -> Any:
+        return self.get("hidden_size", "n_embd", "d_model")
+
+    @property
+    def vocab_size(self) -> Any:
+        return self.get("vocab_size")
+
+    @property
+    def mlp_size(self) -> Any:
+        """Width of a dense MLP; four times hidden_size where the config leaves it out."""
+        return self.get(
+            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * (self.hidden_size or 0)
+        )
+
+    @property
+    def num_experts(self) -> Any:
+        """Routed experts of one layer."""
+        return self.get("num_local_experts", "num_experts", "n_routed_experts")
+
+    @property
+    def experts_per_token(self) -> Any:
+        return self.get("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+    @property
+    def shared_expert_size(self) -> Any:
+        return self.get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The config.json at `path` (the file, or the directory it lies in). Raises ModelError."""
+    """Read the config.json at `path`, which is the file or its directory. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -56,66 +153,50 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"{file}: cannot be read as JSON ({problem})") from problem
     if not isinstance(content, dict):
-        raise ModelError(f"{file}: holds a {type(content).__name__}, not the settings of a model")
+        raise ModelError(f"{file}: holds a {type(content).__name__}, not an object with the settings of a model")
     return content
 
 
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
-    """Flatten a transformers config or the content of a config.json; `cache` keeps what transformers is asked.
+    """Flatten a transformers config or the content of a config.json.
 
-    What the file says wins; what it leaves out is the class default where transformers knows the model_type. The
-    language model of a multimodal config is taken from its nested part only: the outer numbers describe the vision
-    part. Raises ModelError for an encoder-decoder and for a config that transformers finds invalid.
+    Values that the file states win; the others are class defaults where transformers knows the model_type. For a
+    multimodal model only the nested text config is read, because the outer sizes describe its vision part.
+
+    Raises ModelError for an encoder-decoder and for a config that transformers finds invalid.
     """
     if not isinstance(config, Mapping):
         _refuse_encoder_decoder(config.to_dict())
-        return Fields(_class_values(config), known=True)
+        return Fields(_class_values(config), True, config, cache)
     _refuse_encoder_decoder(config)
-    outer = dict(config)
-    text = nested_text(outer) or outer
-    shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
+    text = nested_text(config) or config
+    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     stated = {name: value for name, value in text.items() if value is not None} | shared
-    defaults = _plain_defaults(text)
-    if defaults is not None:
-        return Fields(defaults | stated, known=True)
-    added = _asked_values(outer) if cache is None else cache.get("values", lambda: _asked_values(outer))
-    return Fields((added or {}) | stated, known=added is not None)
+    defaults = _family_defaults(text)
+    if defaults is None:
+        bare = Fields(stated, False, config, cache)
+        defaults = bare.ask("values", lambda: _values_from_transformers(config))
+        if defaults is None:
+            return bare
+    return Fields(defaults | stated, True, config, cache)
 
 
-def _asked_values(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What transformers' class makes of a config, None where it does not know the model_type."""
-    made = transformers_config(content)
-    if made is None:
-        return None
-    _refuse_encoder_decoder(made.to_dict())
-    return _class_values(made)
+@contextmanager
+def size_errors() -> Iterator[None]:
+    """Turn any error of arithmetic on a config's values into ModelError: a config may state values of any type."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
+        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
 
 
 def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The config of the language model inside a multimodal one's; None where there is no such part."""
+    """Return the text config inside the config of a multimodal model; None if there is none."""
     return next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
 
 
-def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
-    if values.get("is_encoder_decoder"):
-        raise ModelError(
-            f"{values.get('model_type', 'this model')} is an encoder-decoder, which keeps a second cache for the "
-            "encoder's output; only decoders are served"
-        )
-
-
-def _plain_defaults(text: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the class of a well-known family adds to `text`; None where transformers must be asked."""
-    family = FAMILIES.get(str(text.get("model_type")))
-    if family is None or not text.keys() >= family.needs or text.get("use_sliding_window"):
-        return None
-    if any(isinstance(text[name], str) for name in family.needs - {"hybrid_override_pattern"}):
-        return None
-    return {name: value for name, value in family.defaults.items() if name not in text}
-
-
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
-    """The config that transformers makes of a config.json's content, None where it does not know the model_type.
+    """Build the transformers config of a config.json's content; None if transformers does not know its model_type.
 
     Raises ModelError for content that the config class refuses.
     """
@@ -132,62 +213,38 @@ def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
         raise ModelError(f"config of type {model_type} is invalid: {' '.join(str(problem).split())}") from problem
 
 
+def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
+    if values.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{values.get('model_type', 'this model')} is an encoder-decoder, which keeps a second cache for the "
+            "encoder's output; only decoders are served"
+        )
+
+
+def _family_defaults(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the class of a known family adds to `text`; None if transformers must be asked."""
+    family = FAMILIES.get(str(text.get("model_type")))
+    if family is None or not text.keys() >= family.needs or text.get("use_sliding_window"):
+        return None
+    if any(isinstance(text[name], str) for name in family.needs - {"hybrid_override_pattern"}):
+        return None
+    return {name: value for name, value in family.defaults.items() if name not in text}
+
+
+def _values_from_transformers(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return all settings as transformers' config class fills them in; None if it does not know the model_type."""
+    config = transformers_config(content)
+    if config is None:
+        return None
+    _refuse_encoder_decoder(config.to_dict())
+    return _class_values(config)
+
+
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """What the text config sets, under its own names and under the standard ones (n_layer -> num_hidden_layers)."""
+    """Return the text config's settings under its own names and the standard ones (n_layer and num_hidden_layers)."""
     text = config.get_text_config(decoder=True)
     own = {name: value for name, value in text.to_dict().items() if value is not None}
     standard = {name: own[alias] for name, alias in text.attribute_map.items() if alias in own}
     outer = config.to_dict()
     shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
     return standard | own | shared
-
-
-logger = logging.getLogger(__name__)
-
-#: Changes when what is kept, or how it is worked out, does.
-FORMAT = 1
-
-
-class ConfigCache:
-    """The kept answers about one config.json, in a file of `directory`."""
-
-    def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
-        self._content = content
-        self._directory = directory
-        self._answers: dict[str, Any] | None = None
-
-    def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """The answer of that name: the kept one, else what `ask` returns, which must be plain JSON. Raises as `ask`."""
-        answers = self._load()
-        if name not in answers:
-            answers[name] = ask()
-            self._save(answers)
-        return answers[name]
-
-    @cached_property
-    def _path(self) -> Path:
-        versions = [FORMAT, version("llmsched"), version("transformers")]
-        digest = hashlib.sha256(json.dumps([versions, self._content], sort_keys=True, default=str).encode())
-        return self._directory / f"{digest.hexdigest()[:32]}.json"
-
-    def _load(self) -> dict[str, Any]:
-        if self._answers is None:
-            self._answers = {}
-            try:
-                found = json.loads(self._path.read_text(encoding="utf-8"))
-                self._answers = found if isinstance(found, dict) else {}
-            except (OSError, ValueError) as problem:
-                logger.debug("nothing is kept in %s: %s", self._path, problem)
-        return self._answers
-
-    def _save(self, answers: Mapping[str, Any]) -> None:
-        try:
-            text = json.dumps(answers)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False
-            ) as part:
-                part.write(text)
-            os.replace(part.name, self._path)
-        except (OSError, TypeError) as problem:
-            logger.debug("%s cannot be kept: %s", self._path, problem)

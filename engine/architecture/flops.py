@@ -1,35 +1,31 @@
-"""What computing costs in arithmetic and memory traffic: a model's matrices and attention, read from its config.
+"""Arithmetic and memory traffic of a model's steps: its matrices and its attention, read from its config.
 
-A matrix of P numbers takes 2 P operations for each token and is read once for each step. Of E experts with k for each
-token, T tokens touch E (1 - (1 - k / E) ** T) if the choices are independent and even.
+A matrix of P numbers takes 2 P operations for each token and is read once in each step. Of E experts with k for each
+token, T tokens reach E (1 - (1 - k / E) ** T) if the choices are independent and even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields
-from llmsched.engine.architecture.geometry import ConfigReader, LayerGroup
+from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields, size_errors
+from llmsched.engine.architecture.geometry import LayerGroup, LayerReader
 from llmsched.engine.architecture.parameters import Parameters
-from llmsched.engine.architecture.quantised import weight_format
+from llmsched.engine.architecture.quantization import Arithmetic, Quantization, quantization_of
 from llmsched.engine.architecture.shape import inner_size
 from llmsched.engine.architecture.weights import parameters_of
-from llmsched.engine.errors import ModelError, one_line
-
-#: How matrices are multiplied: in 16 bits (or in float32, where that is the type of activations), in fp8 with one scale
-#: for a whole matrix or row, or in fp8 with a scale for each block, which takes longer.
-Arithmetic = Literal["bf16", "fp8", "fp8_block"]
+from llmsched.engine.errors import ModelError
 
 #: Vectors of hidden_size and of the MLP's width that norms, residuals, rotations and activations move for one token in
-#: one layer. Fitted to the `other_ms_per_layer` of microsoft/vidur's profiles (A100, H100, 7B to 70B), which they give
-#: within 20 % from 1,024 tokens on.
+#: one layer. Fitted to `other_ms_per_layer` in microsoft/vidur's profiles (A100, H100, 7B to 70B): within 20 % from
+#: 1,024 tokens on.
 _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """So many `numbers` in `size` bytes, multiplied in `arithmetic`."""
+    """Matrices of `numbers` numbers in `size` bytes, multiplied in `arithmetic`."""
 
     numbers: int
     size: float
@@ -37,10 +33,10 @@ class Matrices(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """One kind of layers together: bytes of KV per token, and operations per (query, key) pair of prefill and decode.
+    """Attention of all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
 
-    Layers with `windowed` see only the last tokens. Those with `latent` (MLA) decode all heads on one latent vector,
-    which is a product of matrices, and prefill on whole heads.
+    `windowed` layers see only the last tokens. `latent` layers (MLA) prefill with whole heads, but decode all heads on
+    one latent vector, which is a matrix product.
     """
 
     windowed: bool
@@ -52,12 +48,12 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """A model's cost apart from the device.
+    """Costs of a model's steps, independent of the device.
 
-    `dense` are the matrices all tokens go through, `experts` the routed ones
-    (all of them; a token goes through `experts_per_token` of `num_experts` in each layer), `head` makes the logits.
-    `vector_bytes` is what else is moved per token, `state_bytes` is read and written per sequence and step. `window` is
-    the largest window in tokens.
+    `dense` are the matrices that every token is multiplied with, `experts` all routed experts (a token is sent to
+    `experts_per_token` of `num_experts` in each layer), `head` computes the logits. `vector_bytes` is the other traffic
+    per token, `state_bytes` the traffic of recurrent state per sequence and step. `window` is the largest window in
+    tokens.
     """
 
     layers: int
@@ -81,84 +77,63 @@ class ModelFlops:
 def model_flops(
     config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
 ) -> ModelFlops:
-    """Read a config.json's content. `dtype_bytes` is the size of weights that are not quantised and of activations,
-    kv_dtype_bytes that of KV (default: the same).
+    """Read the costs of a model from the content of its config.json.
 
-    A checkpoint with fp8 weights and activations is multiplied in fp8, other quantised ones in 16 bits. Raises
-    ModelError where the parameters cannot be counted, the config does not say enough, or what it says cannot be.
+    `dtype_bytes` is the size of activations and of weights that are not quantised, `kv_dtype_bytes` that of KV
+    (default: the same). A checkpoint whose weights and activations are fp8 is multiplied in fp8, all others in 16 bits.
+
+    Raises ModelError if the parameters cannot be counted, or the config lacks a size or states a wrong one.
     """
-    try:
-        return _read_work(config, dtype_bytes, kv_dtype_bytes or dtype_bytes, cache)
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
-        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
-
-
-def _read_work(config: Mapping[str, Any], dtype_bytes: int, kv_bytes: int, cache: ConfigCache | None) -> ModelFlops:
-    fields = read_fields(config, cache)
-    parameters, _ = parameters_of(config, fields, cache)
-    hidden, vocab = fields.get("hidden_size", "n_embd", "d_model"), fields.get("vocab_size")
-    if not parameters.total or not hidden or not vocab:
-        named = fields.model_type or "a model without model_type"
-        raise ModelError(f"{named} cannot be simulated: its parameters cannot be counted from its config")
-    reader = ConfigReader(fields, dtype_bytes)
-    groups = reader.geometry().groups
-    layers = len(reader.layer_names())
-    vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
-    count, chosen = _experts(fields) if parameters.experts else (0, 0)
-    dense, experts = _matrices(parameters, fields, dtype_bytes)
-    return ModelFlops(
-        layers=layers,
-        dense=dense,
-        experts=experts,
-        num_experts=count,
-        experts_per_token=chosen,
-        head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
-        vector_bytes=layers * vectors * dtype_bytes,
-        state_bytes=2.0 * sum(group.layers * group.state_bytes for group in groups),
-        attention=tuple(_attention(group, fields, reader, kv_bytes) for group in groups if group.kind != "state"),
-        window=max((group.window for group in groups if group.window is not None), default=None),
-    )
+    with size_errors():
+        fields = read_fields(config, cache)
+        parameters, _ = parameters_of(fields)
+        hidden, vocab = fields.hidden_size, fields.vocab_size
+        if not parameters.total or not hidden or not vocab:
+            named = fields.model_type or "a model without model_type"
+            raise ModelError(f"{named} cannot be simulated: its parameters cannot be counted from its config")
+        reader = LayerReader(fields, dtype_bytes)
+        groups = reader.geometry().groups
+        layers = len(reader.layer_names())
+        vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
+        count, chosen = _experts(fields) if parameters.experts else (0, 0)
+        dense, experts = _matrices(parameters, quantization_of(fields), dtype_bytes)
+        return ModelFlops(
+            layers=layers,
+            dense=dense,
+            experts=experts,
+            num_experts=count,
+            experts_per_token=chosen,
+            head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
+            vector_bytes=layers * vectors * dtype_bytes,
+            state_bytes=2.0 * sum(group.layers * group.state_bytes for group in groups),
+            attention=tuple(
+                _attention(group, fields, reader, kv_dtype_bytes or dtype_bytes)
+                for group in groups
+                if group.kind != "state"
+            ),
+            window=max((group.window for group in groups if group.window is not None), default=None),
+        )
 
 
 def _experts(fields: Fields) -> tuple[int, int]:
-    """Routed experts of a layer, and how many of them a token goes through."""
-    count = int(fields.get("num_local_experts", "num_experts", "n_routed_experts"))
-    chosen = fields.get("num_experts_per_tok", "top_k_experts", "moe_topk")
+    """Return the number of routed experts of a layer, and to how many of them a token is sent."""
+    count, chosen = int(fields.num_experts), fields.experts_per_token
     if chosen is None or not 1 <= int(chosen) <= count:
-        raise ModelError(
-            f"config sends a token through {chosen} of {count} experts; from 1 to all of them is understood"
-        )
+        raise ModelError(f"config sends a token to {chosen} of {count} experts; it must be 1 to {count}")
     return count, int(chosen)
 
 
-def _matrices(parameters: Parameters, fields: Fields, dtype_bytes: int) -> tuple[Matrices, Matrices]:
-    """Dense and routed matrices; routers, norms and biases go with the dense ones."""
-    settings = fields.get("quantization_config")
-    form = weight_format(settings) if isinstance(settings, Mapping) else None
-    arithmetic: Arithmetic = "bf16"
-    if isinstance(settings, Mapping) and _computes_fp8(settings):
-        arithmetic = "fp8_block" if settings.get("weight_block_size") else "fp8"
-    linear = dtype_bytes if form is None or form.linear is None else form.linear / 8
-    expert = dtype_bytes if form is None or form.experts is None else form.experts / 8
+def _matrices(parameters: Parameters, quantization: Quantization | None, dtype_bytes: int) -> tuple[Matrices, Matrices]:
+    """Return dense and routed matrices; routers, norms and biases count with the dense ones."""
+    form = quantization or Quantization("none")
+    linear, expert = (bits / 8 if bits is not None else dtype_bytes for bits in (form.linear_bits, form.expert_bits))
     return (
-        Matrices(parameters.linear, parameters.linear * linear + parameters.other * dtype_bytes, arithmetic),
-        Matrices(parameters.experts, parameters.experts * expert, arithmetic),
+        Matrices(parameters.linear, parameters.linear * linear + parameters.other * dtype_bytes, form.arithmetic),
+        Matrices(parameters.experts, parameters.experts * expert, form.arithmetic),
     )
 
 
-def _computes_fp8(settings: Mapping[str, Any]) -> bool:
-    """Whether activations are quantised to 8 bits as well, so that the products run at that rate."""
-    method = str(settings.get("quant_method", "")).lower()
-    if method == "modelopt":
-        return str(settings.get("quant_algo", "")).upper() == "FP8"
-    if method == "compressed-tensors":
-        groups: list[Mapping[str, Any]] = list((settings.get("config_groups") or {}).values())
-        inputs = groups[0].get("input_activations") if groups else None
-        return isinstance(inputs, Mapping) and inputs.get("num_bits") == 8
-    return method in ("fp8", "fbgemm_fp8")
-
-
-def _attention(group: LayerGroup, fields: Fields, reader: ConfigReader, kv_bytes: int) -> Attention:
+def _attention(group: LayerGroup, fields: Fields, reader: LayerReader, kv_bytes: int) -> Attention:
     heads = reader.heads()
     pair = 2 * heads * (group.head_dim_k + group.head_dim_v)
     if group.kind == "mla":

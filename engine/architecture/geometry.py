@@ -1,4 +1,4 @@
-"""What one token, and one sequence, costs in KV memory: the layers of a model in groups of equal cost.
+"""KV memory of a model per token and per sequence: its layers in groups of equal cost.
 
 Sources: Ainslie et al. 2023 (grouped-query attention: 2 x kv_heads x head_dim per layer), DeepSeek-V2 2024 (MLA: one
 latent and one rope vector per layer).
@@ -19,10 +19,10 @@ from llmsched.engine.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Kind = Literal["full", "window", "mla", "state"]
+LayerKind = Literal["full", "window", "mla", "state"]
 Confidence = Literal["exact", "estimate"]
 
-_KINDS: Mapping[str, tuple[Kind, ...]] = {
+_KINDS: Mapping[str, tuple[LayerKind, ...]] = {
     "full_attention": ("full",),
     "attention": ("full",),
     "sliding_attention": ("window",),
@@ -43,7 +43,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 #: Families in which `sliding_window` without layer_types applies to every layer.
 _WINDOW_EVERYWHERE = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})
 
-#: Settings that change what is cached and that the arithmetic below does not know.
+#: Settings that change what is cached and that this module does not read.
 _NOT_UNDERSTOOD = re.compile(
     r"^(swa_|cla_|use_cla|kda_|index_(topk|head|n_)|indexer|cross_attention_layers|block_configs|rwkv|lightning)"
 )
@@ -51,15 +51,15 @@ _NOT_UNDERSTOOD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`layers` layers that cost the same.
+    """Group of `layers` layers with equal cost.
 
-    full: KV of every token. window: KV of every token is written, that of the last `window` is read. mla: one latent
-    per token of head_dim_k numbers (kv_lora_rank + rope), no V. state: nothing per token, `state_bytes` per layer and
-    sequence. `expanded` is, for mla, the numbers per token and layer that an engine caches which does not work in the
-    latent space: heads x (head_dim_k + head_dim_v).
+    Kinds: `full` keeps KV of every token. `window` writes KV of every token and reads that of the last `window`. `mla`
+    keeps one latent vector of head_dim_k numbers (kv_lora_rank + rope) per token and no V. `state` keeps nothing per
+    token, but `state_bytes` per layer and sequence. `expanded`, for mla only, is the numbers per token and layer that
+    an engine caches which does not compute in the latent space: heads x (head_dim_k + head_dim_v).
     """
 
-    kind: Kind
+    kind: LayerKind
     layers: int
     kv_heads: int = 0
     head_dim_k: int = 0
@@ -70,42 +70,42 @@ class LayerGroup:
 
     @property
     def kv_widths(self) -> tuple[int, int]:
-        """Numbers of one token's keys and of its values as this engine caches them, in one layer."""
+        """Numbers in the keys and in the values of one token that this engine caches, in one layer."""
         if self.expanded:
             return self.expanded - self.expanded // 2, self.expanded // 2
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """What one token of context costs in all layers of the group; a state costs nothing per token."""
+        """Return the bytes that one token of context needs in all layers of the group; 0 for a state."""
         return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """What this engine writes for one token: like bytes_per_token, except that MLA is cached expanded."""
+        """Return the bytes that this engine writes for one token: as bytes_per_token, but with MLA cached expanded."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The groups of a model; `notes` say what was assumed, and any assumption makes the whole an estimate."""
+    """Layer groups of a model. `notes` name the assumptions made; any assumption makes the geometry an estimate."""
 
     groups: tuple[LayerGroup, ...]
     confidence: Confidence
     notes: tuple[str, ...]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes per token of layers whose KV grows with the context for ever."""
+        """Return the bytes per token of the layers that keep the KV of the whole context."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind in ("full", "mla"))
 
     def kv_bytes_per_token_window(self, dtype_bytes: int) -> int:
-        """Bytes per token of layers that need only the last `window` tokens."""
+        """Return the bytes per token of the layers that need only the last `window` tokens."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that this engine writes for one token."""
+        """Return the bytes that this engine writes for one token."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """What a sequence of `length` tokens needs at rest where nothing outside a window is kept, state included."""
+        """Return the bytes of a sequence of `length` tokens, state included, if KV outside the windows is freed."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
@@ -125,16 +125,16 @@ class Geometry:
 
 
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
-    """Group the layers of a model by what they cache. `dtype_bytes` is that of recurrent state kept in model type.
+    """Group the layers of a model by what they cache. `dtype_bytes` is the size of the model's own type.
 
-    Raises ModelError for encoder-decoders and for configs that lack layers or heads or whose heads do not divide.
+    Raises ModelError for an encoder-decoder, and for a config without layers or heads or whose heads do not divide.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
-    return ConfigReader(fields, dtype_bytes).geometry()
+    return LayerReader(fields, dtype_bytes).geometry()
 
 
-class ConfigReader:
-    """Reads the layers of one config and collects what had to be assumed. Its methods raise ModelError."""
+class LayerReader:
+    """Reader of the layers of one config; it collects the assumptions it makes. Its methods raise ModelError."""
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
         self.fields = fields
@@ -143,6 +143,7 @@ class ConfigReader:
         self.facts: list[str] = []
 
     def geometry(self) -> Geometry:
+        """Return the groups of layers with equal cost."""
         if not self.fields.known:
             model_type = self.fields.model_type or "not given"
             self.assumed.append(f"model_type is {model_type}: transformers knows no defaults for what the config omits")
@@ -156,8 +157,8 @@ class ConfigReader:
         notes = tuple(dict.fromkeys(self.assumed + self.facts))
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
 
-    def _cached_layers(self) -> list[tuple[Kind, ...]]:
-        """What each layer caches, without the last layers that use the KV of earlier ones."""
+    def _cached_layers(self) -> list[tuple[LayerKind, ...]]:
+        """Return what each layer caches, without the last layers that use the KV of earlier ones."""
         kinds = [self.kinds(name) for name in self.layer_names()]
         sharing = self.fields.get("num_kv_shared_layers", default=0)
         if sharing:
@@ -165,7 +166,7 @@ class ConfigReader:
         return kinds[: len(kinds) - sharing]
 
     def layer_names(self) -> list[str]:
-        """The kind of every layer, in the words of the configs."""
+        """Return the type of every layer, by the names that configs use."""
         fields = self.fields
         if pattern := fields.get("hybrid_override_pattern"):
             return [_PATTERN.get(letter, letter) for letter in pattern]
@@ -175,7 +176,7 @@ class ConfigReader:
                 contradiction = f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}"
                 if fields.known:
                     raise ModelError(f"config contradicts itself: {contradiction}")
-                self.assumed.append(f"{contradiction}: those count")
+                self.assumed.append(f"{contradiction}: layer_types counts")
             return [str(name) for name in listed]
         if not isinstance(layers, int) or layers < 1:
             raise ModelError(
@@ -195,22 +196,22 @@ class ConfigReader:
         return self._attention_names(layers)
 
     def _attention_names(self, layers: int) -> list[str]:
-        """Layers of a model that lists none: all full, all with a window, or every n-th full."""
+        """Return the types for a config that lists none: all full, all with a window, or every n-th full."""
         fields = self.fields
         window = fields.get("sliding_window", "attention_window_size")
         if not window or fields.get("use_sliding_window") is False:
             return ["full_attention"] * layers
         if pattern := fields.get("sliding_window_pattern", "_sliding_window_pattern"):
             if not isinstance(pattern, int):
-                raise ModelError(f"config has sliding_window_pattern {pattern!r}; a number of layers is understood")
+                raise ModelError(f"config has sliding_window_pattern {pattern!r}; it must be a number of layers")
             return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
         if fields.model_type in _WINDOW_EVERYWHERE:
             return ["sliding_attention"] * layers
         self.assumed.append(f"sliding_window {window} without layer_types: all layers counted at full length")
         return ["full_attention"] * layers
 
-    def kinds(self, name: str) -> tuple[Kind, ...]:
-        """What a layer of this name caches."""
+    def kinds(self, name: str) -> tuple[LayerKind, ...]:
+        """Return what a layer of the type `name` caches."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown kind {name!r} counted as full attention")
             return ("full",)
@@ -218,7 +219,7 @@ class ConfigReader:
             return ("window",)
         return _KINDS[name]
 
-    def _one_layer(self, kind: Kind, layer: int) -> LayerGroup:
+    def _one_layer(self, kind: LayerKind, layer: int) -> LayerGroup:
         if kind == "state":
             return self._state_layer()
         if kind == "full" and self.fields.get("kv_lora_rank"):
@@ -228,7 +229,7 @@ class ConfigReader:
         if min(kv_heads, head_dim, head_dim_v) < 1:
             raise ModelError(
                 f"config has layers of {kv_heads} KV heads with keys of {head_dim} and values of {head_dim_v} numbers; "
-                "each is 1 or more"
+                "each must be 1 or more"
             )
         window = self._window() if kind == "window" else None
         return LayerGroup(kind, 1, kv_heads, head_dim, head_dim_v, window)
@@ -248,14 +249,14 @@ class ConfigReader:
         return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self.heads() * (key + value))
 
     def heads(self) -> int:
-        """Heads of a query."""
+        """Return the number of query heads."""
         heads = self.fields.get("num_attention_heads", "n_head", "n_heads", "num_heads")
         if not isinstance(heads, int) or heads < 1:
             raise ModelError(f"config has no attention heads (num_attention_heads is {heads!r})")
         return heads
 
-    def kv_heads(self, kind: Kind, layer: int) -> int:
-        """Heads of a key or value in this layer."""
+    def kv_heads(self, kind: LayerKind, layer: int) -> int:
+        """Return the number of heads of a key or value in this layer."""
         fields = self.fields
         if (own := self._override("num_key_value_heads", layer)) is not None:
             return int(own)
@@ -276,8 +277,8 @@ class ConfigReader:
             return self.heads()
         return int(given)
 
-    def head_dim(self, kind: Kind, layer: int) -> int:
-        """Width of one head of a query or key in this layer."""
+    def head_dim(self, kind: LayerKind, layer: int) -> int:
+        """Return the width of one head of a query or key in this layer."""
         fields = self.fields
         if (own := self._override("head_dim", layer)) is not None:
             return int(own)
@@ -285,7 +286,7 @@ class ConfigReader:
             return int(fields.get("global_head_dim"))
         if given := fields.get("head_dim", "attention_head_dim", "kv_channels"):
             return int(given)
-        hidden, heads = fields.get("hidden_size", "n_embd", "d_model"), self.heads()
+        hidden, heads = fields.hidden_size, self.heads()
         if not isinstance(hidden, int):
             raise ModelError("config has neither head_dim nor hidden_size")
         if hidden % heads:
@@ -299,7 +300,7 @@ class ConfigReader:
         return window
 
     def _override(self, name: str, layer: int) -> Any:
-        """A value that the config sets for one layer alone."""
+        """Return the value that the config sets for this layer only; None if it sets none."""
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, Mapping):
             return None

@@ -1,28 +1,28 @@
-"""How many numbers a model holds, counted from its config for the families whose layout is known."""
+"""Counting the parameters of a model from its config, for the families in families.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from llmsched.engine.architecture.families import FAMILIES, Layout, Switch
+from llmsched.engine.architecture.families import FAMILIES, DecoderParts, Switch
 from llmsched.engine.architecture.fields import Fields
-from llmsched.engine.architecture.geometry import ConfigReader
+from llmsched.engine.architecture.geometry import LayerReader
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers by what quantised formats do with them.
+    """Numbers of parameters, divided as quantised formats divide them.
 
     linear: matrices of attention and dense MLPs; experts: matrices of routed experts; embeddings: input, output and
-    learned positions; other: norms, biases, routers, convolutions; tower: the parts that see or hear.
+    learned positions; other: norms, biases, routers, convolutions; encoders: of images and audio.
     """
 
     linear: int = 0
     experts: int = 0
     embeddings: int = 0
     other: int = 0
-    tower: int = 0
+    encoders: int = 0
 
     def __add__(self, more: Parameters) -> Parameters:
         return Parameters(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
@@ -33,19 +33,18 @@ class Parameters:
 
 
 def count_parameters(config: Fields) -> Parameters | None:
-    """Count the language model; None for a family, or a variant of one, whose layout is not known.
+    """Count the language model; None for a family or a variant of it that is not in families.py.
 
-    Raises ModelError when the config does not say enough about its layers.
+    Raises ModelError if the config does not describe its layers in full.
     """
     family = FAMILIES.get(config.model_type)
-    hidden, vocab = config.get("hidden_size", "n_embd"), config.get("vocab_size")
-    if family is None or not hidden or not vocab or _is_variant(config):
+    if family is None or not config.hidden_size or not config.vocab_size or _is_variant(config):
         return None
-    return sum(_Counter(config, family.layout, hidden, vocab).parts(), Parameters())
+    return sum(_Counter(config, family.parts).count(), Parameters())
 
 
 def _is_variant(config: Fields) -> bool:
-    """Whether settings ask for parts that are not counted here."""
+    """Return whether settings ask for parts that _Counter does not count."""
     unusual = ["hidden_size_per_layer_input", "num_kv_shared_layers", "moe_latent_size", "qk_layernorm"]
     if config.model_type == "nemotron_h":
         unusual += ["use_bias", "mlp_bias", "mamba_proj_bias"]
@@ -57,38 +56,37 @@ def _is_variant(config: Fields) -> bool:
         unusual.append("new_decoder_architecture")
     if config.model_type == "opt" and not config.get("do_layer_norm_before"):
         return True
-    projected = config.get("word_embed_proj_dim", default=config.get("hidden_size"))
-    return projected != config.get("hidden_size") or any(config.get(name) for name in unusual)
+    projected = config.get("word_embed_proj_dim", default=config.hidden_size)
+    return projected != config.hidden_size or any(config.get(name) for name in unusual)
 
 
 class _Counter:
-    """Walks through the parts of one model."""
+    """Walk over the parts of one model."""
 
-    def __init__(self, config: Fields, layout: Layout, hidden: int, vocab: int) -> None:
+    def __init__(self, config: Fields, parts: DecoderParts) -> None:
         self.config = config
-        self.layout = layout
-        self.hidden = hidden
-        self.vocab = vocab
-        self.reader = ConfigReader(config)
+        self.parts = parts
+        self.hidden: int = config.hidden_size
+        self.reader = LayerReader(config)
 
-    def parts(self) -> Iterator[Parameters]:
-        """Embeddings, the parts of every layer, the last norm."""
+    def count(self) -> Iterator[Parameters]:
+        """Count the embeddings, the parts of every layer and the last norm."""
         copies = 1 if self.config.get("tie_word_embeddings", default=False) else 2
-        yield Parameters(embeddings=copies * self.vocab * self.hidden)
-        if self.layout.head_bias:
-            yield Parameters(other=self.vocab)
-        if self.layout.positions:
+        yield Parameters(embeddings=copies * self.config.vocab_size * self.hidden)
+        if self.parts.head_bias:
+            yield Parameters(other=self.config.vocab_size)
+        if self.parts.positions:
             reserved = 2 if self.config.model_type == "opt" else 0
-            yield Parameters(embeddings=(self.config.get(self.layout.positions) + reserved) * self.hidden)
+            yield Parameters(embeddings=(self.config.get(self.parts.positions) + reserved) * self.hidden)
         for layer, name in enumerate(self.reader.layer_names()):
             yield from self._layer(layer, name)
         yield self._norms(1)
 
     def _norms(self, count: int) -> Parameters:
-        return Parameters(other=count * self.layout.norm_vectors * self.hidden)
+        return Parameters(other=count * self.parts.norm_vectors * self.hidden)
 
     def _layer(self, layer: int, name: str) -> Iterator[Parameters]:
-        yield self._norms(self.layout.norms)
+        yield self._norms(self.parts.norms)
         if name in ("linear_attention", "mamba"):
             yield self._mamba2() if self.config.get("mamba_num_heads") else self._delta_net()
         elif name not in ("moe", "mlp"):
@@ -98,22 +96,22 @@ class _Counter:
         yield from self._mlps(layer, name)
 
     def _attention(self, layer: int, name: str) -> Parameters:
-        """Projections of queries, keys, values and output, with the family's biases, norms and sinks."""
+        """Count the projections of queries, keys, values and output, with the family's biases, norms and sinks."""
         [kind] = self.reader.kinds(name)
         heads, head_dim = self.reader.heads(), self.reader.head_dim(kind, layer)
         query, key = heads * head_dim, self.reader.kv_heads(kind, layer) * head_dim
         value = 0 if kind == "full" and self.config.get("attention_k_eq_v") else key
-        rows = query * (2 if self.layout.gated_query else 1) + key + value
-        other = (rows if self._on(self.layout.qkv_bias) else 0) + (self.hidden if self._on(self.layout.out_bias) else 0)
+        rows = query * (2 if self.parts.gated_query else 1) + key + value
+        other = (rows if self._on(self.parts.qkv_bias) else 0) + (self.hidden if self._on(self.parts.out_bias) else 0)
         if self._has_qk_norm():
-            other += 2 * head_dim if self.layout.qk_norm == "head" else query + key
-        return Parameters(linear=self.hidden * (rows + query), other=other + (heads if self.layout.sinks else 0))
+            other += 2 * head_dim if self.parts.qk_norm == "head" else query + key
+        return Parameters(linear=self.hidden * (rows + query), other=other + (heads if self.parts.sinks else 0))
 
     def _has_qk_norm(self) -> bool:
-        return bool(self.layout.qk_norm) and bool(self.config.get("use_qk_norm", default=True))
+        return bool(self.parts.qk_norm) and bool(self.config.get("use_qk_norm", default=True))
 
     def _mla(self) -> Parameters:
-        """DeepSeek: queries and keys-with-values through a narrow latent each, or queries directly."""
+        """Count multi-head latent attention (DeepSeek-V2): low-rank projections, of queries where they have a rank."""
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
         value, narrow = get("v_head_dim"), get("q_lora_rank")
@@ -124,7 +122,7 @@ class _Counter:
         return Parameters(linear=linear, other=latent + (narrow or 0) + biases)
 
     def _delta_net(self) -> Parameters:
-        """Gated delta net: projections of q, k, v and gate, two numbers per value head, a short convolution."""
+        """Count a gated delta net: projections of q, k, v and gate, two numbers per value head, a short convolution."""
         get = self.config.get
         key = get("linear_num_key_heads") * get("linear_key_head_dim")
         heads, dim = get("linear_num_value_heads"), get("linear_value_head_dim")
@@ -133,7 +131,7 @@ class _Counter:
         return Parameters(linear=linear, other=(2 * key + value) * get("linear_conv_kernel_dim") + 2 * heads + dim)
 
     def _mamba2(self) -> Parameters:
-        """Projections in and out, a short convolution over x, B and C, three numbers per head."""
+        """Count a Mamba-2 mixer: projections in and out, a convolution over x, B and C, three numbers per head."""
         get, heads = self.config.get, self.config.get("mamba_num_heads")
         width = heads * get("mamba_head_dim")
         mixed = width + 2 * get("n_groups") * get("ssm_state_size")
@@ -142,48 +140,46 @@ class _Counter:
         return Parameters(linear=linear, other=mixed * taps + 3 * heads + width)
 
     def _mlps(self, layer: int, name: str) -> Iterator[Parameters]:
-        """The dense MLP, or the experts with their router."""
+        """Count the dense MLP, or the experts with their router."""
         get = self.config.get
-        if self.config.model_type == "gemma4_text":  # experts beside the dense MLP, with norms and scales of their own
+        if self.config.model_type == "gemma4_text":  # experts beside the dense MLP, with their own norms and scales
             yield self._mlp(get("intermediate_size"))
             if get("enable_moe_block"):
                 yield self._experts(get("num_experts"), get("moe_intermediate_size"))
                 yield Parameters(other=self.hidden + get("num_experts")) + self._norms(3)
         elif self._is_sparse(layer, name):
-            count = get("num_local_experts", "num_experts", "n_routed_experts")
-            yield self._experts(count, get(self.layout.experts))
+            yield self._experts(self.config.num_experts, get(self.parts.experts))
             yield from self._shared()
         else:
-            yield self._mlp(get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * self.hidden))
+            yield self._mlp(self.config.mlp_size)
 
     def _is_sparse(self, layer: int, name: str) -> bool:
         get = self.config.get
         if name in ("moe", "mlp"):
             return name == "moe"
-        if not self.layout.experts:
+        if not self.parts.experts:
             return False
         first, step = get("first_k_dense_replace", default=0), get("decoder_sparse_step", default=1)
         return layer >= first and layer not in get("mlp_only_layers", default=()) and (layer + 1) % step == 0
 
     def _mlp(self, inner: int) -> Parameters:
-        matrices = 3 if self.layout.gated_mlp else 2
-        bias = (matrices - 1) * inner + self.hidden if self._on(self.layout.mlp_bias) else 0
+        matrices = 3 if self.parts.gated_mlp else 2
+        bias = (matrices - 1) * inner + self.hidden if self._on(self.parts.mlp_bias) else 0
         return Parameters(linear=matrices * self.hidden * inner, other=bias)
 
     def _experts(self, count: int, inner: int) -> Parameters:
-        matrices = 3 if self.layout.gated_mlp else 2
-        biases = count * ((matrices - 1) * inner + self.hidden + 1) if self.layout.expert_bias else 0
+        matrices = 3 if self.parts.gated_mlp else 2
+        biases = count * ((matrices - 1) * inner + self.hidden + 1) if self.parts.expert_bias else 0
         return Parameters(experts=count * matrices * self.hidden * inner, other=count * self.hidden + biases)
 
     def _shared(self) -> Iterator[Parameters]:
-        """Experts that every token goes through."""
-        get = self.config.get
-        inner = get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        """Count the experts that every token is sent to."""
+        get, inner = self.config.get, self.config.shared_expert_size
         if inner is None:
             inner = get("n_shared_experts", default=0) * get("moe_intermediate_size", default=0)
         if inner:
             yield self._mlp(inner)
-        if self.layout.shared_gate:
+        if self.parts.shared_gate:
             yield Parameters(other=self.hidden)
 
     def _on(self, switch: Switch) -> bool:

@@ -1,4 +1,4 @@
-"""What the memory model needs to know of a model, read from its config."""
+"""Sizes of a model that the memory plan needs, read from its config."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.fields import Fields, read_fields
-from llmsched.engine.architecture.geometry import ConfigReader, Geometry, kv_geometry
-from llmsched.engine.architecture.quantised import kv_is_fp8
+from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields, size_errors
+from llmsched.engine.architecture.geometry import Geometry, LayerReader, kv_geometry
+from llmsched.engine.architecture.quantization import quantization_of
 from llmsched.engine.architecture.weights import Weights, model_weights
-from llmsched.engine.errors import ModelError, one_line
+from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llmsched.engine.architecture.fields import ConfigCache
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Widths in numbers, sizes of one layer where layers differ: the largest.
+    """Sizes of a model. Widths count numbers; where layers differ, the largest counts.
 
-    `inner_size` is the width of the MLP that a token goes through, `query_size` that of all query heads.
-    `whole_scores`: attention scores are capped, have sinks or biases, for which a CPU must hold them. `max_position` is
-    None where none is stated. `fp8_kv`: the checkpoint has scales for fp8 KV.
+    `inner_size` is the width of the MLP that a token passes through, `query_size` that of all query heads together.
+    `whole_scores` says that attention scores are capped or have sinks or biases, so that a CPU holds them as a whole.
+    `max_position` is the longest context in tokens, None if the config states none. `fp8_kv` says that the checkpoint
+    has scales for an fp8 KV cache.
     """
 
     geometry: Geometry
@@ -42,7 +41,7 @@ class ModelShape:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing about weights and activations had to be left out."""
+        """Whether weights and activations are counted in full."""
         return self.weights.exact and self.vocab_size > 0 and self.hidden_size > 0
 
 
@@ -56,83 +55,67 @@ def model_shape(
 ) -> ModelShape:
     """Read the shape from a transformers config or the content of a config.json.
 
-    `path` is the model's directory, where weight files are looked for; `weights` is taken as given instead. `cache`
-    keeps what takes long to find out. Raises ModelError when the config does not say enough, or what it says is of an
-    unexpected kind.
+    `path` is the model's directory, where weight files may lie; `weights`, if given, replaces what is found there.
+
+    Raises ModelError if the config lacks a size or states one of the wrong type.
     """
-    try:
-        return _read_shape(config, dtype_bytes, path, weights, cache)
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
-        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
-
-
-def _read_shape(
-    config: PretrainedConfig | Mapping[str, Any],
-    dtype_bytes: int,
-    path: Path | None,
-    weights: Weights | None,
-    cache: ConfigCache | None,
-) -> ModelShape:
-    fields = read_fields(config, cache)
-    geometry = kv_geometry(fields, dtype_bytes)
-    hidden, vocab = fields.get("hidden_size", "n_embd", "d_model"), fields.get("vocab_size")
-    position, notes = _max_position(fields)
-    if not hidden or not vocab:
-        notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
-    for name, size in (("hidden_size", hidden), ("vocab_size", vocab), ("max_position_embeddings", position)):
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise ModelError(f"config has {name} {size!r}; a number of 0 or more is understood")
-    heads = ConfigReader(fields).heads() if geometry.caches_kv else 0
-    quantised = fields.get("quantization_config")
-    return ModelShape(
-        geometry=geometry,
-        weights=weights or model_weights(path, config, dtype_bytes, cache),
-        vocab_size=vocab or 0,
-        hidden_size=hidden or 0,
-        inner_size=inner_size(fields),
-        max_position=position,
-        notes=notes,
-        heads=heads,
-        query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
-        whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
-        fp8_kv=isinstance(quantised, Mapping) and kv_is_fp8(quantised),
-    )
+    with size_errors():
+        fields = read_fields(config, cache)
+        geometry = kv_geometry(fields, dtype_bytes)
+        position, notes = max_position(fields)
+        hidden, vocab = fields.hidden_size, fields.vocab_size
+        if not hidden or not vocab:
+            notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
+        for name, size in (("hidden_size", hidden), ("vocab_size", vocab), ("max_position_embeddings", position)):
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+                raise ModelError(f"config has {name} {size!r}; it must be a whole number, 0 or more")
+        heads = LayerReader(fields).heads() if geometry.caches_kv else 0
+        quantization = quantization_of(fields)
+        return ModelShape(
+            geometry=geometry,
+            weights=weights or model_weights(path, fields, dtype_bytes),
+            vocab_size=vocab or 0,
+            hidden_size=hidden or 0,
+            inner_size=inner_size(fields),
+            max_position=position,
+            notes=notes,
+            heads=heads,
+            query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
+            whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
+            fp8_kv=quantization is not None and quantization.fp8_kv,
+        )
 
 
 def inner_size(fields: Fields) -> int:
-    """Width of the MLP, or of all experts together that one token is sent to."""
-    hidden = fields.get("hidden_size", "n_embd", "d_model", default=0)
-    dense = fields.get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
-    dense = max(dense) if isinstance(dense, list) else dense
-    chosen = fields.get("num_experts_per_tok", "top_k_experts", "moe_topk", default=0)
-    shared = fields.get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=0)
-    routed = chosen * fields.get("moe_intermediate_size", default=dense) + shared
-    return max(int(dense), int(routed))
+    """Return the width of the MLP, or of all experts together that one token is sent to, whichever is larger."""
+    dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
+    routed = (fields.experts_per_token or 0) * fields.get("moe_intermediate_size", default=dense)
+    return max(int(dense), int(routed + (fields.shared_expert_size or 0)))
 
 
-def _max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """The longest context that can be served exactly, and why it is shorter than the model's own if it is.
-
-    Rotary embeddings of the kinds longrope and dynamic change for a whole batch as soon as one of its sequences passes
-    the original context, which would make requests depend on each other.
-    """
+def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
+    """Return the longest context that can be served exactly, and a note if it is shorter than the model's own."""
     stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    original = fields.get("original_max_position_embeddings")
-    limits = [stated]
-    for rope in _ropes(fields):
-        kind = str(rope.get("rope_type", rope.get("type")))
-        if kind == "longrope":
-            limits.append(rope.get("original_max_position_embeddings", original))
-        elif "dynamic" in kind:
-            limits.append(original)
-    limit = min((each for each in limits if each), default=None)
+    limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
     if limit == stated:
         return limit, ()
     return limit, (f"context limited to {limit} of {stated} tokens: beyond it the rotary embeddings change",)
 
 
-def _ropes(fields: Fields) -> list[Mapping[str, Any]]:
-    """Settings of the rotary embeddings: one set, or one for each kind of layer."""
+def rotary_limit(fields: Fields) -> int | None:
+    """Return the context in tokens up to which sequences can share a batch exactly; None if there is no such limit.
+
+    Rotary embeddings of the kinds longrope and dynamic change for a whole batch as soon as its longest sequence passes
+    the original context: requests would depend on each other, and older keys in the cache would no longer fit.
+    """
     given = fields.get("rope_parameters", "rope_scaling", default={})
-    nested = [value for value in given.values() if isinstance(value, Mapping)]
-    return nested or [given]
+    per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]
+    limits = []
+    for rope in per_layer_kind or [given]:
+        kind = str(rope.get("rope_type", rope.get("type")))
+        original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+        if kind == "longrope" or "dynamic" in kind:
+            limits.append(
+                original or fields.get("original_max_position_embeddings", "max_position_embeddings", "n_positions")
+            )
+    return min((limit for limit in limits if limit), default=None)

@@ -1,4 +1,4 @@
-"""Parameters of the parts of multimodal models that see, for those whose layout is known."""
+"""Counting the parameters of the vision encoders of multimodal models, for those with a known structure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 Settings = Mapping[str, Any]
 
 
-def tower_parameters(config: Settings) -> int | None:
-    """Numbers outside the language model of a config.json's content; 0 where it is text alone, None if not known.
+def encoder_parameters(config: Settings) -> int | None:
+    """Count the numbers outside the language model of a config.json's content; 0 for a text model.
 
-    Parts that hear are not known.
+    Returns None for models that are not in the table below and for all models with an audio encoder.
     """
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
         return None
     if not isinstance(vision, Mapping):
         return 0
-    count = _TOWERS.get(str(config.get("model_type")))
+    count = _ENCODERS.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config, vision)
-    except KeyError:  # a setting is left to its class default, or asks for more than is known
+    except KeyError:  # a setting is left to its class default, or asks for parts that are not counted
         return None
 
 
@@ -30,12 +30,12 @@ def _layer_norm(size: int) -> int:
 
 
 def _dense(rows: int, columns: int) -> int:
-    """A matrix with its bias."""
+    """Count a matrix with its bias."""
     return rows * columns + rows
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Qwen3-VL, Qwen3.5: learned positions, plain blocks, one merger and one for each deepstack layer."""
+    """Count Qwen3-VL and Qwen3.5: learned positions, plain blocks, one merger and one more for each deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     block = 2 * _layer_norm(hidden) + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
     block += _dense(inner, hidden) + _dense(hidden, inner)
@@ -47,7 +47,7 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
-    """Qwen2-VL: plain blocks without learned positions, one merger; `hidden_size` is the language model's."""
+    """Count Qwen2-VL: plain blocks without learned positions, one merger; `hidden_size` is the language model's."""
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     inner = int(hidden * vision["mlp_ratio"])
     block = 2 * _layer_norm(hidden) + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
@@ -57,7 +57,7 @@ def _qwen2_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
-    """Qwen2.5-VL: gated blocks with RMSNorm, one merger."""
+    """Count Qwen2.5-VL: gated blocks with RMSNorm, one merger."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     block = 2 * hidden + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
     block += 2 * _dense(inner, hidden) + _dense(hidden, inner)
@@ -65,19 +65,19 @@ def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
 
 
 def _patches(vision: Settings, hidden: int) -> int:
-    """What turns patches into vectors, without a bias."""
+    """Count the patch embedding, which has no bias."""
     channels = vision.get("in_channels", vision.get("in_chans", 3))
     return int(channels * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * hidden)
 
 
 def _merger(vision: Settings, hidden: int, out: int) -> int:
-    """Several neighbouring vectors become one of the language model's."""
+    """Count the merger, which projects several neighbouring vectors to one of the language model."""
     merged = hidden * vision["spatial_merge_size"] ** 2
     return int(_dense(merged, merged) + _dense(out, merged))
 
 
 def _mistral3(config: Settings, vision: Settings) -> int:
-    """Pixtral: gated blocks with RMSNorm and no biases, a merger of patches, two projections."""
+    """Count Pixtral: gated blocks with RMSNorm and no biases, a merger of patches, two projections."""
     hidden, inner, text = vision["hidden_size"], vision["intermediate_size"], config["text_config"]["hidden_size"]
     heads = vision["num_attention_heads"] * vision["head_dim"]
     block = 2 * hidden + 4 * hidden * heads + 3 * hidden * inner
@@ -88,7 +88,7 @@ def _mistral3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma3(config: Settings, vision: Settings) -> int:
-    """SigLIP without its pooling head, and one projection."""
+    """Count SigLIP without its pooling head, and one projection."""
     if vision["vision_use_head"]:
         raise KeyError("vision_use_head")
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
@@ -100,7 +100,7 @@ def _gemma3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma4(config: Settings, vision: Settings) -> int:
-    """Gated blocks with four norms and norms of queries and keys; two tables of positions, one projection."""
+    """Count gated blocks with four norms and norms of queries and keys, two tables of positions, one projection."""
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim
@@ -108,7 +108,7 @@ def _gemma4(config: Settings, vision: Settings) -> int:
     return int(patches + vision["num_hidden_layers"] * block + hidden * config["text_config"]["hidden_size"])
 
 
-_TOWERS: Mapping[str, Callable[[Settings, Settings], int]] = {
+_ENCODERS: Mapping[str, Callable[[Settings, Settings], int]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,

@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take once loaded: from the files' headers, else counted from the config."""
+"""Size of a model's weights once loaded: from the headers of its files, or else counted from its config."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.fields import Fields, read_fields, transformers_config
+from llmsched.engine.architecture.fields import Fields, transformers_config
 from llmsched.engine.architecture.parameters import Parameters, count_parameters
-from llmsched.engine.architecture.quantised import weight_bytes, weight_format
-from llmsched.engine.architecture.vision import tower_parameters
+from llmsched.engine.architecture.quantization import Quantization, quantization_of
+from llmsched.engine.architecture.vision import encoder_parameters
 from llmsched.engine.errors import ModelError
 from llmsched.engine.units import human_bytes
 
 if TYPE_CHECKING:
     import torch
-
-    from llmsched.engine.architecture.fields import ConfigCache
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +28,17 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 
-#: Tensors of a built model by their names.
-_TOWER = re.compile(r"vis(ual|ion)|audio|multi_modal_projector")
+#: Names of the tensors of a built model.
+_ENCODER = re.compile(r"vis(ual|ion)|audio|multi_modal_projector")
 _EMBEDDING = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b")
 _SMALL = re.compile(r"bias|norm|router|conv|\bgate\.")
-#: Tensors of a checkpoint that predict further tokens at once, which is not served.
-_FURTHER_TOKENS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layers\.(?P<layer>\d+)\.)")
+#: Tensors of multi-token prediction (MTP), which is not served: `mtp.*`, or layers beyond num_hidden_layers.
+_MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layers\.(?P<layer>\d+)\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`count` bytes in the serving type; `source` tells where from, `exact` whether nothing had to be assumed."""
+    """Size of weights: `count` bytes in the serving type; `exact` if nothing was assumed, `source` of the figure."""
 
     count: int
     source: str
@@ -48,59 +46,68 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
-def model_weights(path: Path | None, config: Any, dtype_bytes: int, cache: ConfigCache | None = None) -> Weights:
-    """Bytes of the weights of the model at `path` (a directory) when served in a type of `dtype_bytes`.
+def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
+    """Return the size of a model's weights when served in a type of `dtype_bytes` bytes.
 
-    `config` is a transformers config or the content of a config.json. Floating-point tensors are converted on
-    loading and count dtype_bytes per number; quantised ones count as stored. Without safetensors files the parameters
-    are counted from the config, tied embeddings once; `cache` keeps the count where that takes building the model.
-    Where neither is possible the count is 0 and a note says so.
+    Safetensors files in the directory `path` are preferred: their floating-point tensors are converted on loading and
+    count dtype_bytes per number, quantised tensors count as stored. Without files the parameters are counted from the
+    config, tied embeddings once. If that is impossible too, the size is 0 and a note says so.
 
     Raises ModelError for a damaged file.
     """
-    fields = read_fields(config, cache)
     files = _safetensors_files(path) if path is not None and path.is_dir() else []
     if files:
         return _from_headers(files, dtype_bytes, fields)
-    parameters, notes = parameters_of(config, fields, cache)
+    parameters, notes = parameters_of(fields)
     if not parameters.total:
         named = fields.model_type or "no model_type"
         reason = f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"
         return Weights(0, "unknown", exact=False, notes=(reason,))
-    if quantised := fields.get("quantization_config"):
-        return _quantised(parameters, quantised, dtype_bytes)
+    if (quantization := quantization_of(fields)) is not None:
+        note = _quantization_note(quantization, dtype_bytes)
+        return Weights(quantised_bytes(parameters, quantization, dtype_bytes), "config", exact=False, notes=(note,))
     return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
 
 
-def parameters_of(config: Any, fields: Fields, cache: ConfigCache | None = None) -> tuple[Parameters, tuple[str, ...]]:
-    """Counted from the table of families, else by building the model; and what was left out. None of it: zeros."""
+def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
+    """Count a model's parameters from the table of families, or else by building the model without memory.
+
+    Returns the counts, all zero if neither is possible, and notes on parts that are left out.
+    """
     counted = count_parameters(fields)
-    content = config if isinstance(config, Mapping) else config.to_dict()
-    if counted is not None and (tower := tower_parameters(content)) is not None:
-        return counted + Parameters(tower=tower), ()
-    built = _built_parameters(config) if cache is None else cache.get("parameters", lambda: _built_parameters(config))
+    if counted is not None and (encoders := encoder_parameters(fields.content)) is not None:
+        return counted + Parameters(encoders=encoders), ()
+    built = fields.ask("parameters", lambda: _built_parameters(fields.config))
     if built:
         return Parameters(**built), ()
-    partial = (f"{content.get('model_type')} cannot be built here: what sees or hears is not counted in its weights",)
-    return counted or Parameters(), partial if counted else ()
+    if counted is None:
+        return Parameters(), ()
+    named = fields.content.get("model_type")
+    return counted, (f"{named} cannot be built here: its vision and audio encoders are not counted in its weights",)
 
 
-def _quantised(parameters: Parameters, settings: Any, dtype_bytes: int) -> Weights:
-    """Bytes of a quantised checkpoint whose files are not there: worked out from the format, so an estimate."""
-    method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else settings
-    form = weight_format(settings) if isinstance(settings, Mapping) else None
-    if form is None:
-        note = f"the checkpoint is quantised ({method}); without its files weights count {dtype_bytes} bytes each"
-        return Weights(parameters.total * dtype_bytes, "config", exact=False, notes=(note,))
-    bits = ", ".join(
-        f"{name} {size:.3g} bits" for name, size in (("matrices", form.linear), ("experts", form.experts)) if size
+def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_bytes: int) -> int:
+    """Return the bytes of quantised weights; embeddings, norms and encoders stay in the type of `dtype_bytes` bytes."""
+    quantised = (
+        (parameters.linear, quantization.linear_bits),
+        (parameters.experts, quantization.expert_bits),
     )
-    note = f"the checkpoint is quantised ({method}); without its files its numbers count as {bits} each"
-    return Weights(weight_bytes(parameters, form, dtype_bytes), "config", exact=False, notes=(note,))
+    plain = parameters.total - sum(count for count, bits in quantised if bits is not None)
+    packed = sum(count * bits / 8 for count, bits in quantised if bits is not None)
+    return plain * dtype_bytes + round(packed)
+
+
+def _quantization_note(quantization: Quantization, dtype_bytes: int) -> str:
+    """Say how quantised weights without files are counted, which makes their size an estimate."""
+    lead = f"the checkpoint is quantised ({quantization.method}); without its files"
+    if not quantization.known:
+        return f"{lead} weights count {dtype_bytes} bytes each"
+    sizes = (("matrices", quantization.linear_bits), ("experts", quantization.expert_bits))
+    return f"{lead} its numbers count as {', '.join(f'{name} {bits:.3g} bits' for name, bits in sizes if bits)} each"
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
-    """The weight files that are there; a download that lacks shards counts as none, since the sum would be wrong."""
+    """Return the weight files; none if a shard is missing, because the sum would be wrong."""
     if (directory / _INDEX).is_file():
         content = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
         files = [directory / name for name in sorted(set(content.get("weight_map", {}).values()))]
@@ -110,6 +117,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
 
 
 def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
+    """Add up the tensors of `files` that will be loaded."""
     count, left_out, stored = 0, 0, set()
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     for file in files:
@@ -117,7 +125,7 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weight
             if name == "__metadata__" or (tied and name == "lm_head.weight"):
                 continue
             size = _loaded_bytes(tensor, dtype_bytes)
-            match = _FURTHER_TOKENS.match(name)
+            match = _MTP_TENSORS.match(name)
             if match and (match["layer"] is None or int(match["layer"]) >= layers):
                 left_out += size
                 continue
@@ -131,7 +139,7 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weight
 
 
 def _loaded_bytes(tensor: Mapping[str, Any], dtype_bytes: int) -> int:
-    """Floating-point numbers in the serving type, others as they are."""
+    """Return the bytes of one tensor: floating-point numbers in the serving type, others as stored."""
     if tensor["dtype"] in _FLOATS:
         return int(math.prod(tensor["shape"])) * dtype_bytes
     start, end = tensor["data_offsets"]
@@ -139,7 +147,7 @@ def _loaded_bytes(tensor: Mapping[str, Any], dtype_bytes: int) -> int:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """A safetensors header: eight bytes of length (little-endian), then that much JSON."""
+    """Read a safetensors header: its length in eight bytes (little-endian), then so many bytes of JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
@@ -147,15 +155,15 @@ def _header(file: Path) -> dict[str, Any]:
                 raise ValueError(f"header of {length} bytes")
             header: dict[str, Any] = json.loads(stream.read(length))
         except ValueError as problem:
-            raise ModelError(f"{file}: is no safetensors file or is cut short ({problem})") from problem
+            raise ModelError(f"{file}: is not a safetensors file or is cut short ({problem})") from problem
     return header
 
 
 def _built_parameters(config: Any) -> dict[str, int] | None:
-    """Parameters by building the model without memory (torch's meta device), which takes seconds; None if that fails.
+    """Count parameters by building the model without memory (torch's meta device), which takes seconds.
 
-    Models whose parts need packages that are not installed, or whose config has a value that only building shows to
-    be wrong, cannot be built.
+    Returns the fields of Parameters; None if the model cannot be built, because it needs packages that are not
+    installed or because a value of its config is wrong.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -167,7 +175,7 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
     made.quantization_config = None
     autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     if getattr(made, "vision_config", None) is not None:
-        autos.reverse()  # the text class of such a model would leave out what sees
+        autos.reverse()  # the text class of such a model would leave out its encoders
     for auto in (auto for auto in autos if type(made) in auto._model_mapping):
         try:
             with torch.device("meta"):
@@ -176,15 +184,15 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
         except Exception as problem:  # model classes raise whatever their arithmetic or imports raise
             logger.info("%s cannot be built: %s", type(made).__name__, problem)
             continue
-        return asdict(sum((_sorted(name, tensor) for name, tensor in model.named_parameters()), Parameters()))
+        return asdict(sum((_classified(name, tensor) for name, tensor in model.named_parameters()), Parameters()))
     return None
 
 
-def _sorted(name: str, tensor: torch.Tensor) -> Parameters:
-    """One tensor of a built model, by what its name and shape say it is."""
+def _classified(name: str, tensor: torch.Tensor) -> Parameters:
+    """Count one tensor of a built model, classified by its name and shape."""
     count = int(tensor.numel())
-    if _TOWER.search(name):
-        return Parameters(tower=count)
+    if _ENCODER.search(name):
+        return Parameters(encoders=count)
     if tensor.dim() < 2 or _SMALL.search(name):
         return Parameters(other=count)
     if _EMBEDDING.search(name):

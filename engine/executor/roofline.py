@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmsched.engine.architecture.flops import Arithmetic, Matrices, ModelFlops
+from llmsched.engine.architecture.flops import Matrices, ModelFlops
+from llmsched.engine.architecture.quantization import Arithmetic
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import StepShape
 from llmsched.profiles.engines import Efficiency, EngineSpec

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
@@ -20,7 +22,6 @@ from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
-from llmsched.engine.model.probe import position_limit
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.request import SamplingParams, Sequence
 
@@ -53,7 +54,7 @@ class TorchExecutor:
         num_host_blocks: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
-        limit = position_limit(model.config)
+        limit = rotary_limit(read_fields(model.config))
         if limit is not None and max_model_len is not None and max_model_len > limit:
             raise ModelError(
                 f"{type(model).__name__} changes its rotary embeddings beyond {limit} tokens, which sequences that "

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
 from llmsched.engine.architecture.fields import ConfigCache, read_config_file
-from llmsched.engine.architecture.quantised import quantised_config
+from llmsched.engine.architecture.quantization import quantised_config
 from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig

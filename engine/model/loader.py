@@ -10,6 +10,8 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ModelError, RequestError, one_line
 from llmsched.engine.model.placement import resolve_device, resolve_dtype
@@ -234,13 +236,11 @@ def _sampling_defaults(source: ModelSource, generation: dict[str, Any]) -> dict[
 
 
 def _max_position(source: ModelSource, config: PretrainedConfig) -> int:
-    """Tokens of the longest sequence that is computed as the model was trained, whatever shares its batch."""
-    from llmsched.engine.model.probe import position_limit
-
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
+    """Return the longest context in tokens that is computed as the model was trained, whatever shares its batch."""
+    limit, _ = max_position(read_fields(config))
     if limit is None:
-        raise ModelError(f"model {source.spec}: config.json says neither max_position_embeddings nor seq_length")
-    return int(min(limit, position_limit(config) or limit))
+        raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
+    return int(limit)
 
 
 @contextmanager

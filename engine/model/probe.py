@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.paged import LayerShape
@@ -165,23 +165,6 @@ def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) 
     window = last - firsts[last] + 1 if firsts[last] else FULL
     fits = all(first == (max(0, position - window + 1) if window else 0) for position, first in firsts.items())
     return window if fits else UNKNOWN
-
-
-def position_limit(config: PretrainedConfig) -> int | None:
-    """The context (tokens) up to which sequences can share a batch exactly; None if there is no such limit.
-
-    Models with `longrope` or `dynamic` rotary embeddings change their frequencies when the longest position of a batch
-    passes the original context: for every sequence of it, and unlike what older keys in the cache were made with.
-    """
-    text = config.get_text_config()
-    given = getattr(text, "rope_parameters", None) or {}
-    limits = []
-    for rope in given.values() if all(isinstance(v, dict) for v in given.values()) else [given]:
-        if "dynamic" in (kind := rope.get("rope_type", "default")) or kind == "longrope":
-            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
-            original = original or getattr(text, "original_max_position_embeddings", None)
-            limits.append(original or text.max_position_embeddings)
-    return min(limits, default=None)
 
 
 AttentionInterface.register(IMPLEMENTATION, noting_attention)

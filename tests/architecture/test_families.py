@@ -11,7 +11,7 @@ from llmsched.engine.architecture.families import FAMILIES
 from llmsched.engine.architecture.fields import read_fields
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.parameters import count_parameters
-from llmsched.engine.architecture.vision import tower_parameters
+from llmsched.engine.architecture.vision import encoder_parameters
 from llmsched.engine.architecture.weights import _built_parameters, model_weights, parameters_of
 
 SIZES: dict[str, Any] = {
@@ -139,7 +139,7 @@ def test_counting_agrees_with_building(family: str, tied: bool) -> None:
     counted = count_parameters(read_fields(content))
     assert counted is not None
     assert counted.total == sum(parameter.numel() for parameter in model.parameters())
-    assert model_weights(None, config, dtype_bytes=4).count == 4 * counted.total
+    assert model_weights(None, read_fields(config), dtype_bytes=4).count == 4 * counted.total
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -185,20 +185,20 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("whole", VISION)
-def test_what_sees_is_counted_as_it_is_built(whole: str) -> None:
+def test_vision_encoders_are_counted_as_they_are_built(whole: str) -> None:
     text = stated(TEXTS.get(whole, f"{whole}_text"), tied=True)
     nested = text if whole.startswith("qwen2") else {"text_config": text}  # those were published without the nesting
     content = nested | {"model_type": whole, "vision_config": BLOCKS | VISION[whole], "tie_word_embeddings": True}
-    (counted, notes), built = parameters_of(content, read_fields(content)), _built_parameters(content)
-    assert counted.tower > 0
+    (counted, notes), built = parameters_of(read_fields(content)), _built_parameters(content)
+    assert counted.encoders > 0
     assert not notes
     assert asdict(counted) == built
 
 
 @pytest.mark.parametrize("missing", ["patch_size", "hidden_size"])
-def test_what_sees_is_not_guessed(missing: str) -> None:
+def test_vision_encoders_are_not_guessed(missing: str) -> None:
     vision = {name: value for name, value in (BLOCKS | VISION["qwen3_vl"]).items() if name != missing}
-    assert tower_parameters({"model_type": "qwen3_vl", "text_config": {}, "vision_config": vision}) is None
-    assert tower_parameters({"model_type": "other", "vision_config": BLOCKS}) is None
-    assert tower_parameters({"model_type": "gemma3", "vision_config": BLOCKS, "audio_config": {"depth": 2}}) is None
-    assert tower_parameters({"model_type": "llama"}) == 0
+    assert encoder_parameters({"model_type": "qwen3_vl", "text_config": {}, "vision_config": vision}) is None
+    assert encoder_parameters({"model_type": "other", "vision_config": BLOCKS}) is None
+    assert encoder_parameters({"model_type": "gemma3", "vision_config": BLOCKS, "audio_config": {"depth": 2}}) is None
+    assert encoder_parameters({"model_type": "llama"}) == 0

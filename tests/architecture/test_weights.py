@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.fields import read_config_file, read_fields
 from llmsched.engine.architecture.weights import model_weights
 from llmsched.engine.errors import ModelError
 
@@ -45,7 +45,7 @@ QWEN25_05B = {
 )
 def test_parameters_of_published_models(config: dict[str, Any] | str, parameters: int) -> None:
     content = config if isinstance(config, dict) else read_config_file(CONFIGS / f"{config}_config.json")
-    weights = model_weights(None, content, dtype_bytes=2)
+    weights = model_weights(None, read_fields(content), dtype_bytes=2)
     assert weights.count == 2 * parameters
     assert weights.source == "config"
     assert weights.exact
@@ -59,18 +59,18 @@ def test_headers_win_and_are_scaled_to_the_serving_type(tmp_path: Path) -> None:
         "model.layers.0.mlp.qweight": np.zeros((3, 5), np.int32),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    untied = model_weights(tmp_path, QWEN25_05B | {"tie_word_embeddings": False}, dtype_bytes=2)
+    untied = model_weights(tmp_path, read_fields(QWEN25_05B | {"tie_word_embeddings": False}), dtype_bytes=2)
     assert untied.count == 2 * (40 + 4 + 40) + 4 * 15
     assert untied.source == "safetensors"
     assert any("I32" in note for note in untied.notes)
-    tied = model_weights(tmp_path, QWEN25_05B | {"tie_word_embeddings": True}, dtype_bytes=4)
+    tied = model_weights(tmp_path, read_fields(QWEN25_05B | {"tie_word_embeddings": True}), dtype_bytes=4)
     assert tied.count == 4 * (40 + 4) + 4 * 15
 
 
 def test_tensors_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
     names = ["model.layers.23.mlp.weight", "model.layers.24.mlp.weight", "mtp.layers.0.weight", "visual.layers.30.w"]
     save_file({name: np.zeros(10, np.float32) for name in names}, tmp_path / "model.safetensors")
-    weights = model_weights(tmp_path, QWEN25_05B, dtype_bytes=2)
+    weights = model_weights(tmp_path, read_fields(QWEN25_05B), dtype_bytes=2)
     assert weights.count == 2 * 20
     assert any("40 B of the files predict several tokens at once" in note for note in weights.notes)
 
@@ -81,26 +81,28 @@ def test_shards_are_summed_and_a_missing_one_falls_back_to_the_config(tmp_path: 
     save_file({"b": np.zeros(30, np.float32)}, tmp_path / "two.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert model_weights(tmp_path, config, dtype_bytes=2).count == 80
+    assert model_weights(tmp_path, read_fields(config), dtype_bytes=2).count == 80
     (tmp_path / "two.safetensors").unlink()
-    assert model_weights(tmp_path, config, dtype_bytes=2).count == 2 * 494032768
+    assert model_weights(tmp_path, read_fields(config), dtype_bytes=2).count == 2 * 494032768
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, (50).to_bytes(8, "little") + b"{"])
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        model_weights(tmp_path, QWEN25_05B, dtype_bytes=2)
+        model_weights(tmp_path, read_fields(QWEN25_05B), dtype_bytes=2)
 
 
 def test_a_quantised_checkpoint_without_files_is_an_estimate() -> None:
-    weights = model_weights(None, QWEN25_05B | {"quantization_config": {"quant_method": "awq"}}, dtype_bytes=2)
+    weights = model_weights(
+        None, read_fields(QWEN25_05B | {"quantization_config": {"quant_method": "awq"}}), dtype_bytes=2
+    )
     assert not weights.exact
     assert any("awq" in note for note in weights.notes)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "from_the_future", "hidden_size": 8}, {"hidden_size": 8}])
 def test_an_unknown_model_without_files_is_marked_not_guessed(config: dict[str, Any]) -> None:
-    weights = model_weights(None, config, dtype_bytes=2)
+    weights = model_weights(None, read_fields(config), dtype_bytes=2)
     assert (weights.count, weights.source, weights.exact) == (0, "unknown", False)
     assert any("--weights" in note for note in weights.notes)

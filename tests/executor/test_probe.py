@@ -16,10 +16,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.paged import LayerShape
-from llmsched.engine.model.probe import FULL, UNKNOWN, check_keywords, position_limit, probe, window_of
+from llmsched.engine.model.probe import FULL, UNKNOWN, check_keywords, probe, window_of
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -141,13 +143,13 @@ def longrope(original: int) -> dict[str, Any]:
     return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original, **factors}
 
 
-def test_position_limit() -> None:
-    assert position_limit(build_config("llama")) is None
-    assert position_limit(build_config("gemma3")) is None
+def test_the_context_up_to_which_rotary_embeddings_stay_the_same() -> None:
+    assert rotary_limit(read_fields(build_config("llama"))) is None
+    assert rotary_limit(read_fields(build_config("gemma3"))) is None
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    assert position_limit(build_config("llama", rope_parameters=dynamic, max_position_embeddings=96)) == 96
+    assert rotary_limit(read_fields(build_config("llama", rope_parameters=dynamic, max_position_embeddings=96))) == 96
     config = build_config("phi3", rope_parameters=longrope(32), original_max_position_embeddings=32)
-    assert position_limit(config) == 32
+    assert rotary_limit(read_fields(config)) == 32
 
 
 def test_a_context_that_changes_the_rotation_of_its_neighbours_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from llmsched.engine.architecture.fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
-from llmsched.engine.architecture.quantised import quantised_config
+from llmsched.engine.architecture.quantization import quantised_config
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.roofline import Roofline
 from llmsched.profiles.engines import engines

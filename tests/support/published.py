@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from llmsched.engine.architecture.fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
-from llmsched.engine.architecture.quantised import QUANTIZATIONS, quantised_config
+from llmsched.engine.architecture.quantization import QUANTIZATIONS, quantised_config
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.memory.plan import MemoryPlan

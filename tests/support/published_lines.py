@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from published import DATA, Row
 
-from llmsched.engine.architecture.quantised import QUANTIZATIONS
+from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.gpus import UnknownGpuError, find_gpu
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.fields import read_config_file, read_fields
 from llmsched.engine.architecture.parameters import Parameters
-from llmsched.engine.architecture.quantised import (
+from llmsched.engine.architecture.quantization import (
     QUANTIZATIONS,
-    kv_is_fp8,
+    Quantization,
     quantised_config,
-    weight_bytes,
-    weight_format,
+    quantization_of,
 )
-from llmsched.engine.architecture.weights import model_weights
+from llmsched.engine.architecture.weights import model_weights, quantised_bytes
 from llmsched.engine.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 GIB = 1 << 30
-COUNTED = Parameters(linear=1 << 20, experts=1 << 21, embeddings=1000, other=100, tower=10)
+COUNTED = Parameters(linear=1 << 20, experts=1 << 21, embeddings=1000, other=100, encoders=10)
 PLAIN = 2 * (1000 + 100 + 10)
 LLAMA_70B = {
     "model_type": "llama",
@@ -33,6 +33,12 @@ LLAMA_70B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
+
+
+def read(settings: Mapping[str, Any]) -> Quantization:
+    found = quantization_of(read_fields({"quantization_config": settings}))
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -60,18 +66,18 @@ LLAMA_70B = {
     ],
 )
 def test_bits_of_each_format(settings: dict[str, Any], linear_bits: float, expert_bits: float) -> None:
-    form = weight_format(settings)
-    assert form is not None
+    form = read(settings)
+    assert form.known
     packed = ((1 << 20) * linear_bits + (1 << 21) * expert_bits) / 8
-    assert weight_bytes(COUNTED, form, dtype_bytes=2) == PLAIN + round(packed)
+    assert quantised_bytes(COUNTED, form, dtype_bytes=2) == PLAIN + round(packed)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"quant_method": "hqq"}, {"quant_method": "awq"}, {"quant_method": "compressed-tensors"}],
+    [{"quant_method": ""}, {"quant_method": "hqq"}, {"quant_method": "awq"}, {"quant_method": "compressed-tensors"}],
 )
 def test_a_format_that_is_not_known_is_not_guessed(settings: dict[str, Any]) -> None:
-    assert weight_format(settings) is None
+    assert not read(settings).known
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def test_a_format_that_is_not_known_is_not_guessed(settings: dict[str, Any]) -> 
 )
 def test_published_quantised_models(config: dict[str, Any] | str, gib: float) -> None:
     content = config if isinstance(config, dict) else read_config_file(CONFIGS / f"{config}_config.json")
-    weights = model_weights(None, content, dtype_bytes=2)
+    weights = model_weights(None, read_fields(content), dtype_bytes=2)
     assert weights.count == pytest.approx(gib * GIB, rel=0.002)
     assert not weights.exact
     assert any("quantised" in note for note in weights.notes)
@@ -110,13 +116,18 @@ def test_published_quantised_models(config: dict[str, Any] | str, gib: float) ->
     ],
 )
 def test_fp8_weights_alone_do_not_mean_an_fp8_cache(settings: dict[str, Any], wanted: bool) -> None:
-    assert kv_is_fp8(settings) == wanted
+    assert read(settings).fp8_kv == wanted
+
+
+def test_an_unquantised_config_has_no_format() -> None:
+    assert quantization_of(read_fields({"model_type": "llama"})) is None
+    assert quantization_of(read_fields({"quantization_config": {}})) is None
 
 
 def test_a_plain_config_is_read_as_a_quantised_one() -> None:
     plain = {"model_type": "llama", "hidden_size": 64}
     for name, settings in QUANTIZATIONS.items():
-        assert weight_format(settings) is not None
+        assert read(settings).known
         assert quantised_config(plain, name) == plain | {"quantization_config": settings}
     with pytest.raises(ConfigError, match=r"quantization: must be one of fp8, .*, got 'fp7'"):
         quantised_config(plain, "fp7")

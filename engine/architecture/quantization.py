@@ -1,0 +1,152 @@
+"""Reader of a config's quantization_config: bits per weight, type of arithmetic, type of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmsched.engine.architecture.fields import Fields
+from llmsched.engine.errors import ConfigError
+
+#: Usual quantization_configs, by the names that `--quantization` takes.
+QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"quant_method": "fp8"},
+    "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
+_SCALE_BITS = 16
+_BLOCK_SCALE_BITS = 32
+
+#: Type in which matrices are multiplied: 16 bits (float32 if activations are), fp8 with one scale for each matrix or
+#: row, or fp8 with a scale for each block, which is slower.
+Arithmetic = Literal["bf16", "fp8", "fp8_block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Format of a quantised checkpoint.
+
+    `linear_bits` and `expert_bits` are bits per number of dense and of routed expert matrices, with the number's share
+    of scales and zero points; None where these matrices are not quantised. Both are None for an unknown format.
+    `fp8_kv` says that the checkpoint has scales for an fp8 KV cache; fp8 weights alone do not mean that.
+    """
+
+    method: str
+    linear_bits: float | None = None
+    expert_bits: float | None = None
+    arithmetic: Arithmetic = "bf16"
+    fp8_kv: bool = False
+
+    @property
+    def known(self) -> bool:
+        return self.linear_bits is not None or self.expert_bits is not None
+
+
+def quantization_of(fields: Fields) -> Quantization | None:
+    """Read the format of a model's checkpoint; None if it is not quantised."""
+    settings = fields.get("quantization_config")
+    if not settings:
+        return None
+    if not isinstance(settings, Mapping):
+        return Quantization(method=str(settings))
+    linear, expert = _bits(settings)
+    return Quantization(
+        method=str(settings.get("quant_method", "unknown")),
+        linear_bits=linear,
+        expert_bits=expert,
+        arithmetic=_arithmetic(settings),
+        fp8_kv=_has_fp8_kv(settings),
+    )
+
+
+def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return `config` as a checkpoint in the format QUANTIZATIONS[name] would state it. Raises ConfigError."""
+    if name not in QUANTIZATIONS:
+        raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "some form")
+        raise ConfigError("quantization", f"{name} is asked for, but the checkpoint is quantised already ({method})")
+    return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
+
+
+def _bits(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Return linear_bits and expert_bits.
+
+    fp8: 8 bits, and one float32 scale for each block if there are blocks. mxfp4: only experts, 4 bits and an 8-bit
+    exponent for 32 numbers. awq, gptq, compressed-tensors: group_size numbers share a scale and a zero point.
+    bitsandbytes: a float32 maximum for 64 numbers, or 8 bits of it with double quantisation.
+    """
+    method = _method(settings)
+    if method == "mxfp4":
+        return None, 4.25
+    bits: float | None = None
+    if method in ("fp8", "fbgemm_fp8"):
+        rows, columns = settings.get("weight_block_size") or (0, 0)
+        bits = 8 + (_BLOCK_SCALE_BITS / (rows * columns) if rows else 0)
+    elif method in ("awq", "gptq"):
+        group = settings.get("group_size") or settings.get("q_group_size")
+        bits = _grouped_bits(settings.get("bits") or settings.get("w_bit"), group, zero_point=True)
+    elif method == "bitsandbytes" and settings.get("load_in_8bit"):
+        bits = 8
+    elif method == "bitsandbytes":
+        bits = 4 + (8 / 64 if settings.get("bnb_4bit_use_double_quant") else 32 / 64)
+    elif method == "modelopt":
+        bits = _modelopt_bits(_algorithm(settings))
+    elif method == "compressed-tensors":
+        weights = _group_part(settings, "weights")
+        bits = _grouped_bits(weights.get("num_bits"), weights.get("group_size"), not weights.get("symmetric", True))
+    return bits, bits
+
+
+def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
+    """Return `bits` and a number's share of its group's 16-bit scale and zero point; without groups only `bits`."""
+    if not isinstance(bits, int) or bits < 1:
+        return None
+    shared = _SCALE_BITS + (bits if zero_point else 0)
+    return bits + (shared / group if isinstance(group, int) and group > 0 else 0)
+
+
+def _modelopt_bits(algorithm: str) -> float | None:
+    """Return the bits of NVIDIA's formats: fp8, nvfp4 (an 8-bit scale for 16 numbers), int4 in groups of 128."""
+    if algorithm == "FP8":
+        return 8
+    if "NVFP4" in algorithm:
+        return 4.5
+    return _grouped_bits(4, 128, zero_point=False) if "W4A16_AWQ" in algorithm else None
+
+
+def _arithmetic(settings: Mapping[str, Any]) -> Arithmetic:
+    """Return fp8 if activations are quantised to 8 bits as well, so that matrices are multiplied in fp8."""
+    method = _method(settings)
+    if method == "modelopt":
+        fp8 = _algorithm(settings) == "FP8"
+    elif method == "compressed-tensors":
+        fp8 = _group_part(settings, "input_activations").get("num_bits") == 8
+    else:
+        fp8 = method in ("fp8", "fbgemm_fp8")
+    if not fp8:
+        return "bf16"
+    return "fp8_block" if settings.get("weight_block_size") else "fp8"
+
+
+def _has_fp8_kv(settings: Mapping[str, Any]) -> bool:
+    if (scheme := settings.get("kv_cache_scheme")) is not None:
+        return isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float"
+    return str(settings.get("kv_cache_quant_algo", "")).upper() == "FP8"
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("quant_method", "")).lower()
+
+
+def _algorithm(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("quant_algo", "")).upper()
+
+
+def _group_part(settings: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return `part` (weights, input_activations) of the first group of a compressed-tensors config."""
+    groups: list[Mapping[str, Any]] = list((settings.get("config_groups") or {}).values())
+    return (groups[0].get(part) if groups else None) or {}
