@@ -16,7 +16,7 @@ from llmsched.engine.executor.simulated_executor import StepCost
 from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import ModelPlanner, model_name
-from llmsched.engine.model.refusal import refusal
+from llmsched.engine.model.support import refusal
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import SimulatedEngine
 from llmsched.profiles.calibrated import calibration_name, load_calibration
@@ -80,7 +80,7 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     )
     cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
-    refused = refusal(planner)
+    refused = refusal(planner.content, planner.cache)
     notes = () if refused is None else (f"simulated all the same, but serve does not take this model: {refused}",)
     provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
     return Blueprint(resolved, plan, cost, cost.swap_seconds, provenance, notes)

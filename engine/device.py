@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.model.placement import computes_bf16
 from llmsched.profiles.gpus import GpuSpec
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
 _BF16_MAJOR = 8  # compute capability of Ampere, the first with bfloat16 tensor cores
+#: CPU flags for bfloat16 products in hardware: x86 AVX-512 and AMX, Arm.
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,30 @@ class DeviceMemory:
     @property
     def free(self) -> int:
         return self.total - self.used_by_others
+
+
+def resolve_device(requested: str) -> str:
+    """Return the device, cuda or cpu, that `requested` (auto, cuda or cpu) means for torch.
+
+    Raises ConfigError if cuda is requested and torch sees no GPU.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if requested == "cuda" and not available:
+        built = torch.version.cuda
+        reason = f"torch {torch.__version__} sees no GPU (check nvidia-smi)" if built else "this torch has no CUDA"
+        raise ConfigError("device", f"cuda is not available: {reason}; use auto or cpu")
+    return ("cuda" if available else "cpu") if requested == "auto" else requested
+
+
+def computes_bf16(device: str) -> bool:
+    """Return whether `device` (cuda or cpu) multiplies bfloat16 in hardware."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_capability()[0] >= _BF16_MAJOR
+    return bool(_BF16_FLAGS & _cpu_flags())
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
@@ -162,6 +188,17 @@ def cpu_memory() -> DeviceMemory:
         total, available = min(total, limit), min(available, max(0, limit - used))
     name = f"CPU with {os.cpu_count()} cores"
     return DeviceMemory("cpu", name, total, total - available, computes_bf16=computes_bf16("cpu"))
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Return the feature flags of the first processor in /proc/cpuinfo; empty where there is no such file."""
+    if not _CPUINFO.exists():
+        return frozenset()
+    for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
 
 
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:

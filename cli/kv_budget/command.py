@@ -34,7 +34,7 @@ from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.memory.changes import MemoryDemand, asked_for, longest_context
 from llmsched.engine.memory.planner import open_planner
-from llmsched.engine.model.refusal import refusal
+from llmsched.engine.model.support import refusal
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
@@ -156,7 +156,7 @@ def kv_budget(
         planner = open_planner(spec, progress, given, quantization)
     demand, asked = MemoryDemand(users or 1, context or 0), users is not None or context is not None
     open_context = users is not None and config.max_model_len is None
-    refused = refusal(planner)
+    refused = refusal(planner.content, planner.cache)
     found = []
     with _named("context" if context and "max_model_len" not in engine_options.given else "max_model_len"):
         for device in devices:

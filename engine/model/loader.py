@@ -1,4 +1,4 @@
-"""From a model on disk to what serving needs: configuration, tokenizer, facts, and the model itself."""
+"""Loading a model from disk: its config, its tokenizer, facts about it, and its weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.architecture.dtypes import planned_dtype
 from llmsched.engine.architecture.fields import read_fields
 from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ModelError, RequestError, one_line
-from llmsched.engine.model.placement import resolve_device, resolve_dtype
 from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
@@ -27,22 +28,21 @@ if TYPE_CHECKING:
 
     from llmsched.engine.model.checkpoint import StateDict
 
-
-#: Any of these means that the directory brings a vocabulary (without one, transformers makes up an empty tokenizer).
+#: Files that hold a vocabulary. Without any of them transformers would return an empty tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
-#: SamplingParams fields that generation_config.json may set; all but the last only apply where it samples.
+#: SamplingParams fields that generation_config.json may set: those that apply if it samples, and one that always does.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 PENALTY_FIELD = "repetition_penalty"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts of a loaded (or loadable) model.
+    """Facts about a model that do not need its weights.
 
-    `max_position` is the context the model was made for (tokens). `eos_token_ids` is the union of generation_config,
-    config and tokenizer. `sampling_defaults` are the SamplingParams fields that generation_config.json sets; a request
-    that leaves the field out gets them.
+    `max_position` is the longest context in tokens. `eos_token_ids` is the union of those in generation_config.json,
+    config.json and the tokenizer. `sampling_defaults` are the SamplingParams fields that generation_config.json sets;
+    they apply to requests that leave them out.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ModelInfo:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's configuration, known to be one that can be served. Raises ModelError."""
+    """Load the model's config. Raises ModelError if it is damaged or cannot be served."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -72,7 +72,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
-    """The model's tokenizer. Raises ModelError if there is none or it cannot run on the tokenizers library."""
+    """Load the model's tokenizer. Raises ModelError if there is none or the tokenizers library cannot run it."""
     with _reading(source, "its tokenizer"):
         if source.kind == "gguf":
             from llmsched.engine.model.gguf_file import read_gguf
@@ -92,7 +92,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Facts about the model, from its configuration, tokenizer and generation_config.json. Raises ModelError."""
+    """Collect facts from the model's config, tokenizer and generation_config.json. Raises ModelError."""
     generation = _generation_config(source)
     with _reading(source, "eos_token_id"):
         ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
@@ -112,12 +112,12 @@ def load_model(
     *,
     device: str,
     dtype: torch.dtype,
-    attn_implementation: str,
+    attn_implementation: str = "eager",
     progress: Progress = silent,
 ) -> PreTrainedModel:
-    """The model in evaluation mode on `device`, every parameter read from disk exactly once, tied ones shared.
+    """Load the model in evaluation mode on `device`. Every parameter is read once; tied parameters are shared.
 
-    Raises ModelError naming files that are missing or damaged, and tensors that are missing, unknown or misshapen.
+    Raises ModelError naming missing or damaged files, and tensors that are missing, unknown or of the wrong shape.
     """
     import transformers
 
@@ -154,22 +154,22 @@ def _open_weights(source: ModelSource) -> StateDict:
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError unless transformers' report says that weights and model match one to one."""
+    """Raise ModelError unless transformers' loading report says that weights and model match one to one."""
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:
         raise ModelError(f"model {source.spec}: its weights lack tensors: {some(missing)}")
     if unexpected := report["unexpected_keys"]:
-        raise ModelError(f"model {source.spec}: its weights have tensors without a place: {some(unexpected)}")
+        raise ModelError(f"model {source.spec}: its weights have tensors that the model lacks: {some(unexpected)}")
     if mismatched := report["mismatched_keys"]:
         shapes = [f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched]
-        raise ModelError(f"model {source.spec}: tensors of another shape than config.json says: {some(shapes)}")
+        raise ModelError(f"model {source.spec}: tensors whose shapes differ from config.json: {some(shapes)}")
     if errors := report.get("error_msgs") or report.get("conversion_errors"):
         raise ModelError(f"model {source.spec}: weights cannot be converted: {some([str(error) for error in errors])}")
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    """Move to `device`, one parameter after the other so that it can be watched; shared ones stay shared."""
+    """Move the model to `device`, one parameter at a time to report progress; tied parameters stay shared."""
     if device == "cpu":
         return
     from torch import nn
@@ -182,7 +182,7 @@ def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
 
 
 def _describe_config(source: ModelSource) -> str:
-    """config.json and the architectures it names, for messages. Raises ModelError if it is no JSON object."""
+    """Describe config.json with its architectures, for messages. Raises ModelError if it is not a JSON object."""
     path = source.path / "config.json"
     if not path.is_file():
         beside = sorted(file.name for file in source.path.glob("*.gguf"))
@@ -196,14 +196,14 @@ def _read_json(source: ModelSource, path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"model {source.spec}: {path} is no valid JSON ({one_line(error)})") from error
+        raise ModelError(f"model {source.spec}: {path} is not valid JSON ({one_line(error)})") from error
     if not isinstance(loaded, dict):
-        raise ModelError(f"model {source.spec}: {path} is no JSON object")
+        raise ModelError(f"model {source.spec}: {path} is not a JSON object")
     return loaded
 
 
 def _generation_config(source: ModelSource) -> dict[str, Any]:
-    """generation_config.json as written (its absence is no fault), or what a GGUF file says instead."""
+    """Read generation_config.json, empty if there is none, or its equivalent in a GGUF file."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -214,17 +214,17 @@ def _generation_config(source: ModelSource) -> dict[str, Any]:
 
 
 def _as_ids(value: Any) -> frozenset[int]:
-    """Token ids written as nothing, one number or a list."""
+    """Return token ids that are written as null, one number or a list."""
     if value is None:
         return frozenset()
     return frozenset(int(token_id) for token_id in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _sampling_defaults(source: ModelSource, generation: dict[str, Any]) -> dict[str, float | int]:
-    """What requests that leave these fields out get.
+    """Return the defaults that generation_config.json sets for fields of requests.
 
-    A file that says do_sample: false leaves only its repetition_penalty, the one of these fields that transformers
-    then uses; requests still sample at the API's own default temperature.
+    With do_sample: false only its repetition_penalty counts, as in transformers; requests still sample at the API's
+    default temperature.
     """
     fields = (PENALTY_FIELD,) if generation.get("do_sample") is False else (*SAMPLING_FIELDS, PENALTY_FIELD)
     defaults = {field: generation[field] for field in fields if generation.get(field) is not None}
@@ -245,7 +245,7 @@ def _max_position(source: ModelSource, config: PretrainedConfig) -> int:
 
 @contextmanager
 def _reading(source: ModelSource, what: str) -> Iterator[None]:
-    """Whatever a library raises over a damaged or unknown file becomes one ModelError that names `what`."""
+    """Turn any error of a library over a damaged or unknown file into a ModelError that names `what`."""
     with _quiet_transformers():
         try:
             yield
@@ -257,7 +257,7 @@ def _reading(source: ModelSource, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings and bars: what matters is raised as ModelError, progress is reported here."""
+    """Silence transformers' warnings and progress bars: problems become ModelError, progress is reported here."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -273,7 +273,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A model without its weights, and the device and type that they will have."""
+    """A model whose weights are not loaded yet, with the device and the type that they will have."""
 
     source: ModelSource
     config: PretrainedConfig
@@ -283,22 +283,18 @@ class OpenModel:
     dtype: torch.dtype
 
     def load(self, progress: Progress = silent) -> PreTrainedModel:
-        """The model with its weights, in evaluation mode on its device. Raises ModelError."""
-        return load_model(
-            self.source,
-            self.config,
-            device=self.device,
-            dtype=self.dtype,
-            attn_implementation="eager",
-            progress=progress,
-        )
+        """Load the weights; see load_model."""
+        return load_model(self.source, self.config, device=self.device, dtype=self.dtype, progress=progress)
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
-    """Find `config.model` and read all but its weights. Raises ModelError, ConfigError."""
+    """Find `config.model` and read everything but its weights. Raises ModelError and ConfigError."""
+    import torch
+
     source = locate(config.model, progress)
     model_config = load_config(source)
     tokenizer = load_tokenizer(source)
     info = load_info(source, model_config, tokenizer)
     device = resolve_device(config.device)
-    return OpenModel(source, model_config, tokenizer, info, device, resolve_dtype(config.dtype, device))
+    dtype = getattr(torch, planned_dtype(config, computes_bf16=computes_bf16(device)))
+    return OpenModel(source, model_config, tokenizer, info, device, dtype)

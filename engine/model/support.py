@@ -1,6 +1,6 @@
-"""Which architectures are served, and why others are not. Checked on the configuration, before weights are read.
+"""Checks on a model's config, before its weights are read, that its architecture can be served.
 
-What only the running model shows (masks, keywords handed to attention) is checked by engine/model/probe.py.
+probe.py checks what only the running model shows: masks, and keywords passed to attention.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmsched.engine.architecture.fields import nested_text
+from llmsched.engine.architecture.fields import ConfigCache, nested_text, transformers_config
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    Config: TypeAlias = "PretrainedConfig | _Stated"
+    Config: TypeAlias = "PretrainedConfig | _StatedConfig"
 
-#: Architectures whose logits are compared with transformers' in the tests; named when another is refused.
+#: Architectures whose logits the tests compare with transformers'; messages name them when another is refused.
 TESTED = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -33,16 +33,16 @@ TESTED = (
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Models with a path of their own (engine/model/paths.py), as they do not use transformers' attention interface.
+#: Models that have their own code here (bloom.py), because they do not use transformers' attention interface.
 OWN_PATH = frozenset({"BloomForCausalLM"})
 
-#: Attention that is not in terms of the interface's inputs.
+#: Why the attention of some models cannot be computed from the inputs of transformers' interface.
 _OWN_ATTENTION = {
     "FalconForCausalLM": "its positions may be ALiBi biases",
     "MptForCausalLM": "its positions are ALiBi biases",
 }
-#: Classes that pass _check_class, by model type, and those that fail it for their recurrent state: what config.json
-#: alone can tell, without importing transformers.
+#: Classes by model type that are known to pass _check_class, and those that fail it because of their recurrent state.
+#: With these tables config.json decides most cases without importing transformers.
 _DECODERS = {
     "bloom": "BloomForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -75,38 +75,58 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def architecture_of(config: Config) -> str:
-    """The model class that config.json names; "" if it names none, which check_supported refuses."""
+    """Return the model class that config.json names; "" if it names none, which check_supported refuses."""
     return str(config.architectures[0]) if config.architectures else ""
 
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:
-    """Raise ModelError, naming what was found and what is supported, unless the model can be served exactly."""
-    for check in (_check_kind, _check_quantisation, _check_class, _check_layers):
-        if reason := check(config):
-            raise ModelError(f"model {spec}: {reason}")
+    """Raise ModelError, with what was found and what is supported, unless the model `spec` can be served exactly."""
+    if reason := _refusal_of_class(config):
+        raise ModelError(f"model {spec}: {reason}")
 
 
-def check_stated(content: Mapping[str, Any], spec: str) -> bool:
-    """check_supported on the content of a config.json, without importing transformers.
+def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
+    """Return why serve would refuse the model of a config.json's `content`; None if its config gives no reason."""
+    decided, reason = refusal_of_file(content)
+    if decided:
+        return reason
 
-    Raises ModelError as it does; False where nothing speaks against the model but only its class could tell.
+    def ask_transformers() -> str | None:
+        try:
+            config = transformers_config(content)
+        except ModelError as problem:
+            return str(problem)
+        if config is None:
+            return f"transformers does not know model_type {content.get('model_type')}"
+        return _refusal_of_class(config)
+
+    return ask_transformers() if cache is None else cache.get("refusal", ask_transformers)
+
+
+def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
+    """Check the content of a config.json without importing transformers.
+
+    Returns whether that decides the matter, and the reason for a refusal, None if the model is accepted or undecided.
     """
-    stated = _Stated(content)
-    name = architecture_of(stated)
-    known = _DECODERS.get(stated.model_type) == name
-    reason = _check_kind(stated) or _check_quantisation(stated)
-    if reason is None and _RECURRENT.get(stated.model_type) == name:
+    config = _StatedConfig(content)
+    name = architecture_of(config)
+    known = _DECODERS.get(config.model_type) == name
+    reason = _check_kind(config) or _check_quantisation(config)
+    if reason is None and _RECURRENT.get(config.model_type) == name:
         reason = _has_state(name)
     if reason is None and known:
-        reason = _check_layers(stated)
-    if reason:
-        raise ModelError(f"model {spec}: {reason}")
-    return known
+        reason = _check_layers(config)
+    return known or reason is not None, reason
+
+
+def _refusal_of_class(config: PretrainedConfig) -> str | None:
+    checks = (_check_kind, _check_quantisation, _check_class, _check_layers)
+    return next((reason for check in checks if (reason := check(config))), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stated:
-    """What the checks read of a configuration, from a file alone."""
+class _StatedConfig:
+    """The attributes of a transformers config that the checks read, from the content of a config.json."""
 
     content: Mapping[str, Any]
 
@@ -130,17 +150,17 @@ class _Stated:
     def layer_types(self) -> list[str] | None:
         return self.content.get("layer_types")
 
-    def get_text_config(self) -> _Stated:
+    def get_text_config(self) -> _StatedConfig:
         nested = nested_text(self.content)
-        return self if nested is None else _Stated(nested)
+        return self if nested is None else _StatedConfig(nested)
 
 
 def _check_kind(config: Config) -> str | None:
     name = architecture_of(config)
     if not name:
         return (
-            f"config.json of this {config.model_type or 'unknown'} model names no architectures, so it is not known "
-            f"what its weights are; {SUPPORTED}"
+            f"config.json of this {config.model_type or 'unknown'} model names no architectures, so its weights are of "
+            f"unknown use; {SUPPORTED}"
         )
     if config.is_encoder_decoder:
         return f"{name} has an encoder and a decoder; only decoders can be served; {SUPPORTED}"
@@ -170,7 +190,7 @@ def _check_class(config: PretrainedConfig) -> str | None:
     name = architecture_of(config)
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, ())
     if name not in ((named,) if isinstance(named, str) else named):
-        return f"{name} (model type {config.model_type}) is no decoder that transformers can load; {SUPPORTED}"
+        return f"{name} (model type {config.model_type}) is not a decoder that transformers can load; {SUPPORTED}"
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return f"{name} is an encoder (model type {config.model_type}): it sees tokens in both directions; {SUPPORTED}"
     model_class = getattr(transformers, name)

@@ -58,7 +58,7 @@ def demo(demo_dir: Any) -> Demo:
     source = locate("demo")
     config = load_config(source)
     tokenizer = load_tokenizer(source)
-    model: Any = load_model(source, config, device="cpu", dtype=torch.float32, attn_implementation="eager")
+    model: Any = load_model(source, config, device="cpu", dtype=torch.float32)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     prompts += [render_chat(tokenizer, [{"role": "user", "content": text}]) for text in CHATS]
     return Demo(model, load_info(source, config, tokenizer), tokenizer, prompts, [generate(model, p) for p in prompts])

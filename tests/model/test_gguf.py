@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def logits_of(path: Path) -> torch.Tensor:
     source = locate(str(path))
     config = load_config(source)
-    model = load_model(source, config, device="cpu", dtype=torch.float32, attn_implementation="eager")
+    model = load_model(source, config, device="cpu", dtype=torch.float32)
     with torch.inference_mode():
         return model(IDS).logits
 

@@ -177,19 +177,19 @@ def test_tensor_without_a_place(copy: Any) -> None:
     path = copy("llama")
     tensors = load_file(path / "model.safetensors")
     save_file({**tensors, "model.ghost.weight": torch.ones(2)}, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, r"tensors without a place: model\.ghost\.weight")
+    refused(path, r"tensors that the model lacks: model\.ghost\.weight")
 
 
 def test_more_layers_than_the_configuration_says(copy: Any) -> None:
     path = copy("llama")
     edit_json(path / "config.json", num_hidden_layers=2)
-    refused(path, r"tensors without a place: model\.layers\.2\.")
+    refused(path, r"tensors that the model lacks: model\.layers\.2\.")
 
 
 def test_tensor_of_another_shape(copy: Any) -> None:
     path = copy("llama")
     edit_json(path / "config.json", intermediate_size=80)
-    refused(path, r"another shape than config\.json says: .*\(96, 64\) instead of \(80, 64\)")
+    refused(path, r"whose shapes differ from config\.json: .*\(96, 64\) instead of \(80, 64\)")
 
 
 def test_quantised_tensors_without_a_configuration(copy: Any) -> None:

@@ -37,9 +37,8 @@ class Engines:
         """Raise ConfigError or ModelError, before the first run and not after it, for what cannot be built."""
         from llmsched.engine.architecture.dtypes import check_servable
         from llmsched.engine.blueprint import resolve
-        from llmsched.engine.device import device_memory
+        from llmsched.engine.device import device_memory, resolve_device
         from llmsched.engine.memory.planner import open_planner
-        from llmsched.engine.model.placement import resolve_device
 
         configs = list(self._configs.values())
         for config in configs:

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmsched.engine import device
+from llmsched.engine.architecture.dtypes import planned_dtype
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.model import placement
-from llmsched.engine.model.placement import computes_bf16, resolve_device, resolve_dtype
+
+
+def auto_dtype(device: str) -> str:
+    return planned_dtype(EngineConfig(), computes_bf16=computes_bf16(device))
 
 
 @pytest.fixture(params=[False, True], ids=["no gpu", "gpu"])
@@ -31,12 +37,10 @@ def test_cuda_without_a_gpu_is_refused(gpu: bool) -> None:
             resolve_device("cuda")
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
-def test_auto_dtype_of_a_gpu(
-    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float32"), ((8, 0), "bfloat16")])
+def test_auto_dtype_of_a_gpu(capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert resolve_dtype("auto", "cuda") == expected
+    assert auto_dtype("cuda") == expected
 
 
 @pytest.mark.parametrize(
@@ -52,23 +56,23 @@ def test_auto_dtype_of_a_gpu(
 def test_auto_dtype_of_a_cpu(flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{flags}\n", encoding="utf-8")
-    monkeypatch.setattr(placement, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(device, "_CPUINFO", cpuinfo)
     assert computes_bf16("cpu") is expected
-    assert resolve_dtype("auto", "cpu") == (torch.bfloat16 if expected else torch.float32)
+    assert auto_dtype("cpu") == ("bfloat16" if expected else "float32")
 
 
 def test_without_cpuinfo_bf16_is_not_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(device, "_CPUINFO", tmp_path / "none")
     assert not computes_bf16("cpu")
 
 
 def test_explicit_types() -> None:
     for name in ("float32", "bfloat16", "float16"):
-        assert resolve_dtype(name, "cpu") == getattr(torch, name)
+        assert planned_dtype(EngineConfig(dtype=name), computes_bf16=False) == name
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="dtype: 'fp4' is not one of auto, float32"):
-        resolve_dtype("fp4", "cpu")
-    with pytest.raises(ConfigError, match="device: 'tpu' is not one of auto, cuda, cpu"):
-        resolve_device("tpu")
+    with pytest.raises(ConfigError, match=r"dtype: .*auto, float32"):
+        EngineConfig(dtype="fp4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"device: .*auto, cuda, cpu"):
+        EngineConfig(device="tpu")  # type: ignore[arg-type]
