@@ -138,7 +138,7 @@ def bench(
                     render.warn(warning)
             result = _bench_model(model, simulate, quantization, plan, modes, options, progress)
     outputs.give_out(result)
-    if result.run is not None and result.run.figures.interrupted:
+    if result.run is not None and result.run.figures.run.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
     if not result.well:
         raise typer.Exit(1)

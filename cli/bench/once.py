@@ -8,7 +8,7 @@ from llmsched.cli.bench.output.report import as_json, show
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import measure
-from llmsched.cli.figures.record import RequestFailed, RequestRecord
+from llmsched.cli.figures.record import RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.engine.progress import Progress
@@ -27,12 +27,12 @@ async def bench_once(
         assert url is not None
         figures = measure(_none_sent(plan.workload, str(problem)), plan.workload, plan.slo)
         experiment = Experiment(url, Provenance(url), plan.workload, plan.slo, plan.warmup or 0)
-    well = not figures.failed and figures.completed > 0
+    well = not figures.requests.failed and figures.requests.completed > 0
     report = as_json(experiment, figures)
     return Result(report, lambda: show(experiment, figures), well, [report], Measured(experiment, figures))
 
 
-def _none_sent(workload: Load, why: str) -> list[RequestRecord]:
+def _none_sent(workload: Load, why: str) -> RunRecord:
     """The records of a run against a server that nobody can connect to."""
     failure = RequestFailed("connect", f"nothing was sent: {why}")
-    return [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_requests)]
+    return RunRecord([RequestRecord(index, scheduled=0.0, failure=failure) for index in range(workload.num_requests)])

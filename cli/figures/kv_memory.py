@@ -9,22 +9,21 @@ from typing import NamedTuple
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 
-#: Said wherever these figures are.
+#: Definitions, printed wherever these figures are.
 DEFINITIONS = {
-    "KV waste": "share of the KV memory held by requests that had no KV in it, on average over the steps; of a server "
-    "over the looks at it",
-    "peak KV": "the most KV memory that requests held in any step; of a server in any look at it, between two of which "
-    "it may have been more",
-    "peak memory": "weights, activations and peak KV: what the work needs; the engine reserves more where there is "
-    "more",
+    "KV waste": "share of the KV memory allocated to requests that held no KV yet, averaged over steps; for a server, "
+    "over samples of its metrics",
+    "peak KV": "the most KV memory allocated to requests in any step; for a server, in any sample of its metrics, so "
+    "the true peak may be higher",
+    "peak memory": "weights, activations and peak KV: what this load needs; the engine reserves more if it can",
 }
 
 
 class TargetState(NamedTuple):
-    """What a target did at `time` (seconds after the start of the run). None is what it does not tell.
+    """State of a target at `time`; None for what it does not report.
 
-    The last three are shares of all KV memory: in blocks that requests hold, the part of that which is reserved and
-    still empty, and what only the prefix cache keeps.
+    The last three are shares of all KV memory: blocks held by requests, the part of them still empty, and blocks held
+    only by the prefix cache.
     """
 
     time: float
@@ -36,17 +35,17 @@ class TargetState(NamedTuple):
 
 
 def target_state(time: float, running: int, waiting: int, use: KVUsage) -> TargetState:
-    """A sample of an engine that tells how its KV memory is used."""
+    """Return the state of an engine that uses its KV memory as `use` says."""
     total = max(1, use.total)
     return TargetState(time, running, waiting, use.held / total, use.empty / total, use.cached / total)
 
 
 @dataclass(slots=True)
 class KVMeter:
-    """Adds up what an engine tells after each step (see `Engine.on_step`).
+    """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `peak` is the most that was held, in tokens, of `total`; `shares` sums the part of what was held that was empty,
-    over the `held_steps`, those in which any was held.
+    `peak` is the most that requests held, in tokens, of `total`. `shares` sums the empty share of what was held over
+    `held_steps`, the steps in which any was held.
     """
 
     steps: int = 0
@@ -64,30 +63,39 @@ class KVMeter:
             self.shares += use.empty / use.held
 
     def take(self) -> KVMeter:
-        """What was added up so far; it begins anew."""
+        """Return what was metered so far, and start again from 0."""
         taken = KVMeter(self.steps, self.held_steps, self.shares, self.peak, self.total)
         self.steps = self.held_steps = self.peak = 0
         self.shares = 0.0
         return taken
 
+    @property
+    def waste(self) -> float | None:
+        """The share of held KV memory that was empty, averaged over steps; None if nothing was ever held."""
+        return self.shares / self.held_steps if self.held_steps else None
 
-def kv_waste(meters: Sequence[KVMeter]) -> float | None:
-    """Share of the held KV memory that had no KV in it, on average over the steps; None if nothing was ever held."""
-    held_steps = sum(meter.held_steps for meter in meters)
-    return sum(meter.shares for meter in meters) / held_steps if held_steps else None
+
+def merged(meters: Sequence[KVMeter]) -> KVMeter:
+    """Return one meter for several runs on the same amount of KV memory."""
+    return KVMeter(
+        steps=sum(meter.steps for meter in meters),
+        held_steps=sum(meter.held_steps for meter in meters),
+        shares=sum(meter.shares for meter in meters),
+        peak=max(meter.peak for meter in meters),
+        total=max(meter.total for meter in meters),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """What the steps of an engine or, where `steps` is None, `looks` at a target showed. Shares are of all KV memory,
-    sizes in bytes; None is what it does not tell.
+    """Memory usage during a run, seen in `steps` of an engine or, if that is None, in `samples` of a target's metrics.
 
-    `kv_waste` is the share of the held KV memory that had no KV in it, on average over the steps or looks in which any
-    was held; `mean_kv_share` the share that was held on average over the looks.
+    Shares are of all KV memory, sizes in bytes; None if unknown. `kv_waste` is the empty share of held KV memory,
+    averaged over the steps or samples in which any was held; `mean_kv_share` the share held, averaged over samples.
     """
 
     steps: int | None
-    looks: int
+    samples: int
     peak_kv_share: float
     mean_kv_share: float | None
     kv_waste: float | None
@@ -95,11 +103,12 @@ class MemoryUsage:
 
     @property
     def peak_kv(self) -> int | None:
+        """The most KV memory held by requests, in bytes."""
         return None if self.parts is None else round(self.peak_kv_share * self.parts.kv)
 
     @property
     def peak(self) -> int | None:
-        """What the work could not have been done without."""
+        """The memory that this load needs: weights, activations and peak KV, in bytes."""
         if self.parts is None or self.peak_kv is None:
             return None
         return self.parts.weights + self.parts.activations + self.peak_kv
@@ -108,11 +117,11 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """What meter and samples come to; None if the target told nothing of its KV memory."""
+    """Summarise meter and samples; None if the target reports nothing about its KV memory."""
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:
-        return MemoryUsage(meter.steps, len(held), meter.peak / meter.total, mean, kv_waste([meter]), parts)
+        return MemoryUsage(meter.steps, len(held), meter.peak / meter.total, mean, meter.waste, parts)
     if mean is None:
         return None
     wasted = [s.kv_empty / s.kv_held for s in samples if s.kv_held and s.kv_empty is not None]

@@ -1,16 +1,20 @@
-"""What is noted of each request while it runs; the figures are worked out afterwards."""
+"""Records of a run, filled in while it lasts; the figures are computed from them afterwards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmsched.cli.figures.kv_memory import KVMeter, TargetState
+from llmsched.engine.memory.plan import MemoryParts
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
 
 
 class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
-    """A request ended without being served. `reason` is a short, countable name, `detail` what the server said."""
+    """A request that ended without an answer. `reason` is a short, countable name, `detail` the server's message."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -20,7 +24,7 @@ class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of the output. `tokens` is None where the target does not tell how many tokens a chunk holds."""
+    """A part of the output. `tokens` is None if the target does not state how many tokens a chunk holds."""
 
     time: float
     text: str
@@ -28,8 +32,8 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts as the target states them; None: not stated."""
+class TokenUsage:
+    """Token counts of a request as stated by the target; None if not stated."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -38,13 +42,13 @@ class Usage:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are seconds of the event loop's clock, None for what did not happen.
+    """Record of one request. Times are seconds on the event loop's clock, None for what did not happen.
 
-    `scheduled` is when it should have been sent; `ready` when a slot of --max-concurrency was free (never before
-    scheduled); `connecting` and `connected` when a new connection was begun and stood (None: an open one was used);
-    `sent` when the first byte left; `end` when the response was over or failed. `asked_tokens` are what the target was
-    told to make, come what may, None if it may end before; `request_id` and `finish_reason` are what the target says,
-    `timeline` is what its scheduler decided (None: it does not tell).
+    `scheduled` is when it should have been sent; `ready` when --max-concurrency allowed it (never before `scheduled`);
+    `connecting` and `connected` when opening a new connection began and ended (None: an open one was reused); `sent`
+    when the first byte was written; `end` when the response ended or failed. `asked_tokens` is the exact output length
+    requested, None if the answer may be shorter; `request_id` and `finish_reason` come from the target. `timeline` has
+    its scheduler's decisions (None: not available).
     """
 
     index: int
@@ -54,7 +58,7 @@ class RequestRecord:
     connected: float | None = None
     end: float | None = None
     chunks: list[Chunk] = field(default_factory=list)
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     failure: RequestFailed | None = None
     asked_tokens: int | None = None
     request_id: str | None = None
@@ -64,12 +68,12 @@ class RequestRecord:
 
     @property
     def connect_time(self) -> float | None:
-        """How long (seconds) opening the connection took; None if an open one was used."""
+        """Seconds that opening the connection took; None if an open one was reused."""
         return None if self.connecting is None or self.connected is None else self.connected - self.connecting
 
     @property
     def client_lag(self) -> float | None:
-        """How long (seconds) the client itself took from when it could send until it did."""
+        """Seconds the client itself took from when it could send the request until it did."""
         return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property
@@ -77,7 +81,7 @@ class RequestRecord:
         return self.end is not None and self.failure is None
 
     def moved(self, seconds: float, places: int) -> RequestRecord:
-        """The same `seconds` later, its index larger by `places`; without the timeline, whose clock is another's."""
+        """Return a copy that is `seconds` later, with `places` added to its index, and without the timeline."""
 
         def later(time: float | None) -> float | None:
             return None if time is None else time + seconds
@@ -94,3 +98,44 @@ class RequestRecord:
             chunks=[replace(chunk, time=chunk.time + seconds) for chunk in self.chunks],
             timeline=None,
         )
+
+
+class LoopLag(NamedTuple):
+    """A timer of the client's event loop that was due at `due` and fired `late` seconds later.
+
+    For at least `machine` of these seconds the loop had work but the machine gave it no CPU core.
+    """
+
+    due: float
+    late: float
+    machine: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """Everything recorded in one run of a load. All times are on one clock.
+
+    `preemptions`, `loop_lags`, `memory` and `meter` are None if the target or the client does not know them.
+    `own_process` says whether the client has a process of its own; in the target's process its loop lag is part of the
+    target's latency. `samples` are the target's states over time. `interrupted` means that the user ended the load;
+    requests still running then have no record.
+    """
+
+    records: Sequence[RequestRecord]
+    preemptions: int | None = None
+    loop_lags: Sequence[LoopLag] | None = None
+    own_process: bool = True
+    samples: Sequence[TargetState] = ()
+    memory: MemoryParts | None = None
+    interrupted: bool = False
+    meter: KVMeter | None = None
+
+    @property
+    def start(self) -> float:
+        """The time at which the first request was scheduled."""
+        return min((record.scheduled for record in self.records), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """The time at which the last request ended; `start` if none did."""
+        return max((record.end for record in self.records if record.end is not None), default=self.start)

@@ -1,4 +1,4 @@
-"""The tokens of a request placed in time, by the best that its target told of their number."""
+"""Arrival times of a request's tokens, from the best token counts that its target reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmsched.engine.latency import Arrival, RequestLatency, request_latency
 
 CountTokens = Callable[[str], int]
 
-#: Where the number of output tokens of a request came from, best first.
+#: Sources of a request's output token count, best first.
 EXACT = "exact per chunk"
 USAGE = "usage, spread evenly over chunks"
 RETOKENISED = "re-tokenised text"
@@ -19,8 +19,8 @@ CHUNKS = "one token per chunk assumed"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A completed request, its tokens placed in time."""
+class ServedRequest:
+    """A completed request with its latencies. `counted_by` is the source of its token count."""
 
     record: RequestRecord
     arrivals: Sequence[Arrival]
@@ -28,17 +28,17 @@ class Served:
     counted_by: str
 
 
-def served(record: RequestRecord, count_tokens: CountTokens | None) -> Served | None:
-    """The request with its figures; None if it did not complete or had no token."""
+def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedRequest | None:
+    """Compute the latencies of a request; None if it did not complete or got no token."""
     if not record.completed:
         return None
     placed, counted_by = arrivals(record, count_tokens)
     latency = request_latency(record.scheduled, placed)
-    return Served(record, placed, latency, counted_by) if latency else None
+    return ServedRequest(record, placed, latency, counted_by) if latency else None
 
 
 def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """When the tokens of a request came, and where their number is known from."""
+    """Return the arrivals of a request's tokens, and the source of their number."""
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
     times = [chunk.time for chunk in chunks if chunk.text]
@@ -57,18 +57,18 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
 
 
 def _whole(text: str) -> str:
-    """The text with letters that were split over chunks put together, and what is half of one replaced."""
+    """Join surrogate pairs that were split over chunks; replace unpaired surrogates."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def worst_source(requests: Sequence[Served]) -> str | None:
-    """The least reliable of the sources that token counts of a run came from."""
+def worst_source(requests: Sequence[ServedRequest]) -> str | None:
+    """Return the least reliable source of the requests' token counts; None without a request."""
     used = {one.counted_by for one in requests}
     return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
 
 
 def _spread(tokens: int, times: Sequence[float]) -> list[Arrival]:
-    """Share tokens out over chunks as evenly as whole numbers allow; the first chunk has at least one."""
+    """Spread tokens over chunks as evenly as whole numbers allow; the first chunk gets at least one."""
     if not times:
         return []
     ends = [-(-tokens * (index + 1) // len(times)) for index in range(len(times))]

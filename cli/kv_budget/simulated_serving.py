@@ -68,19 +68,19 @@ def as_json(served: Served | None) -> dict[str, Any] | None:
         "concurrency": served.concurrency,
         "input_len": served.input_len,
         "output_len": served.output_len,
-        "output_tokens_per_s": figures.output_tokens_per_s_steady or figures.output_tokens_per_s,
-        "tpot_ms": None if figures.tpot.p50 is None else figures.tpot.p50 * 1e3,
-        "ttft_ms": None if figures.ttft.p50 is None else figures.ttft.p50 * 1e3,
-        "preemptions": figures.preemptions,
+        "output_tokens_per_s": figures.rates.output_tokens_steady or figures.rates.output_tokens,
+        "tpot_ms": None if figures.latency.tpot.p50 is None else figures.latency.tpot.p50 * 1e3,
+        "ttft_ms": None if figures.latency.ttft.p50 is None else figures.latency.ttft.p50 * 1e3,
+        "preemptions": figures.requests.preemptions,
     }
 
 
 def show(served: Served) -> None:
     """Print it for a person."""
     figures = served.figures
-    rate = figures.output_tokens_per_s_steady or figures.output_tokens_per_s or 0.0
-    tpot = "" if figures.tpot.p50 is None else f", TPOT {render.human_seconds(figures.tpot.p50)}"
-    ttft = "" if figures.ttft.p50 is None else f", TTFT {render.human_seconds(figures.ttft.p50)}"
+    rate = figures.rates.output_tokens_steady or figures.rates.output_tokens or 0.0
+    tpot = "" if figures.latency.tpot.p50 is None else f", TPOT {render.human_seconds(figures.latency.tpot.p50)}"
+    ttft = "" if figures.latency.ttft.p50 is None else f", TTFT {render.human_seconds(figures.latency.ttft.p50)}"
     render.say(
         f"SIMULATED {served.concurrency:,} requests at a time of {served.input_len:,} tokens in and "
         f"{served.output_len:,} out: {rate:,.0f} output tokens/s{tpot}{ttft} (medians)"

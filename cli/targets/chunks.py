@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
 from llmsched.cli.targets.sse import Event
 
 _DETAIL_LENGTH = 300
@@ -94,13 +94,13 @@ def _joined(content: Any) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _usage(usage: dict[str, Any], before: Usage) -> Usage:
+def _usage(usage: dict[str, Any], before: TokenUsage) -> TokenUsage:
     """The counts of a usage object; what it leaves out stays as it was stated before."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MOST_TOKENS:
         raise RequestFailed("not understood", f"a usage of {output} completion_tokens")
-    return Usage(
+    return TokenUsage(
         prompt_tokens=_count(usage.get("prompt_tokens"), before.prompt_tokens),
         cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None, before.cached_tokens),
         output_tokens=output,

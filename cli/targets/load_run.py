@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from llmsched.cli.figures.kv_memory import KVMeter, TargetState
-from llmsched.cli.figures.lag import Lag, loop_lags, settled_heap
+from llmsched.cli.figures.client_lag import loop_lags, settled_heap
+from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.figures.token_times import CountTokens
 from llmsched.cli.load.load import Load, run_load
 from llmsched.cli.targets.sampling import sampled
 from llmsched.cli.targets.target import Target
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
 
 #: Warm-up prompts must not be those of the run, or the run would find them cached.
 _WARMUP_SEED_OFFSET = 1_000_003
-
-
-class LoadRun(NamedTuple):
-    """What came of a load: a record of each request, how many were preempted (None: the target does not tell), how late
-    the client's event loop was (None: nobody looked), whether that has a process of its own, the target's state over
-    time, whether the user ended it, and how KV memory was used in each step (None: a target whose steps are not seen).
-    """
-
-    records: list[RequestRecord]
-    preemptions: int | None
-    loop_lags: list[Lag] | None
-    own_process: bool
-    samples: Sequence[TargetState] = ()
-    memory: MemoryParts | None = None
-    interrupted: bool = False
-    meter: KVMeter | None = None
-
-    def measure(self, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
-        """The figures; see `measure`."""
-        return measure(
-            self.records,
-            workload,
-            slo,
-            preemptions=self.preemptions,
-            count_tokens=count_tokens,
-            loop_lags=self.loop_lags,
-            own_process=self.own_process,
-            samples=self.samples,
-            memory=self.memory,
-            interrupted=self.interrupted,
-            meter=self.meter,
-        )
 
 
 async def run_workload(
@@ -68,7 +34,7 @@ async def run_workload(
 ) -> Measurement:
     """Send a load to a target and measure it; see `send_workload`."""
     run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial)
-    return run.measure(workload, slo, count_tokens)
+    return measure(run, workload, slo, count_tokens)
 
 
 async def send_workload(
@@ -79,7 +45,7 @@ async def send_workload(
     timeout: float | None,
     progress: Progress,
     partial: bool = False,
-) -> LoadRun:
+) -> RunRecord:
     """Send a load to a target. Random prompts are of token `ids`, or of words where it is None.
 
     `partial`: being cancelled, as by Ctrl-C, ends the load, and the run is what has ended by then, if that is anything.
@@ -128,7 +94,7 @@ async def send_workload(
     # A server that was started anew counts from 0 again.
     preemptions = after - before if before is not None and after is not None and after >= before else None
     meter = None if target.meter is None else target.meter.take()
-    return LoadRun(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
+    return RunRecord(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Unpack
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
-from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
 from llmsched.cli.load.traces.trace import Content
-from llmsched.cli.targets.load_run import LoadRun
 from llmsched.cli.targets.sampling import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import simulate_load
 from llmsched.cli.targets.target import OpenTarget, RunPlan
@@ -76,7 +75,7 @@ def simulate_workload(
     Raise ConfigError for limits beyond the blueprint's memory reservation.
     """
     engine = blueprint.engine(**limits)
-    return simulate_run(engine, blueprint.plan, workload, timeout, progress, warn).measure(workload, slo)
+    return measure(simulate_run(engine, blueprint.plan, workload, timeout, progress, warn), workload, slo)
 
 
 def simulate_run(
@@ -86,7 +85,7 @@ def simulate_run(
     timeout: float | None,
     progress: Progress = silent,
     warn: Warn = no_warning,
-) -> LoadRun:
+) -> RunRecord:
     """Serve a load on a new engine with this memory plan. The model's tokenizer encodes texts if it is on this disk."""
     planned, ended = workload.plan(COMMON_IDS, TextEncode(engine.config.model, warn)), 0
     total = 0 if workload.stop_after else len(planned)
@@ -109,7 +108,7 @@ def simulate_run(
             on_end=count,
             after_step=sampler.after_step,
         )
-    return LoadRun(records, engine.num_preemptions, None, False, sampler.samples, plan.parts, meter=meter)
+    return RunRecord(records, engine.num_preemptions, None, False, sampler.samples, plan.parts, meter=meter)
 
 
 @contextmanager

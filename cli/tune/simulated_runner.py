@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llmsched.cli.figures.measure import measure
+from llmsched.cli.figures.record import RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, WordEncode
 from llmsched.cli.targets.simulated_clients import simulate_load
@@ -49,7 +50,7 @@ def simulated_run(
         timeout=asked.timeout,
         stop_after=load.stop_after,
     )
-    figures = measure(records, load, asked.slo, preemptions=engine.num_preemptions)
+    figures = measure(RunRecord(records, engine.num_preemptions), load, asked.slo)
     seconds = time.perf_counter() - start
     return run_of(setting, round_index, requests, figures, demand=watch.demand(), seconds=seconds)
 

@@ -104,18 +104,18 @@ def run_of(
     seconds: float = 0.0,
 ) -> TrialRun:
     """What is kept of a measurement of `requests` of the load (of a load that a duration ends, fewer were sent)."""
-    total = measured.completed + measured.failed
+    total = measured.requests.completed + measured.requests.failed
     attainment = measured.goodput.attainment if measured.goodput else {}
-    steady = measured.output_tokens_per_s_steady
+    steady = measured.rates.output_tokens_steady
     return TrialRun(
         setting,
         round_index,
         requests,
         seconds=seconds,
-        completed=measured.completed,
-        failed=measured.failed,
-        output_tokens=measured.output_tokens,
-        tokens_per_s=measured.output_tokens_per_s if steady is None else steady,
+        completed=measured.requests.completed,
+        failed=measured.requests.failed,
+        output_tokens=measured.tokens.output,
+        tokens_per_s=measured.rates.output_tokens if steady is None else steady,
         met={name: round(share * total) for name, share in attainment.items()},
         samples={name: thinned(_samples(measured.latencies, name)) for name in FIGURES},
         demand=demand,
@@ -158,8 +158,8 @@ def _samples(latencies: Sequence[RequestLatency], name: str) -> list[float]:
 
 
 def _problem(measured: Measurement, total: int) -> str | None:
-    if measured.failed:
-        reason = next(iter(measured.failures), "no token came")
-        detail = measured.failure_examples.get(reason, "")
-        return f"{measured.failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
-    return None if measured.output_tokens else "no request had any output"
+    if measured.requests.failed:
+        reason = next(iter(measured.requests.failures), "no token came")
+        detail = measured.requests.failure_examples.get(reason, "")
+        return f"{measured.requests.failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
+    return None if measured.tokens.output else "no request had any output"

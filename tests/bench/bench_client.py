@@ -16,6 +16,7 @@ from itertools import pairwise
 import httpx
 
 from llmsched.cli.bench.selfcheck.run import scripted_server
+from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
@@ -49,13 +50,13 @@ async def row(root: str, streams: int) -> str:
         log = json.loads((await client.get(f"{root}/{SCRIPT}/log")).text)
     written = [[at for at, _ in parts] for _, parts in log]
     gaps = summarise([after - at for times in written for at, after in pairwise(times)])
-    figures = run.measure(load, Slo())
+    figures = measure(run, load, Slo())
     cells = (
         f"{streams:7}",
-        f"{figures.output_tokens_per_s or 0.0:8.0f}",
-        f"{1e6 * cpu / max(1, figures.output_tokens):7.1f} us",
-        *(f"{p99(lag):{width}.1f}" for lag, width in ((figures.loop_lag, 7), (figures.machine_lag, 11))),
-        *(f"{p99(gap):{width}.1f}" for gap, width in ((figures.itl, 7), (gaps, 8))),
+        f"{figures.rates.output_tokens or 0.0:8.0f}",
+        f"{1e6 * cpu / max(1, figures.tokens.output):7.1f} us",
+        *(f"{p99(lag):{width}.1f}" for lag, width in ((figures.client.loop, 7), (figures.client.machine, 11))),
+        *(f"{p99(gap):{width}.1f}" for gap, width in ((figures.latency.itl, 7), (gaps, 8))),
         "  yes" if figures.valid else "   no",
     )
     return "  ".join(cells)

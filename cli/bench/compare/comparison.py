@@ -1,25 +1,23 @@
-"""The same seeded work under each variant, in turn, round by round."""
+"""Comparison of engine settings: the same seeded load under each variant, interleaved round by round."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from llmsched.cli.bench.compare.usage import Usage, usage
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.figures.record import RequestRecord
+from llmsched.cli.figures.kv_memory import merged
+from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.load_run import LoadRun
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What is done under each variant: `workload` with its seed, then with the next one, and so on for `rounds`."""
+class ComparisonPlan:
+    """The work of each variant: `workload` with its own seed in the first round and the next seed in each later one."""
 
     workload: Load
     slo: Slo
@@ -28,66 +26,59 @@ class Task:
     rounds: int
 
 
-class Done(NamedTuple):
-    """A run: by whom, and under which memory plan. It has a meter."""
+class VariantRun(NamedTuple):
+    """One run of a variant. Its record has a meter and the engine's memory."""
 
-    run: LoadRun
+    record: RunRecord
     experiment: Experiment
-    plan: MemoryPlan
 
 
-class Perform(Protocol):
-    """Does a workload with the settings of the variant of that name, on an engine that has served nothing yet."""
+class RunVariant(Protocol):
+    """A function that runs a workload with a variant's settings, on an engine that has served nothing yet."""
 
-    async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done: ...
+    async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One variant: the figures of all its rounds together, those of each round, and memory."""
+class VariantResult:
+    """The figures of a variant over all rounds, and those of each round."""
 
     name: str
     experiment: Experiment
     figures: Measurement
     rounds: tuple[Measurement, ...]
-    usage: Usage
 
 
-@dataclass(slots=True)
-class _Rounds:
-    """What one variant has done so far."""
+async def compare(
+    names: Sequence[str], run_variant: RunVariant, plan: ComparisonPlan, progress: Progress
+) -> list[VariantResult]:
+    """Run the load under each of the named variants.
 
-    done: list[Done] = field(default_factory=list)
-
-    def result(self, name: str, task: Task) -> Compared:
-        runs = [one.run for one in self.done]
-        rounds = tuple(run.measure(task.workload, task.slo) for run in runs)
-        whole = one_after_the_other(runs).measure(task.workload, task.slo)
-        last = self.done[-1]
-        found = usage(last.plan, [run.meter for run in runs if run.meter is not None])
-        return Compared(name, last.experiment, with_rates_of(rounds, whole), rounds, found)
-
-
-async def compare(names: Sequence[str], perform: Perform, task: Task, progress: Progress) -> list[Compared]:
-    """Run the task under each of the named variants.
-
-    In each round all variants have the same requests; the next round has others, so that no figure rests on one draw.
+    In each round all variants get the same requests; the next round has new ones, so no figure rests on one draw.
     """
-    results = {name: _Rounds() for name in names}
-    for number in range(task.rounds):
-        workload = task.workload.with_seed(task.workload.seed + number)
-        for name, into in results.items():
+    runs: dict[str, list[VariantRun]] = {name: [] for name in names}
+    for number in range(plan.rounds):
+        workload = plan.workload.with_seed(plan.workload.seed + number)
+        for name, done in runs.items():
 
-            def told(_: str, done: int, total: int, name: str = name, number: int = number) -> None:
+            def report(_: str, done: int, total: int, name: str = name, number: int = number) -> None:
                 progress(f"{name}, round {number + 1}", done, total)
 
-            into.done.append(await perform(name, workload, task, told))
-    return [rounds.result(name, task) for name, rounds in results.items()]
+            done.append(await run_variant(name, workload, plan, report))
+    return [_result(name, done, plan) for name, done in runs.items()]
 
 
-def with_rates_of(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """The figures of all rounds together, but the mean of the rounds for rates that know ramp, drain or schedule: where
-    one round follows another, nothing is sent and little is served.
+def _result(name: str, runs: Sequence[VariantRun], plan: ComparisonPlan) -> VariantResult:
+    records = [run.record for run in runs]
+    rounds = tuple(measure(record, plan.workload, plan.slo) for record in records)
+    whole = measure(concatenated(records), plan.workload, plan.slo)
+    return VariantResult(name, runs[-1].experiment, with_mean_rates(rounds, whole), rounds)
+
+
+def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
+    """Return `whole` with the mean of the rounds' steady-state and send rates.
+
+    In the concatenated rounds these rates would include the ramp-up and drain between two rounds.
     """
     if len(rounds) == 1:
         return whole
@@ -96,30 +87,34 @@ def with_rates_of(rounds: Sequence[Measurement], whole: Measurement) -> Measurem
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) if len(known) == len(rounds) else None
 
-    return replace(
-        whole,
+    each = [one.rates for one in rounds]
+    rates = replace(
+        whole.rates,
         steady_window=None,
-        output_tokens_per_s_steady=mean(one.output_tokens_per_s_steady for one in rounds),
-        requests_per_s_steady=mean(one.requests_per_s_steady for one in rounds),
-        scheduled_rate=mean(one.scheduled_rate for one in rounds),
-        achieved_rate=mean(one.achieved_rate for one in rounds),
+        output_tokens_steady=mean(one.output_tokens_steady for one in each),
+        requests_steady=mean(one.requests_steady for one in each),
+        scheduled=mean(one.scheduled for one in each),
+        achieved=mean(one.achieved for one in each),
     )
+    return replace(whole, rates=rates)
 
 
-def one_after_the_other(runs: Sequence[LoadRun]) -> LoadRun:
-    """Several runs as one: each begins when the one before it has ended."""
+def concatenated(runs: Sequence[RunRecord]) -> RunRecord:
+    """Return several runs as one, each starting when the one before it has ended."""
     records: list[RequestRecord] = []
     now = 0.0
     for run in runs:
-        start = min((record.scheduled for record in run.records), default=0.0)
-        moved = [record.moved(now - start, len(records)) for record in run.records]
+        moved = [record.moved(now - run.start, len(records)) for record in run.records]
         now = max((record.end for record in moved if record.end is not None), default=now)
         records += moved
     preempted = [run.preemptions for run in runs if run.preemptions is not None]
     lags = [run.loop_lags for run in runs if run.loop_lags is not None]
-    return LoadRun(
+    meters = [run.meter for run in runs if run.meter is not None]
+    return RunRecord(
         records,
         sum(preempted) if len(preempted) == len(runs) else None,
         [lag for some in lags for lag in some] if lags else None,
         runs[0].own_process,
+        memory=runs[-1].memory,
+        meter=merged(meters) if meters else None,
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from llmsched.cli.bench.compare.comparison import Perform, Task, compare
-from llmsched.cli.bench.compare.measured import Engines
+from llmsched.cli.bench.compare.comparison import ComparisonPlan, RunVariant, compare
 from llmsched.cli.bench.compare.report import as_json, charts, notes, show, table
-from llmsched.cli.bench.compare.simulated import Blueprints
+from llmsched.cli.bench.compare.variant_engines import SimulatedVariants, VariantEngines
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
@@ -46,16 +45,16 @@ async def bench_variants(
     base = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
     configs = configure(base, variants)
     rounds = _DEFAULT_ROUNDS if modes.rounds is None else modes.rounds
-    perform: Perform
+    run_variant: RunVariant
     if simulate is None:
-        engines = Engines(configs, progress)
+        engines = VariantEngines(configs, progress)
         engines.check()
-        warmup, perform = 1 if plan.warmup is None else plan.warmup, engines
+        warmup, run_variant = 1 if plan.warmup is None else plan.warmup, engines
     else:
         refuse_warmup(plan)
-        warmup, perform = 0, Blueprints(configs, simulate, progress, quantization)
-    task = Task(plan.workload, plan.slo, plan.timeout, warmup, rounds)
-    compared = await compare(list(configs), perform, task, progress)
+        warmup, run_variant = 0, SimulatedVariants(configs, simulate, progress, quantization)
+    task = ComparisonPlan(plan.workload, plan.slo, plan.timeout, warmup, rounds)
+    compared = await compare(list(configs), run_variant, task, progress)
     report = as_json(compared, task)
     well = all(not run["failed"] and run["completed"] for run in report["runs"])
     experiment = compared[0].experiment

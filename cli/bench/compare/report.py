@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.comparison import Compared, Task
+from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantResult
 from llmsched.cli.bench.output import report
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series, distribution
 from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.figures.kv_memory import MemoryUsage
 from llmsched.engine.latency import RequestLatency
 
 #: Said wherever these figures are.
@@ -57,7 +57,7 @@ _OF_A_ROUND = (
 )
 
 
-def as_json(variants: Sequence[Compared], task: Task) -> dict[str, Any]:
+def as_json(variants: Sequence[VariantResult], task: ComparisonPlan) -> dict[str, Any]:
     """`runs` in the order of the command line, and the `ratios` of all but the first to the first.
 
     Each run has all that `bench --json` has, of all rounds together, and `rounds` with the main figures of each. A
@@ -122,7 +122,7 @@ def table(document: dict[str, Any]) -> Table:
     return Table("all rounds together; latencies in ms", columns, rows)
 
 
-def charts(variants: Sequence[Compared]) -> list[Chart]:
+def charts(variants: Sequence[VariantResult]) -> list[Chart]:
     """How TTFT, ITL and E2E are distributed, a line for each variant."""
 
     def chart(name: str, samples: Callable[[RequestLatency], Iterable[float]]) -> Chart:
@@ -139,23 +139,32 @@ def charts(variants: Sequence[Compared]) -> list[Chart]:
     ]
 
 
-def _run(variant: Compared, task: Task) -> dict[str, Any]:
+def _run(variant: VariantResult, task: ComparisonPlan) -> dict[str, Any]:
     experiment, looked = variant.experiment, report.as_json(variant.experiment, variant.figures)
+    # An engine that refused every request took no step.
+    used = variant.figures.memory or MemoryUsage(0, 0, 0.0, None, None, variant.figures.run.memory)
+    assert used.parts is not None
     return {
         "policy": variant.name,
         **looked,
-        "steps": variant.usage.steps,
-        "kv_waste": variant.usage.kv_waste,
-        "peak_kv_share": variant.usage.peak_kv / variant.usage.kv,
-        "peak_kv_bytes": variant.usage.peak_kv,
-        "peak_memory_bytes": variant.usage.peak,
-        "memory": asdict(variant.usage),
+        "steps": used.steps,
+        "peak_kv_share": used.peak_kv_share,
+        "peak_kv_bytes": used.peak_kv,
+        "peak_memory_bytes": used.peak,
+        "memory": {
+            "steps": used.steps,
+            "kv_waste": used.kv_waste,
+            "peak_kv": used.peak_kv,
+            "weights": used.parts.weights,
+            "activations": used.parts.activations,
+            "kv": used.parts.kv,
+        },
         "definitions": {**looked["definitions"], **DEFINITIONS},
         "rounds": [_round(task, index, report.as_json(experiment, each)) for index, each in enumerate(variant.rounds)],
     }
 
 
-def _round(task: Task, index: int, figures: dict[str, Any]) -> dict[str, Any]:
+def _round(task: ComparisonPlan, index: int, figures: dict[str, Any]) -> dict[str, Any]:
     return {"seed": task.workload.seed + index, **{name: figures[name] for name in _OF_A_ROUND}}
 
 

@@ -135,14 +135,17 @@ def _lightened(points: Sequence[Point], goal: Goal) -> list[Point]:
 
 def _default_slo(idle: Measurement | None) -> Slo:
     assert idle is not None
-    if idle.ttft.p50 is None:
+    if idle.latency.ttft.p50 is None:
         raise LlmschedError(f"no request was served, so there is no latency to go by: {_why(idle)}")
-    return Slo(ttft=SLACK * idle.ttft.p50, tpot=None if idle.tpot.p50 is None else SLACK * idle.tpot.p50)
+    return Slo(
+        ttft=SLACK * idle.latency.ttft.p50,
+        tpot=None if idle.latency.tpot.p50 is None else SLACK * idle.latency.tpot.p50,
+    )
 
 
 def _goal(load: Load, wish: Wish, idle: Measurement | None, burst: Measurement | None) -> Goal:
     """The range to search: as asked for, else from what the target does when idle and at most."""
-    most = None if burst is None else burst.requests_per_s
+    most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so it is not known which rates to try: {_why(burst)}")
     high = wish.highest if wish.highest is not None else _HIGHEST * (most or 0.0)
@@ -152,10 +155,10 @@ def _goal(load: Load, wish: Wish, idle: Measurement | None, burst: Measurement |
     else:
         assert most is not None
         start = min(_START * most, high)
-        busy = idle.e2e.mean if idle is not None else None
+        busy = idle.latency.e2e.mean if idle is not None else None
         low = min(start, _LOWEST_LOAD / busy) if busy else start
     return Goal(low, high, wish.attainment, wish.tolerance, start)
 
 
 def _why(figures: Measurement) -> str:
-    return ", ".join(f"{reason} ({figures.failure_examples[reason]})" for reason in figures.failures)
+    return ", ".join(f"{reason} ({figures.requests.failure_examples[reason]})" for reason in figures.requests.failures)

@@ -22,11 +22,11 @@ _STRETCHES, _TOKENS_IN_ONE = 60, 4
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
     """TTFT, TPOT and the worst stall of each request, where it should have been sent, and the failures."""
-    placed = [(one.record.scheduled - figures.start, one.latency) for one in figures.served]
+    placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
-        (record.scheduled - figures.start, 1e3 * (record.end - record.scheduled))
-        for record in figures.records
+        (record.scheduled - figures.run.start, 1e3 * (record.end - record.scheduled))
+        for record in figures.run.records
         if record.failure is not None and record.end is not None
     ]
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot}
@@ -68,11 +68,11 @@ def requests_over_time(figures: Measurement) -> Chart:
     """How many requests wait for their first token and how many are being answered, as the client sees it."""
     waiting: list[Point] = []
     answered: list[Point] = []
-    for record in figures.records:
+    for record in figures.run.records:
         if record.end is not None:
             first = next((chunk.time for chunk in record.chunks if chunk.text or chunk.tokens), record.end)
-            waiting += [(record.scheduled - figures.start, 1), (first - figures.start, -1)]
-            answered += [(first - figures.start, 1), (record.end - figures.start, -1)]
+            waiting += [(record.scheduled - figures.run.start, 1), (first - figures.run.start, -1)]
+            answered += [(first - figures.run.start, 1), (record.end - figures.run.start, -1)]
     return Chart(
         "requests under way",
         _TIME,
@@ -95,12 +95,12 @@ def _counted(changes: Sequence[Point]) -> list[Point]:
 
 def throughput_over_time(figures: Measurement) -> Chart:
     """Output tokens per second, in stretches of equal length."""
-    fitting = figures.duration / (_TOKENS_IN_ONE * figures.itl.p50) if figures.itl.p50 else _STRETCHES
+    fitting = figures.duration / (_TOKENS_IN_ONE * figures.latency.itl.p50) if figures.latency.itl.p50 else _STRETCHES
     counts = [0] * max(1, min(_STRETCHES, int(fitting)))
     width = figures.duration / len(counts) if figures.duration > 0 else 1.0
     for one in figures.served:
         for arrival in one.arrivals:
-            counts[min(len(counts) - 1, max(0, int((arrival.time - figures.start) / width)))] += arrival.tokens
+            counts[min(len(counts) - 1, max(0, int((arrival.time - figures.run.start) / width)))] += arrival.tokens
     points = [(index * width, count / width) for index, count in enumerate([*counts, counts[-1]])]
     series = Series("of requests that were served", points if figures.served else [], "steps")
     return Chart("throughput", _TIME, "output tokens/s", (series,))
@@ -150,5 +150,5 @@ def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
     if figures.samples:
         charts.append(queue_over_time(figures.samples))
     if any(sample.kv_held is not None for sample in figures.samples):
-        charts.append(memory_over_time(figures.samples, figures.memory))
+        charts.append(memory_over_time(figures.samples, figures.run.memory))
     return [replace(chart, span=(0.0, figures.duration)) if chart.x == _TIME else chart for chart in charts]

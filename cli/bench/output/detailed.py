@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
-from llmsched.cli.figures.token_times import Served
+from llmsched.cli.figures.token_times import ServedRequest
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -25,8 +25,8 @@ def detailed_lines(report: Mapping[str, Any], slo: Slo, figures: Measurement) ->
     """The lines of the file; `report` is the one that --json prints."""
     yield _line({"kind": "run", "format": FORMAT, "report": report})
     served = {one.record.index: one for one in figures.served}
-    for record in figures.records:
-        yield _line({"kind": "request", **_request(record, served.get(record.index), slo, figures.start)})
+    for record in figures.run.records:
+        yield _line({"kind": "request", **_request(record, served.get(record.index), slo, figures.run.start)})
     for sample in figures.samples:
         state = {name: value if value is None else round(value, 6) for name, value in sample._asdict().items()}
         yield _line({"kind": "sample", **state})
@@ -67,7 +67,7 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
         raise LlmschedError(f"--file {path} is not what bench --save-detailed writes: {problem}") from problem
 
 
-def _request(record: RequestRecord, served: Served | None, slo: Slo, start: float) -> dict[str, Any]:
+def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, start: float) -> dict[str, Any]:
     """All that is known of a request."""
 
     def after(time: float | None) -> float | None:
@@ -101,7 +101,7 @@ def _request(record: RequestRecord, served: Served | None, slo: Slo, start: floa
     }
 
 
-def _chunks(record: RequestRecord, served: Served | None, start: float) -> list[tuple[float, int | None]]:
+def _chunks(record: RequestRecord, served: ServedRequest | None, start: float) -> list[tuple[float, int | None]]:
     """When each chunk came, and how many tokens it is taken to hold (None for a request that was not served)."""
     if served is not None:
         return [(round(arrival.time - start, 6), arrival.tokens) for arrival in served.arrivals]

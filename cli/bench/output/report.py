@@ -10,7 +10,8 @@ from llmsched.cli.bench.output import tables
 from llmsched.cli.bench.output.charts import distributions, latency_over_time
 from llmsched.cli.figures import kv_memory
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.figures.measure import Measurement, Reading, RequestStall
+from llmsched.cli.figures.latency_summary import LatencySummary, ReadingPauses, RequestStall
+from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Summary
 
 #: Requests from which on a chart shows more than the table does.
@@ -25,43 +26,43 @@ def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
     return {
         **experiment.provenance.as_json(),
         "target": experiment.name,
-        "completed": figures.completed,
-        "failed": figures.failed,
-        "failures": figures.failures,
-        "failure_examples": figures.failure_examples,
+        "completed": figures.requests.completed,
+        "failed": figures.requests.failed,
+        "failures": figures.requests.failures,
+        "failure_examples": figures.requests.failure_examples,
         "valid": figures.valid,
-        "interrupted": figures.interrupted,
+        "interrupted": figures.run.interrupted,
         "duration_s": figures.duration,
-        "input_tokens": figures.input_tokens,
-        "output_tokens": figures.output_tokens,
-        "output_tokens_per_s": figures.output_tokens_per_s,
-        "output_tokens_per_s_steady": figures.output_tokens_per_s_steady,
-        "requests_per_s": figures.requests_per_s,
-        "requests_per_s_steady": figures.requests_per_s_steady,
-        "steady_window_s": figures.steady_window,
+        "input_tokens": figures.tokens.input,
+        "output_tokens": figures.tokens.output,
+        "output_tokens_per_s": figures.rates.output_tokens,
+        "output_tokens_per_s_steady": figures.rates.output_tokens_steady,
+        "requests_per_s": figures.rates.requests,
+        "requests_per_s_steady": figures.rates.requests_steady,
+        "steady_window_s": figures.rates.steady_window,
         "ttft_ms": _latency(figures, "ttft"),
         "itl_ms": _latency(figures, "itl"),
         "tpot_ms": _latency(figures, "tpot"),
         "e2e_ms": _latency(figures, "e2e"),
-        "connect_ms": _milliseconds(figures.connect),
-        "worst_stall_ms": None if figures.worst_stall is None else figures.worst_stall * 1e3,
-        "worst_stalls": [_stall(one) for one in figures.stalls],
-        "prefix_hit_rate": figures.prefix_hit_rate,
-        "preemptions": figures.preemptions,
-        "asked_rate": figures.asked_rate,
-        "scheduled_rate": figures.scheduled_rate,
-        "achieved_rate": figures.achieved_rate,
-        "client_lag_ms": _milliseconds(figures.client_lag),
-        "loop_lag_ms": None if figures.loop_lag is None else _milliseconds(figures.loop_lag),
-        "machine_lag_ms": None if figures.machine_lag is None else _milliseconds(figures.machine_lag),
+        "connect_ms": _milliseconds(figures.latency.connect),
+        "worst_stall_ms": None if figures.latency.worst_stall is None else figures.latency.worst_stall * 1e3,
+        "worst_stalls": [_stall(one) for one in figures.latency.stalls],
+        "prefix_hit_rate": figures.tokens.prefix_hit_rate,
+        "preemptions": figures.requests.preemptions,
+        "asked_rate": figures.rates.asked,
+        "scheduled_rate": figures.rates.scheduled,
+        "achieved_rate": figures.rates.achieved,
+        "client_lag_ms": _milliseconds(figures.client.send),
+        "loop_lag_ms": None if figures.client.loop is None else _milliseconds(figures.client.loop),
+        "machine_lag_ms": None if figures.client.machine is None else _milliseconds(figures.client.machine),
         "goodput_rps": figures.goodput.requests_per_s if figures.goodput else None,
         "attainment": figures.goodput.attainment if figures.goodput else None,
         "slo": slo,
         "slo_missed": figures.goodput.missed if figures.goodput else None,
         "slo_missed_alone": figures.goodput.missed_alone if figures.goodput else None,
         "reading": None if figures.reading is None else _reading(figures.reading),
-        **_memory(figures.memory_usage),
-        "token_counts": figures.token_counts,
+        **_memory(figures.memory),
+        "token_counts": figures.tokens.source,
         "warnings": list(figures.warnings),
         "workload": experiment.workload.parameters(),
         "warmup": experiment.warmup,
@@ -82,13 +83,13 @@ def show(experiment: Experiment, figures: Measurement) -> None:
             render.table(*table)
     if (sentence := tables.reading_sentence(figures)) is not None:
         render.say(sentence)
-    if figures.completed >= _ENOUGH_TO_DRAW:
+    if figures.requests.completed >= _ENOUGH_TO_DRAW:
         render.chart(latency_over_time(figures, experiment.slo))
         render.chart(distributions(figures))
     for name, meaning in tables.definitions(experiment.slo, figures).items():
         render.say(f"{name}: {meaning}")
-    if figures.token_counts:
-        render.say(f"token counts: {figures.token_counts}")
+    if figures.tokens.source:
+        render.say(f"token counts: {figures.tokens.source}")
     for sentence in tables.failures(figures):
         render.error(sentence)
     for warning in figures.warnings:
@@ -97,9 +98,9 @@ def show(experiment: Experiment, figures: Measurement) -> None:
 
 def _latency(figures: Measurement, name: str) -> dict[str, Any]:
     """A latency with the interval of its P99."""
-    interval = figures.p99_intervals.get(name)
-    known = _milliseconds(getattr(figures, name))
-    return {**known, "p99_ci95": None if interval is None else [limit * 1e3 for limit in interval]}
+    summary: LatencySummary = getattr(figures.latency, name)
+    known = {key: value for key, value in _milliseconds(summary).items() if key != "p99_ci95"}
+    return {**known, "p99_ci95": None if summary.p99_ci95 is None else [limit * 1e3 for limit in summary.p99_ci95]}
 
 
 def _stall(one: RequestStall) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _stall(one: RequestStall) -> dict[str, Any]:
     }
 
 
-def _reading(reading: Reading) -> dict[str, Any]:
+def _reading(reading: ReadingPauses) -> dict[str, Any]:
     return {
         "tokens_per_s": reading.tokens_per_s,
         "late_tokens": reading.late_tokens,
@@ -133,14 +134,14 @@ def _memory(use: kv_memory.MemoryUsage | None) -> dict[str, Any]:
         else {
             **({} if use.parts is None else use.parts._asdict()),
             "mean_kv_share": use.mean_kv_share,
-            "looks": use.looks,
+            "looks": use.samples,
             "steps": use.steps,
         },
     }
 
 
 def _milliseconds(summary: Summary) -> dict[str, float | int | None]:
-    times = {name: value for name, value in asdict(summary).items() if name != "count"}
+    times = {name: value for name, value in asdict(summary).items() if name not in ("count", "p99_ci95")}
     return {
         **{name: None if value is None else value * 1e3 for name, value in times.items()},
         "count": summary.count,

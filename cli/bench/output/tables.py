@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from llmsched.cli import render
 from llmsched.cli.figures import kv_memory
+from llmsched.cli.figures.latency_summary import LatencySummary
 from llmsched.cli.figures.measure import Measurement
-from llmsched.engine.latency import DEFINITIONS, Slo, Summary
+from llmsched.engine.latency import DEFINITIONS, Slo
 
 
 class Table(NamedTuple):
@@ -24,28 +25,34 @@ def latency_table(figures: Measurement) -> Table:
 
 
 def totals_table(figures: Measurement) -> Table:
-    due = "" if figures.scheduled_rate is None else f"due {figures.scheduled_rate:.2f}"
-    asked = "" if figures.asked_rate is None else f"asked {figures.asked_rate:g}"
+    due = "" if figures.rates.scheduled is None else f"due {figures.rates.scheduled:.2f}"
+    asked = "" if figures.rates.asked is None else f"asked {figures.rates.asked:g}"
     wanted = ", ".join(part for part in (due, asked) if part)
-    lag = figures.client_lag.p99
+    lag = figures.client.send.p99
     rows = [
-        ["completed / failed", f"{figures.completed} / {figures.failed}"],
+        ["completed / failed", f"{figures.requests.completed} / {figures.requests.failed}"],
         [
             "tokens in / out",
-            f"{'n/a' if figures.input_tokens is None else figures.input_tokens} / {figures.output_tokens}",
+            f"{'n/a' if figures.tokens.input is None else figures.tokens.input} / {figures.tokens.output}",
         ],
         ["duration", f"{figures.duration:.2f} s"],
-        ["output tokens/s", _rate(figures.output_tokens_per_s)],
-        ["  without ramp and drain", _rate(figures.output_tokens_per_s_steady)],
-        ["requests/s", _rate(figures.requests_per_s)],
-        ["  without ramp and drain", _rate(figures.requests_per_s_steady)],
-        ["sent requests/s", _rate(figures.achieved_rate) + (f" ({wanted})" if wanted else "")],
-        ["prefix hit rate", "n/a" if figures.prefix_hit_rate is None else f"{figures.prefix_hit_rate:.1%}"],
-        ["preemptions", "n/a" if figures.preemptions is None else str(figures.preemptions)],
-        ["worst stall", "n/a" if figures.worst_stall is None else render.human_seconds(figures.worst_stall)],
+        ["output tokens/s", _rate(figures.rates.output_tokens)],
+        ["  without ramp and drain", _rate(figures.rates.output_tokens_steady)],
+        ["requests/s", _rate(figures.rates.requests)],
+        ["  without ramp and drain", _rate(figures.rates.requests_steady)],
+        ["sent requests/s", _rate(figures.rates.achieved) + (f" ({wanted})" if wanted else "")],
+        [
+            "prefix hit rate",
+            "n/a" if figures.tokens.prefix_hit_rate is None else f"{figures.tokens.prefix_hit_rate:.1%}",
+        ],
+        ["preemptions", "n/a" if figures.requests.preemptions is None else str(figures.requests.preemptions)],
+        [
+            "worst stall",
+            "n/a" if figures.latency.worst_stall is None else render.human_seconds(figures.latency.worst_stall),
+        ],
         ["client lag P99", "n/a" if lag is None else render.human_seconds(lag)],
     ]
-    if (use := figures.memory_usage) is not None:
+    if (use := figures.memory) is not None:
         rows += _memory_rows(use)
     return Table("", ["", ""], rows)
 
@@ -72,9 +79,9 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
         ]
         for name, limit in slo.given().items()
     ]
-    if figures.failed:
-        rows.append(["not served", "", "", str(figures.failed), ""])
-    missed = (figures.completed + figures.failed) * (1 - good.attainment["all"])
+    if figures.requests.failed:
+        rows.append(["not served", "", "", str(figures.requests.failed), ""])
+    missed = (figures.requests.completed + figures.requests.failed) * (1 - good.attainment["all"])
     rows.append(["all", "", f"{good.attainment['all']:.1%}", str(round(missed)), ""])
     # A goodput of zero is a figure, and is seen to be one.
     title = f"goodput {f'{good.requests_per_s:.3g}' if good.requests_per_s else '0.0'} requests/s"
@@ -85,7 +92,7 @@ def stall_table(figures: Measurement) -> Table | None:
     """The worst stalls; None if no request had a second token."""
     rows = [
         [str(number), render.human_seconds(stall.seconds), f"{stall.at:.2f}", str(stall.tokens_before)]
-        for number, stall in figures.stalls
+        for number, stall in figures.latency.stalls
     ]
     return Table("worst stalls", ["request", "length", "after s of the run", "after its token"], rows) if rows else None
 
@@ -104,30 +111,30 @@ def reading_sentence(figures: Measurement) -> str | None:
 def definitions(slo: Slo, figures: Measurement) -> dict[str, str]:
     """The definitions of what the tables show."""
     names = ["TTFT", "ITL", "TPOT", "E2E", "percentiles"]
-    names += ["P99 interval"] if any(figures.p99_intervals.values()) else []
-    names += ["steady"] if figures.output_tokens_per_s_steady is not None else []
+    names += ["P99 interval"] if any(one.p99_ci95 for one in (figures.latency.ttft, figures.latency.itl)) else []
+    names += ["steady"] if figures.rates.output_tokens_steady is not None else []
     names += ["goodput"] if figures.goodput else []
     names += ["SLO of ITL"] if slo.itl is not None else []
-    names += ["stall"] if figures.stalls else []
+    names += ["stall"] if figures.latency.stalls else []
     names += ["reading"] if figures.reading else []
-    if (use := figures.memory_usage) is not None:
+    if (use := figures.memory) is not None:
         names += ["peak KV"] if use.parts is None else ["peak KV", "peak memory"]
     return {name: {**DEFINITIONS, **kv_memory.DEFINITIONS}[name] for name in names}
 
 
 def failures(figures: Measurement) -> list[str]:
     """A sentence per reason for which requests failed."""
-    total = figures.completed + figures.failed
+    total = figures.requests.completed + figures.requests.failed
     return [
         f"{count} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
-        for reason, count in figures.failures.items()
-        for detail in (figures.failure_examples[reason],)
+        for reason, count in figures.requests.failures.items()
+        for detail in (figures.requests.failure_examples[reason],)
     ]
 
 
 def _latency_row(figures: Measurement, name: str) -> list[str]:
-    summary: Summary = getattr(figures, name)
-    interval = figures.p99_intervals.get(name)
+    summary: LatencySummary = getattr(figures.latency, name)
+    interval = summary.p99_ci95
     known = [_ms(value) for value in (summary.mean, summary.p50, summary.p95, summary.p99)]
     between = "n/a" if interval is None else f"{_ms(interval[0])} to {_ms(interval[1])}"
     return [name.upper(), *known, between, _ms(summary.max), str(summary.count)]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
-from llmsched.cli.figures.lateness import LAG_LIMIT_S
+from llmsched.cli.figures.client_lag import LAG_LIMIT_S
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.synthetic import Workload
 from llmsched.engine.latency import Arrival, request_latency, steady_rate, summarise
@@ -118,23 +118,23 @@ def checks_of(probe: Probe, figures: Measurement, log: Log, held_up: float = 0.0
         return _rate_checks(probe, figures, log, excuse)
     scripts = SCRIPTS[probe.name]
     planned = [(0.0, [(part.at, part.tokens) for part in script.parts]) for script in scripts]
-    due = mean(record.scheduled for record in figures.records)
+    due = mean(record.scheduled for record in figures.run.records)
     script, server = _figures_of(planned, 0.0), _figures_of(log, due)
     measured = {
-        "TTFT mean": figures.ttft.mean,
-        "ITL mean": figures.itl.mean,
-        "ITL P99": figures.itl.p99,
-        "TPOT mean": figures.tpot.mean,
-        "E2E mean": figures.e2e.mean,
-        "worst stall": figures.worst_stall,
+        "TTFT mean": figures.latency.ttft.mean,
+        "ITL mean": figures.latency.itl.mean,
+        "ITL P99": figures.latency.itl.p99,
+        "TPOT mean": figures.latency.tpot.mean,
+        "E2E mean": figures.latency.e2e.mean,
+        "worst stall": figures.latency.worst_stall,
     }
     checks = [
         Check(probe.name, name, _ms(script[name]), _ms(server[name]), _ms(value), 1e3 * _allowed(name), 1e3 * excuse)
         for name, value in measured.items()
     ]
     tokens = scripts[0].tokens * len(log)
-    lag = Check(probe.name, "client lag P99", 0.0, 0.0, _ms(figures.client_lag.p99), 1e3 * TAIL_S, 1e3 * excuse)
-    return [*checks, lag, Check(probe.name, "tokens", tokens, tokens, figures.output_tokens, 0)]
+    lag = Check(probe.name, "client lag P99", 0.0, 0.0, _ms(figures.client.send.p99), 1e3 * TAIL_S, 1e3 * excuse)
+    return [*checks, lag, Check(probe.name, "tokens", tokens, tokens, figures.tokens.output, 0)]
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
@@ -161,20 +161,20 @@ def _allowed(figure: str) -> float:
 
 def _rate_checks(probe: Probe, figures: Measurement, log: Log, excuse: float) -> list[Check]:
     came = steady_rate([Arrival(at, 1) for at, _ in log])
-    loop_lag = None if figures.loop_lag is None else figures.loop_lag.p99
-    lags = {"client lag P99": figures.client_lag.p99, "loop lag P99": loop_lag}
+    loop_lag = None if figures.client.loop is None else figures.client.loop.p99
+    lags = {"client lag P99": figures.client.send.p99, "loop lag P99": loop_lag}
     # One request that is late makes the time in which all of them come longer.
     excused_rate = _RATE * excuse / (_RATE_REQUESTS / _RATE)
     return [
-        Check(probe.name, "requests/s", _RATE, came, figures.achieved_rate, _RATE_SHARE * _RATE, excused_rate),
+        Check(probe.name, "requests/s", _RATE, came, figures.rates.achieved, _RATE_SHARE * _RATE, excused_rate),
         *(Check(probe.name, name, 0.0, 0.0, _ms(lag), 1e3 * LAG_LIMIT_S, 1e3 * excuse) for name, lag in lags.items()),
     ]
 
 
 def _failure_checks(probe: Probe, figures: Measurement) -> list[Check]:
     expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
-    counts = [("completed", 1, figures.completed), ("failed", len(expected), figures.failed)]
-    counts += [(reason, count, figures.failures.get(reason, 0)) for reason, count in expected.items()]
+    counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]
+    counts += [(reason, count, figures.requests.failures.get(reason, 0)) for reason, count in expected.items()]
     return [Check(probe.name, name, count, count, measured, 0) for name, count, measured in counts]
 
 

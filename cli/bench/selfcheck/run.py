@@ -17,7 +17,7 @@ import httpx
 from llmsched.cli.bench.selfcheck.check import PROBES, TYPICAL_S, Check, Outcome, Probe, checks_of
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
-from llmsched.cli.figures.lag import loop_lags
+from llmsched.cli.figures.client_lag import loop_lags
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload

@@ -11,17 +11,15 @@ import pytest
 from command_line import CommandLine
 
 from llmsched.cli import progress
-from llmsched.cli.bench.compare.comparison import Done, Task, compare, one_after_the_other, with_rates_of
-from llmsched.cli.bench.compare.measured import Engines
+from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantRun, compare, concatenated, with_mean_rates
 from llmsched.cli.bench.compare.report import as_json
-from llmsched.cli.bench.compare.usage import usage
+from llmsched.cli.bench.compare.variant_engines import VariantEngines
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
-from llmsched.cli.figures.kv_memory import KVMeter
-from llmsched.cli.figures.lag import Lag
-from llmsched.cli.figures.record import Chunk, RequestRecord
+from llmsched.cli.figures.kv_memory import KVMeter, memory_usage, merged
+from llmsched.cli.figures.measure import measure
+from llmsched.cli.figures.record import Chunk, LoopLag, RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.load_run import LoadRun
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.pool import KVUsage
@@ -76,53 +74,53 @@ def test_a_flag_that_every_variant_overrides_is_refused() -> None:
         check_given(variants, {"max_num_seqs": 8})
 
 
-def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> LoadRun:
+def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> RunRecord:
     """Requests scheduled at the first time, with a token and the end at the second."""
     records = [
         RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
         for index, (due, end) in enumerate(times)
     ]
-    return LoadRun(records, preemptions, [Lag(0.0, 0.001)], own_process=False)
+    return RunRecord(records, preemptions, [LoopLag(0.0, 0.001)], own_process=False)
 
 
 def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
-    joined = one_after_the_other([run_of((100, 101), (100, 103)), run_of((500, 502), (501, 504), preemptions=2)])
+    joined = concatenated([run_of((100, 101), (100, 103)), run_of((500, 502), (501, 504), preemptions=2)])
     assert [(r.index, r.scheduled, r.end) for r in joined.records] == [(0, 0, 1), (1, 0, 3), (2, 3, 5), (3, 4, 7)]
     assert [record.chunks[0].time for record in joined.records] == [1, 3, 5, 7]
-    assert (joined.preemptions, joined.loop_lags) == (2, [Lag(0.0, 0.001)] * 2)
-    figures = joined.measure(Workload(), Slo())
-    assert (figures.duration, figures.output_tokens_per_s) == (7.0, 4 / 7)
-    assert figures.ttft.max == 3.0
+    assert (joined.preemptions, joined.loop_lags) == (2, [LoopLag(0.0, 0.001)] * 2)
+    figures = measure(joined, Workload(), Slo())
+    assert (figures.duration, figures.rates.output_tokens) == (7.0, 4 / 7)
+    assert figures.latency.ttft.max == 3.0
 
 
 def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
     """Ten requests at 1/s that take 1 s each, and a last one that takes 91 s: twice."""
     times = [(float(n), n + 1.0) for n in range(10)]
-    task = Task(Workload(request_rate=1.0), Slo(), timeout=60, warmup=0, rounds=2)
+    task = ComparisonPlan(Workload(request_rate=1.0), Slo(), timeout=60, warmup=0, rounds=2)
     runs = [run_of(*times, (10.0, 101.0)) for _ in range(task.rounds)]
-    rounds = tuple(run.measure(task.workload, task.slo) for run in runs)
-    found = with_rates_of(rounds, one_after_the_other(runs).measure(task.workload, task.slo))
-    assert (found.completed, found.duration) == (22, 202.0)
-    assert found.scheduled_rate == found.achieved_rate == pytest.approx(1.0)
-    assert found.requests_per_s_steady == rounds[0].requests_per_s_steady
-    assert found.output_tokens_per_s_steady == rounds[0].output_tokens_per_s_steady
-    assert with_rates_of(rounds[:1], rounds[0]) is rounds[0]
+    rounds = tuple(measure(run, task.workload, task.slo) for run in runs)
+    found = with_mean_rates(rounds, measure(concatenated(runs), task.workload, task.slo))
+    assert (found.requests.completed, found.duration) == (22, 202.0)
+    assert found.rates.scheduled == found.rates.achieved == pytest.approx(1.0)
+    assert found.rates.requests_steady == rounds[0].rates.requests_steady
+    assert found.rates.output_tokens_steady == rounds[0].rates.output_tokens_steady
+    assert with_mean_rates(rounds[:1], rounds[0]) is rounds[0]
 
 
 def test_a_round_that_does_not_tell_its_preemptions_leaves_them_unknown() -> None:
-    assert one_after_the_other([run_of((0, 1)), run_of((0, 1), preemptions=None)]).preemptions is None
+    assert concatenated([run_of((0, 1)), run_of((0, 1), preemptions=None)]).preemptions is None
 
 
 def test_rounds_are_interleaved_and_each_has_other_requests() -> None:
     asked: list[tuple[str, int]] = []
 
-    async def perform(name: str, workload: Load, task: Task, progress: Progress) -> Done:
+    async def perform(name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
         asked.append((name, workload.seed))
         if len(asked) == 4:
             raise InterruptedError
-        return Done(run_of((0, 1)), None, None)  # type: ignore[arg-type]
+        return VariantRun(run_of((0, 1)), None)  # type: ignore[arg-type]
 
-    task = Task(Workload(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
+    task = ComparisonPlan(Workload(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
     with pytest.raises(InterruptedError):
         asyncio.run(compare(["a", "b"], perform, task, silent))
     assert asked == [("a", 3), ("b", 3), ("a", 4), ("b", 4)]
@@ -135,29 +133,31 @@ def tiny_config(tiny_model: Callable[..., Path], **knobs: object) -> EngineConfi
 
 def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     async def plan_of() -> object:
-        async with Engines({"fair": tiny_config(tiny_model)}, silent).running("fair") as engine:
+        async with VariantEngines({"fair": tiny_config(tiny_model)}, silent).running("fair") as engine:
             return engine.plan
 
     plan = asyncio.run(plan_of())
     meters = [KVMeter(), KVMeter()]
     for meter, use in zip((meters[0], *meters), [(0, 0, 640), (320, 160, 0), (160, 40, 0)], strict=True):
         meter(KVUsage(*use, 1024))
-    found = usage(plan, meters)  # type: ignore[arg-type]
+    found = memory_usage((), plan.parts, merged(meters))  # type: ignore[attr-defined]
+    assert found is not None
+    assert found.parts is not None
     assert found.kv_waste == pytest.approx((0.5 + 0.25) / 2)
     assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]
-    assert found.peak == found.weights + found.activations + found.peak_kv
+    assert found.peak == found.parts.weights + found.parts.activations + found.peak_kv
     assert found.steps == 3
     assert meters[0].take().steps == 2
-    assert usage(plan, meters[:1]).kv_waste is None  # type: ignore[arg-type]
+    assert meters[0].waste is None
 
 
 def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
     """The same requests for both in every round, others in the next; static holds max_model_len for each."""
     configs = configure(tiny_config(tiny_model), parse_variants("static,continuous"))
-    task = Task(
+    task = ComparisonPlan(
         Workload(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
     )
-    document = as_json(asyncio.run(compare(list(configs), Engines(configs, silent), task, silent)), task)
+    document = as_json(asyncio.run(compare(list(configs), VariantEngines(configs, silent), task, silent)), task)
     static, continuous = document["runs"]
     assert (static["policy"], continuous["policy"]) == ("static", "continuous")
     assert static["engine"]["scheduling_policy"] == "static"
@@ -184,7 +184,7 @@ def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callab
     """What shares memory is built once, for the largest; what needs other memory is built for itself."""
     base = tiny_config(tiny_model)
     variants = parse_variants("fair, max_num_batched_tokens=512, max_num_seqs=2, block_size=8")
-    engines = Engines(configure(base, variants), silent)
+    engines = VariantEngines(configure(base, variants), silent)
 
     async def settings(name: str) -> tuple[int | None, int, int, object]:
         async with engines.running(name) as engine:

@@ -45,12 +45,12 @@ def interrupted(after: float, *, partial: bool) -> Measurement:
 
 def test_what_had_ended_is_the_run() -> None:
     figures = interrupted(2.05, partial=True)
-    assert figures.interrupted
-    assert [record.index for record in figures.records] == list(range(16))
-    assert (figures.completed, figures.failed) == (16, 0)
+    assert figures.run.interrupted
+    assert [record.index for record in figures.run.records] == list(range(16))
+    assert (figures.requests.completed, figures.requests.failed) == (16, 0)
     assert figures.duration == pytest.approx(2.0)
-    assert figures.requests_per_s_steady == pytest.approx(10.0)
-    assert figures.warnings[0].startswith("interrupted after 16 requests: those under way or to come are in no figure")
+    assert figures.rates.requests_steady == pytest.approx(10.0)
+    assert figures.warnings[0].startswith("interrupted after 16 requests: requests still running are not counted")
 
 
 def test_where_nothing_has_ended_or_a_part_is_of_no_use_the_run_is_cancelled() -> None:

@@ -14,7 +14,7 @@ from command_line import CommandLine
 from llmsched.cli.bench.knee.exploration import SLACK, Found, Wish, check, explore
 from llmsched.cli.bench.knee.report import as_json, show, verdict
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
@@ -42,14 +42,14 @@ class Queue:
             begin = max(due, free)
             free = begin + SERVICE_S
             chunks = [Chunk(begin + SERVICE_S / 2, "x", 1), Chunk(free, "y", 1)]
-            usage = Usage(8, 8 if self.remembers and len(self.loads) > 3 else 0, 2)
+            usage = TokenUsage(8, 8 if self.remembers and len(self.loads) > 3 else 0, 2)
             records.append(RequestRecord(request.index, due, ready=due, sent=due, end=free, chunks=chunks, usage=usage))
-        return measure(records, workload, slo)
+        return measure(RunRecord(records), workload, slo)
 
 
 async def refuse(workload: Load, slo: Slo, progress: Progress) -> Measurement:
     failure = RequestFailed("refused", "no room")
-    return measure([RequestRecord(0, 0.0, end=0.1, failure=failure)], workload, slo)
+    return measure(RunRecord([RequestRecord(0, 0.0, end=0.1, failure=failure)]), workload, slo)
 
 
 def find(opened: OpenTarget, plan: RunPlan, highest: float | None = None) -> Found:

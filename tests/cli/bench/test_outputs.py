@@ -17,7 +17,7 @@ from llmsched.cli.bench.output.detailed import detailed_lines
 from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestRecord, Usage
+from llmsched.cli.figures.record import Chunk, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.options.target import ItlTarget, parse_itl_target
@@ -120,8 +120,8 @@ def test_csv_with_other_columns_is_left_alone(tmp_path: Path) -> None:
 
 def test_detailed_lines_are_exact_to_the_microsecond() -> None:
     chunks = [Chunk(101.1234567, "x", 1), Chunk(101.2345678, "x", 1)]
-    record = RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks, usage=Usage(8, 3, 2))
-    figures = measure([record], WORK, SLO)
+    record = RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks, usage=TokenUsage(8, 3, 2))
+    figures = measure(RunRecord([record]), WORK, SLO)
     request = json.loads(list(detailed_lines(report_of(figures), SLO, figures))[1])
     assert request["chunks"] == [[1.123457, 1], [1.234568, 1]]
     assert (request["ttft_ms"], request["itl_ms"]) == (1123.457, [111.111])
@@ -175,7 +175,7 @@ def test_the_story_of_a_request_that_stalled(command: CommandLine, tmp_path: Pat
 
 def test_decisions_count_from_when_the_request_was_due(command: CommandLine, tmp_path: Path) -> None:
     figures = measured()
-    record = figures.records[0]
+    record = figures.run.records[0]
     record.request_id = "bench-7"
     entries = [
         Entry(0.05, "queued", {"ahead": 2, "running": 1}, 0.15),

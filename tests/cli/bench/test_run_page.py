@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,7 +25,7 @@ from llmsched.cli.chart import Series, axes
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.load.synthetic import Workload
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
@@ -40,15 +39,17 @@ SAMPLES = [TargetState(100.5, 1, 2, 0.5, 0.1, 0.25), TargetState(101.0, 2, 0, 1.
 
 def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
     chunks = [Chunk(time, "x", 1) for time in times]
-    usage = Usage(8, 0, len(times))
+    usage = TokenUsage(8, 0, len(times))
     return RequestRecord(index, scheduled, scheduled, scheduled, None, times[-1], chunks, usage)
 
 
-def run(samples: list[TargetState] = SAMPLES, memory: MemoryParts | None = MEMORY) -> Measurement:
+def run(
+    samples: list[TargetState] = SAMPLES, memory: MemoryParts | None = MEMORY, meter: KVMeter | None = None
+) -> Measurement:
     """By a clock that stands at 100 when the run begins: two good requests, and one that fails after 3 s."""
     failed = RequestRecord(2, 101.0, 101.0, 101.0, None, 104.0, failure=RequestFailed("timeout", "no end"))
     records = [record(0, 100.0, [101.0, 101.5, 103.0]), record(1, 100.5, [102.0, 102.25]), failed]
-    return measure(records, Workload(), Slo(ttft=2.0), samples=samples, memory=memory)
+    return measure(RunRecord(records, samples=samples, memory=memory, meter=meter), Workload(), Slo(ttft=2.0))
 
 
 def test_latencies_stand_where_requests_were_due() -> None:
@@ -75,7 +76,7 @@ def test_requests_under_way_are_counted_as_the_client_sees_them() -> None:
 def test_a_request_that_fails_is_answered_from_its_first_token_on() -> None:
     cut = record(0, 100.0, [101.0, 102.0])
     cut.failure = RequestFailed("cut without [DONE]")
-    figures = measure([cut, record(1, 100.0, [103.0])], Workload(), Slo())
+    figures = measure(RunRecord([cut, record(1, 100.0, [103.0])]), Workload(), Slo())
     answered, waiting = requests_over_time(figures).series
     assert answered.points == [(1.0, 1), (2.0, 0), (3.0, 0)]
     assert waiting.points == [(0.0, 2), (1.0, 1), (3.0, 0)]
@@ -94,20 +95,20 @@ def test_throughput_adds_up_to_the_tokens() -> None:
     points = throughput_over_time(figures).series[0].points
     assert points[-1][0] == pytest.approx(figures.duration)
     stretches = pairwise(points)
-    assert sum(rate * (end - at) for (at, rate), (end, _) in stretches) == pytest.approx(figures.output_tokens)
+    assert sum(rate * (end - at) for (at, rate), (end, _) in stretches) == pytest.approx(figures.tokens.output)
 
 
 def test_throughput_does_not_alternate_between_none_and_much() -> None:
     """A token a second for 40 s, in stretches of more than one."""
     steady = record(0, 100.0, [101.0 + n for n in range(40)])
-    points = throughput_over_time(measure([steady], Workload(), Slo())).series[0].points
+    points = throughput_over_time(measure(RunRecord([steady]), Workload(), Slo())).series[0].points
     assert len(points) == 11
     assert all(rate == pytest.approx(1.0, rel=0.26) for _, rate in points)
 
 
 def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
     figures = run()
-    chart = memory_over_time(figures.samples, figures.memory)
+    chart = memory_over_time(figures.samples, figures.run.memory)
     first = {series.name: series.points[0][1] for series in chart.series}
     assert first == pytest.approx(
         {
@@ -142,7 +143,7 @@ def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
     meter = KVMeter()
     for use in (KVUsage(40, 10, 0, 100), KVUsage(60, 0, 0, 100), KVUsage(0, 0, 60, 100)):
         meter(use)
-    report = as_json(Experiment("m", Provenance("u"), Workload(), Slo()), replace(run([], MEMORY), meter=meter))
+    report = as_json(Experiment("m", Provenance("u"), Workload(), Slo()), run([], MEMORY, meter))
     assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
 
@@ -189,7 +190,10 @@ def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
 
 def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
     failed = [RequestRecord(0, 0.0, failure=RequestFailed("connect", "refused"))]
-    experiment, figures = Experiment("u", Provenance("u"), Workload(), Slo()), measure(failed, Workload(), Slo())
+    experiment, figures = (
+        Experiment("u", Provenance("u"), Workload(), Slo()),
+        measure(RunRecord(failed), Workload(), Slo()),
+    )
     report = as_json(experiment, figures)
     tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(experiment, figures))))
     assert tags.seen.count("svg") == 0

@@ -14,7 +14,7 @@ from llmsched.cli.bench.selfcheck.run import tried
 from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
 from llmsched.cli.bench.selfcheck.server import Log
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.engine.latency import Slo
 
 BY_NAME = {probe.name: probe for probe in PROBES}
@@ -32,9 +32,9 @@ def served(probe: Probe, read_late: float = 0.0, server_late: float = 0.0, count
     records = []
     for index, (_, written) in enumerate(log):
         chunks = [Chunk(at + read_late, "x" if tokens else "", tokens) for at, tokens in written]
-        usage = Usage(8, 0, script.tokens)
+        usage = TokenUsage(8, 0, script.tokens)
         records.append(RequestRecord(index, 50.0, 50.0, 50.001, None, chunks[-1].time, chunks, usage))
-    return measure(records, probe.load, Slo()), log
+    return measure(RunRecord(records), probe.load, Slo()), log
 
 
 @pytest.mark.parametrize("name", ["steady", "chunks", "role", "stall"])
@@ -55,7 +55,9 @@ def test_a_client_that_reads_late_is_off() -> None:
 
 
 def test_what_was_not_measured_is_not_right() -> None:
-    nothing = measure([RequestRecord(0, 50.0, failure=RequestFailed("connect"))], BY_NAME["steady"].load, Slo())
+    nothing = measure(
+        RunRecord([RequestRecord(0, 50.0, failure=RequestFailed("connect"))]), BY_NAME["steady"].load, Slo()
+    )
     checks = checks_of(BY_NAME["steady"], nothing, served(BY_NAME["steady"])[1])
     assert [one.figure for one in checks if one.right] == []
     assert Check("a", "b", 1, 1, None, 5).error is None

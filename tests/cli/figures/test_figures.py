@@ -80,12 +80,12 @@ def json_of(figures: Measurement, workload: Workload = ONE, slo: Slo | None = No
 def test_itl_is_per_token_not_per_chunk(parts: list[tuple[float, bytes]]) -> None:
     """F01."""
     figures = bench(FakeServer(always(Script([*parts, (5.0, end(50))]))))
-    assert figures.output_tokens == 50
-    assert figures.itl.mean == pytest.approx(0.1)
-    assert figures.itl.p99 == pytest.approx(0.1)
-    assert figures.tpot.mean == pytest.approx((figures.e2e.mean - figures.ttft.mean) / 49)  # type: ignore[operator]
-    assert figures.worst_stall == pytest.approx(1.0 if len(parts) == 5 else 0.1)
-    assert figures.token_counts == USAGE
+    assert figures.tokens.output == 50
+    assert figures.latency.itl.mean == pytest.approx(0.1)
+    assert figures.latency.itl.p99 == pytest.approx(0.1)
+    assert figures.latency.tpot.mean == pytest.approx((figures.latency.e2e.mean - figures.latency.ttft.mean) / 49)  # type: ignore[operator]
+    assert figures.latency.worst_stall == pytest.approx(1.0 if len(parts) == 5 else 0.1)
+    assert figures.tokens.source == USAGE
 
 
 def test_role_and_empty_chunks_are_no_token() -> None:
@@ -104,31 +104,31 @@ def test_role_and_empty_chunks_are_no_token() -> None:
     server = FakeServer(always(Script(parts)))
     figures = bench(server, endpoint="chat", ids=None)
     assert server.paths == ["/v1/chat/completions"]
-    assert figures.ttft.mean == pytest.approx(0.5)
-    assert figures.itl.count == 4
-    assert figures.itl.mean == figures.tpot.mean == pytest.approx(0.1)
-    assert figures.e2e.mean == pytest.approx(0.9)
-    assert figures.output_tokens == 5
+    assert figures.latency.ttft.mean == pytest.approx(0.5)
+    assert figures.latency.itl.count == 4
+    assert figures.latency.itl.mean == figures.latency.tpot.mean == pytest.approx(0.1)
+    assert figures.latency.e2e.mean == pytest.approx(0.9)
+    assert figures.tokens.output == 5
 
 
 def test_tokens_are_counted_by_usage_not_by_their_text() -> None:
     """F03."""
     figures = bench(FakeServer(always(steady(100, first=1.0, gap=0.1))), count_tokens=lambda text: 7)
-    assert figures.output_tokens == 100
-    assert figures.tpot.mean == pytest.approx((10.9 - 1.0) / 99)
-    assert figures.token_counts == USAGE
+    assert figures.tokens.output == 100
+    assert figures.latency.tpot.mean == pytest.approx((10.9 - 1.0) / 99)
+    assert figures.tokens.source == USAGE
 
 
 def test_without_usage_the_count_is_a_guess_and_says_so() -> None:
     """F03."""
     silent_server = FakeServer(always(Script([(0.1, token(" a b")), (0.5, token(" c d")), (0.5, end())])))
     counted = bench(silent_server, count_tokens=lambda text: len(text.split()))
-    assert (counted.output_tokens, counted.token_counts) == (4, RETOKENISED)
+    assert (counted.tokens.output, counted.tokens.source) == (4, RETOKENISED)
     assert any("re-tokenised" in warning for warning in counted.warnings)
-    assert counted.prefix_hit_rate is None
+    assert counted.tokens.prefix_hit_rate is None
 
     uncounted = bench(silent_server)
-    assert (uncounted.output_tokens, uncounted.token_counts) == (2, CHUNKS)
+    assert (uncounted.tokens.output, uncounted.tokens.source) == (2, CHUNKS)
     assert any("one token per chunk" in warning for warning in uncounted.warnings)
 
 
@@ -144,18 +144,18 @@ def test_a_server_that_counts_each_chunk_is_taken_at_its_word() -> None:
     server = FakeServer(always(Script(parts)), models=VLLM)
     figures = bench(server)
     assert server.bodies[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert figures.token_counts == EXACT
-    assert figures.output_tokens == 6
-    assert figures.ttft.mean == pytest.approx(0.2)
-    assert figures.itl.count == 5
-    assert figures.itl.max == pytest.approx(0.2)
-    assert figures.itl.mean == pytest.approx(0.7 / 5)
+    assert figures.tokens.source == EXACT
+    assert figures.tokens.output == 6
+    assert figures.latency.ttft.mean == pytest.approx(0.2)
+    assert figures.latency.itl.count == 5
+    assert figures.latency.itl.max == pytest.approx(0.2)
+    assert figures.latency.itl.mean == pytest.approx(0.7 / 5)
 
 
 def test_counts_of_chunks_that_do_not_add_up_to_the_usage_are_not_taken() -> None:
     parts = [(0.1, token("a", **usage(1))), (0.5, token("b", **usage(2))), (0.9, end(8))]
     figures = bench(FakeServer(always(Script(parts)), models=VLLM))
-    assert (figures.output_tokens, figures.token_counts) == (8, USAGE)
+    assert (figures.tokens.output, figures.tokens.source) == (8, USAGE)
 
 
 def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
@@ -176,9 +176,9 @@ def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
     figures = bench(server, endpoint="chat", ids=None)
     assert server.bodies[0]["return_token_ids"] is True
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
-    assert (figures.token_counts, figures.output_tokens) == (EXACT, 3)
-    assert figures.ttft.mean == pytest.approx(0.3)
-    assert figures.itl.mean == pytest.approx(0.15)
+    assert (figures.tokens.source, figures.tokens.output) == (EXACT, 3)
+    assert figures.latency.ttft.mean == pytest.approx(0.3)
+    assert figures.latency.itl.mean == pytest.approx(0.15)
 
 
 def test_what_is_sent() -> None:
@@ -213,14 +213,14 @@ def test_failures_are_counted_by_reason_and_kept_out_of_the_latencies() -> None:
     ]
     work = replace(ONE, num_prompts=10)
     figures = bench(FakeServer(lambda number: scripts[number]), work)
-    assert (figures.completed, figures.failed) == (4, 6)
-    assert figures.failures == {"empty stream": 4, "error event": 1, "cut without [DONE]": 1}
-    assert "out of memory" in figures.failure_examples["error event"]
-    assert figures.ttft.count == figures.e2e.count == 4
-    assert figures.ttft.mean == pytest.approx(0.5)
-    assert figures.output_tokens == 20
-    assert figures.requests_per_s == pytest.approx(4 / 0.9)
-    assert json_of(figures)["failures"] == figures.failures
+    assert (figures.requests.completed, figures.requests.failed) == (4, 6)
+    assert figures.requests.failures == {"empty stream": 4, "error event": 1, "cut without [DONE]": 1}
+    assert "out of memory" in figures.requests.failure_examples["error event"]
+    assert figures.latency.ttft.count == figures.latency.e2e.count == 4
+    assert figures.latency.ttft.mean == pytest.approx(0.5)
+    assert figures.tokens.output == 20
+    assert figures.rates.requests == pytest.approx(4 / 0.9)
+    assert json_of(figures)["failures"] == figures.requests.failures
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_failures_are_counted_by_reason_and_kept_out_of_the_latencies() -> None:
 def test_every_way_to_fail_has_its_reason(script: Script, reason: str) -> None:
     """F04, F10."""
     figures = bench(FakeServer(always(script)), timeout=2.0)
-    assert (figures.completed, figures.failed) == (0, 1)
-    assert figures.failures == {reason: 1}
+    assert (figures.requests.completed, figures.requests.failed) == (0, 1)
+    assert figures.requests.failures == {reason: 1}
     report = json_of(figures)
     nothing = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0, "p99_ci95": None}
     assert [report[name] for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")] == [nothing] * 4
@@ -253,9 +253,9 @@ def test_a_server_that_never_answers_ends_with_the_timeout() -> None:
     """F10."""
     work = replace(ONE, num_prompts=3)
     figures = bench(FakeServer(always(Script(hang=True))), work, timeout=2.0)
-    assert figures.failures == {"timeout": 3}
+    assert figures.requests.failures == {"timeout": 3}
     assert figures.duration == pytest.approx(2.0)
-    assert figures.requests_per_s == 0.0
+    assert figures.rates.requests == 0.0
 
 
 def test_one_token_has_no_tpot_and_no_itl() -> None:
@@ -298,9 +298,9 @@ def test_ttft_counts_from_when_the_request_should_have_been_sent() -> None:
     """A slot that is free only after 0.9 s, and a connection that takes 0.2 s, are both part of it."""
     work = replace(ONE, num_prompts=2, request_rate=10.0, arrivals="constant", max_concurrency=1)
     figures = bench(FakeServer(always(replace(steady(5, 0.5, 0.1), connect=0.2))), work)
-    assert figures.connect.mean == pytest.approx(0.2)
-    assert figures.ttft.max == pytest.approx((1.1 - 0.1) + 0.2 + 0.5)
-    assert figures.client_lag.max == 0.0
+    assert figures.latency.connect.mean == pytest.approx(0.2)
+    assert figures.latency.ttft.max == pytest.approx((1.1 - 0.1) + 0.2 + 0.5)
+    assert figures.client.send.max == 0.0
     assert figures.valid
 
 
@@ -308,16 +308,16 @@ def test_concurrency_is_held() -> None:
     server = FakeServer(always(steady(5, 0.5, 0.1)))
     figures = bench(server, replace(ONE, num_prompts=20, max_concurrency=3))
     assert server.most_running == 3
-    assert figures.completed == 20
+    assert figures.requests.completed == 20
 
 
 def test_throughput_whole_and_steady() -> None:
     """F12: four requests that end at 10.0, 10.5, 11.0 and 11.5 s."""
     figures = bench(FakeServer(lambda n: steady(1, 10 + 0.5 * n, 0)), replace(ONE, num_prompts=4))
-    assert figures.requests_per_s == pytest.approx(4 / 11.5)
-    assert figures.requests_per_s_steady == pytest.approx(2.0)
-    assert figures.output_tokens_per_s == pytest.approx(4 / 11.5)
-    assert figures.output_tokens_per_s_steady == pytest.approx(2.0)
+    assert figures.rates.requests == pytest.approx(4 / 11.5)
+    assert figures.rates.requests_steady == pytest.approx(2.0)
+    assert figures.rates.output_tokens == pytest.approx(4 / 11.5)
+    assert figures.rates.output_tokens_steady == pytest.approx(2.0)
 
 
 def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
@@ -325,10 +325,10 @@ def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
     work = replace(ONE, num_prompts=10, max_concurrency=2)
     figures = bench(FakeServer(always(steady(10, 0.1, 0.1))), work)
     assert figures.duration == pytest.approx(5.0)
-    assert figures.output_tokens_per_s == pytest.approx(100 / 5.0)
-    assert figures.output_tokens_per_s_steady == pytest.approx(20.0)
-    assert figures.requests_per_s_steady == pytest.approx(2.0)
-    assert figures.steady_window == pytest.approx((1.0, 5.0))
+    assert figures.rates.output_tokens == pytest.approx(100 / 5.0)
+    assert figures.rates.output_tokens_steady == pytest.approx(20.0)
+    assert figures.rates.requests_steady == pytest.approx(2.0)
+    assert figures.rates.steady_window == pytest.approx((1.0, 5.0))
 
 
 def test_ramp_and_drain_are_trimmed() -> None:
@@ -340,18 +340,18 @@ def test_ramp_and_drain_are_trimmed() -> None:
     work = replace(ONE, num_prompts=20, request_rate=10.0, arrivals="constant")
     figures = bench(FakeServer(lambda number: scripts[number]), work)
     assert figures.duration == pytest.approx(1.9 + 5.05)
-    assert figures.steady_window == pytest.approx((0.55, 1.95))
-    assert figures.requests_per_s_steady == pytest.approx(10.0)
-    assert figures.output_tokens_per_s_steady == pytest.approx(50.0)
-    assert figures.output_tokens_per_s == pytest.approx((19 * 5 + 50) / 6.95)
+    assert figures.rates.steady_window == pytest.approx((0.55, 1.95))
+    assert figures.rates.requests_steady == pytest.approx(10.0)
+    assert figures.rates.output_tokens_steady == pytest.approx(50.0)
+    assert figures.rates.output_tokens == pytest.approx((19 * 5 + 50) / 6.95)
 
 
 def test_ends_that_fall_together_have_no_steady_rate() -> None:
     """Ten requests that end within a millisecond after 10 s were not served at 9,000 requests/s."""
     figures = bench(FakeServer(lambda n: steady(1, 10 + 0.0001 * n, 0)), replace(ONE, num_prompts=10))
-    assert figures.requests_per_s == pytest.approx(1.0, rel=1e-3)
-    assert figures.requests_per_s_steady is None
-    assert figures.output_tokens_per_s_steady is None
+    assert figures.rates.requests == pytest.approx(1.0, rel=1e-3)
+    assert figures.rates.requests_steady is None
+    assert figures.rates.output_tokens_steady is None
 
 
 @pytest.mark.parametrize(
@@ -363,12 +363,12 @@ def test_a_target_that_goes_silent_is_not_taken_for_its_best_moments(after: Scri
     """Ten requests at 10/s are served in 0.5 s each; of the next twenty none is."""
     work = replace(ONE, num_prompts=30, request_rate=10.0, arrivals="constant")
     figures = bench(FakeServer(lambda n: steady(5, 0.1, 0.1) if n < 10 else after), work, timeout=3.0)
-    assert (figures.completed, figures.failed) == (10, 20)
-    assert figures.steady_window is not None
-    until = figures.steady_window[1]
+    assert (figures.requests.completed, figures.requests.failed) == (10, 20)
+    assert figures.rates.steady_window is not None
+    until = figures.rates.steady_window[1]
     assert until == pytest.approx(figures.duration if after.refused else 4.0)
-    assert figures.requests_per_s_steady == pytest.approx(9 / (until - 0.5))
-    assert figures.output_tokens_per_s_steady == pytest.approx((50 - 15) / (until - 0.5))
+    assert figures.rates.requests_steady == pytest.approx(9 / (until - 0.5))
+    assert figures.rates.output_tokens_steady == pytest.approx((50 - 15) / (until - 0.5))
 
 
 def test_asked_and_achieved_rate() -> None:
@@ -413,15 +413,15 @@ def test_hit_rate_and_preemptions() -> None:
         ),
     )
     figures = bench(server, replace(ONE, num_prompts=3))
-    assert figures.prefix_hit_rate == pytest.approx(114 / 300)
-    assert figures.preemptions == 7
-    assert figures.input_tokens == 300
+    assert figures.tokens.prefix_hit_rate == pytest.approx(114 / 300)
+    assert figures.requests.preemptions == 7
+    assert figures.tokens.input == 300
 
 
 def test_a_server_that_tells_hits_alone_has_its_misses_counted() -> None:
     """As vLLM does: no cached_tokens where there are none."""
     scripts = [steady(5, 0.5, 0.1, prompt=100, cached=cached) for cached in (None, 64, None)]
-    assert bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=3)).prefix_hit_rate == 64 / 300
+    assert bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=3)).tokens.prefix_hit_rate == 64 / 300
 
 
 @pytest.mark.parametrize("metrics", ["", "free memory: lots\n", "other_total 3\n"])
@@ -437,27 +437,27 @@ def test_a_stream_that_comes_byte_by_byte_has_the_same_tokens() -> None:
     parts = [(0.001 * (index + 1), stream[index : index + 1]) for index in range(len(stream))]
     figures = bench(FakeServer(always(Script(parts))))
     one = len(token(" ü\N{SLIGHTLY SMILING FACE}"))
-    assert figures.output_tokens == 5
-    assert figures.ttft.mean == pytest.approx(0.001 * one)
-    assert figures.itl.mean == pytest.approx(0.001 * one)
+    assert figures.tokens.output == 5
+    assert figures.latency.ttft.mean == pytest.approx(0.001 * one)
+    assert figures.latency.itl.mean == pytest.approx(0.001 * one)
 
 
 def test_many_events_in_one_write() -> None:
     """F16."""
     figures = bench(FakeServer(always(Script([(0.5, token() * 5 + end(5))]))))
-    assert (figures.output_tokens, figures.ttft.mean) == (5, pytest.approx(0.5))
+    assert (figures.tokens.output, figures.latency.ttft.mean) == (5, pytest.approx(0.5))
 
 
 def test_a_connection_left_open_after_done_costs_nothing() -> None:
     figures = bench(FakeServer(always(replace(steady(5, 0.5, 0.1), hang=True))), timeout=30)
-    assert figures.completed == 1
+    assert figures.requests.completed == 1
     assert figures.duration == pytest.approx(0.9)
 
 
 def test_weak_percentiles_are_named() -> None:
     figures = bench(FakeServer(always(steady(5, 0.5, 0.1))), replace(ONE, num_prompts=250))
     assert figures.warnings == (
-        "P99 of TTFT, TPOT and E2E rests on 3 of 250 samples; from 1,000 on it can be relied upon",
+        "P99 of TTFT, TPOT and E2E rests on 3 of 250 samples; use 1,000 or more for a reliable P99",
     )
 
 
@@ -495,14 +495,14 @@ def test_reasoning_and_tool_calls_are_tokens() -> None:
         (0.4, end(3)),
     ]
     figures = bench(FakeServer(always(Script(parts))), endpoint="chat", ids=None)
-    assert figures.ttft.mean == pytest.approx(0.2)
-    assert figures.itl.count == 2
+    assert figures.latency.ttft.mean == pytest.approx(0.2)
+    assert figures.latency.itl.count == 2
 
 
 def test_models_that_answer_nonsense_do_no_harm() -> None:
     for nonsense in ({"data": []}, {"data": ["x"]}, {"data": 3}, {}):
         server = FakeServer(always(steady(5, 0.5, 0.1)), models=nonsense)
-        assert bench(server).completed == 1
+        assert bench(server).requests.completed == 1
         assert "model" not in server.bodies[0]
 
 
@@ -517,8 +517,8 @@ def test_an_unreachable_lookup_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(server, "handle_async_request", flaky)
     figures = bench(server)
-    assert figures.completed == 1
-    assert figures.preemptions is None
+    assert figures.requests.completed == 1
+    assert figures.requests.preemptions is None
 
 
 def test_stalls_have_their_request_length_and_time() -> None:
@@ -580,7 +580,7 @@ def test_the_decisions_of_our_server_are_asked_for_after_the_load() -> None:
     work = replace(ONE, num_prompts=2, output_len=1, max_concurrency=1)
     for owner, timelines, told in (("llmsched", True, 1), ("llmsched", False, 0), ("vllm", True, 0)):
         models = {"data": [{"id": "m", "owned_by": owner}]}
-        records = bench(FakeServer(script, models=models, other=answer), work, timelines=timelines).records
+        records = bench(FakeServer(script, models=models, other=answer), work, timelines=timelines).run.records
         assert [record.request_id for record in records] == ["cmpl-0", "cmpl-1"]
         assert sum(record.timeline is not None for record in records) == told
         if told:

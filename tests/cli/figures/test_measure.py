@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.figures.lag import Lag, loop_lags, settled_heap
+from llmsched.cli.figures.client_lag import loop_lags, settled_heap
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Usage
-from llmsched.cli.figures.steady import steady_window
+from llmsched.cli.figures.record import Chunk, LoopLag, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.throughput import steady_window
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, arrivals, served
 from llmsched.cli.load.synthetic import Workload
 from llmsched.engine.latency import Slo
 
 
-def record(chunks: list[Chunk], usage: Usage | None = None, **times: float) -> RequestRecord:
+def record(chunks: list[Chunk], usage: TokenUsage | None = None, **times: float) -> RequestRecord:
     known = {"scheduled": 0.0, "ready": 0.0, "sent": 0.0, "end": chunks[-1].time, **times}
-    return RequestRecord(0, chunks=chunks, usage=usage or Usage(), **known)  # type: ignore[arg-type]
+    return RequestRecord(0, chunks=chunks, usage=usage or TokenUsage(), **known)  # type: ignore[arg-type]
 
 
 def texts(count: int) -> list[Chunk]:
@@ -39,52 +39,56 @@ def texts(count: int) -> list[Chunk]:
     ],
 )
 def test_tokens_are_spread_evenly_and_none_is_lost(chunks: int, tokens: int, shares: list[int]) -> None:
-    placed, source = arrivals(record(texts(chunks), Usage(output_tokens=tokens)), None)
+    placed, source = arrivals(record(texts(chunks), TokenUsage(output_tokens=tokens)), None)
     assert [arrival.tokens for arrival in placed] == shares
     assert source == USAGE
 
 
 def test_usage_with_only_the_last_chunk_is_a_total() -> None:
     chunks = [*texts(3), Chunk(4.0, "x", tokens=8)]
-    placed, source = arrivals(record(chunks, Usage(output_tokens=8)), None)
+    placed, source = arrivals(record(chunks, TokenUsage(output_tokens=8)), None)
     assert ([arrival.tokens for arrival in placed], source) == ([2, 2, 2, 2], USAGE)
 
 
 def test_a_usage_of_zero_beside_text_is_no_count() -> None:
-    placed, source = arrivals(record([Chunk(1.0, "x", 0), Chunk(2.0, "y", 0)], Usage(output_tokens=0)), None)
+    placed, source = arrivals(record([Chunk(1.0, "x", 0), Chunk(2.0, "y", 0)], TokenUsage(output_tokens=0)), None)
     assert ([arrival.tokens for arrival in placed], source) == ([1, 1], CHUNKS)
 
 
 def test_the_worst_source_names_the_run() -> None:
     exact = record([Chunk(1.0, "x", 1)])
-    assert measure([exact], Workload(), Slo()).token_counts == EXACT
-    assert measure([exact, record(texts(1))], Workload(), Slo()).token_counts == CHUNKS
+    assert measure(RunRecord([exact]), Workload(), Slo()).tokens.source == EXACT
+    assert measure(RunRecord([exact, record(texts(1))]), Workload(), Slo()).tokens.source == CHUNKS
 
 
 def test_a_late_client_makes_the_run_invalid() -> None:
     late = [record([Chunk(1.2, "x", 1)], ready=0.0, sent=0.2), record([Chunk(1.0, "x", 1)])]
-    figures = measure(late, Workload(), Slo())
+    figures = measure(RunRecord(late), Workload(), Slo())
     assert figures.valid is False
-    assert figures.client_lag.max == pytest.approx(0.2)
+    assert figures.client.send.max == pytest.approx(0.2)
     assert figures.warnings[0].startswith("the client itself was late (P99 198.0 ms)")
 
 
 def test_a_wait_for_a_slot_is_not_the_clients_fault() -> None:
-    figures = measure([record([Chunk(9.0, "x", 1)], ready=5.0, sent=5.01)], Workload(), Slo())
+    figures = measure(RunRecord([record([Chunk(9.0, "x", 1)], ready=5.0, sent=5.01)]), Workload(), Slo())
     assert figures.valid is True
-    assert figures.client_lag.max == pytest.approx(0.01)
+    assert figures.client.send.max == pytest.approx(0.01)
 
 
 def test_lag_is_judged_against_what_is_measured() -> None:
     """50 ms are nothing beside a TTFT of 10 s, and all of one of 60 ms."""
-    assert measure([record([Chunk(10.0, "x", 1)], sent=0.05)], Workload(), Slo()).valid
-    assert not measure([record([Chunk(0.06, "x", 1)], sent=0.05)], Workload(), Slo()).valid
+    assert measure(RunRecord([record([Chunk(10.0, "x", 1)], sent=0.05)]), Workload(), Slo()).valid
+    assert not measure(RunRecord([record([Chunk(0.06, "x", 1)], sent=0.05)]), Workload(), Slo()).valid
 
 
 def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Measurement:
     """Ten requests whose chunks are `gap` seconds apart, by a client whose loop was always late like that."""
     chunks = [Chunk(ttft + gap * n, "x", tokens) for n in range(20)]
-    return measure([record(chunks) for _ in range(10)], Workload(), Slo(), loop_lags=[Lag(due=ttft + 1, **lags)] * 50)
+    return measure(
+        RunRecord([record(chunks) for _ in range(10)], loop_lags=[LoopLag(due=ttft + 1, **lags)] * 50),
+        Workload(),
+        Slo(),
+    )
 
 
 def test_a_client_that_reads_late_makes_the_run_invalid_however_long_the_ttft_is() -> None:
@@ -109,17 +113,19 @@ def test_the_lag_of_a_loop_is_judged_against_the_gaps_of_chunks() -> None:
 
 def test_before_the_first_token_no_gap_can_be_wrong() -> None:
     """To send all requests at once takes a client its time, of which only TTFTs have a part."""
-    before, after = [Lag(1.0, 0.2)] * 50, [Lag(5.0, 0.001)] * 50
+    before, after = [LoopLag(1.0, 0.2)] * 50, [LoopLag(5.0, 0.001)] * 50
     chunks = [Chunk(3.0 + 0.05 * n, "x", 1) for n in range(100)]
-    assert measure([record(chunks)], Workload(), Slo(), loop_lags=before + after).valid
-    assert not measure([record(chunks)], Workload(), Slo(), loop_lags=[Lag(1.0, 0.4)] * 50 + after).valid
-    assert not measure([record(chunks)], Workload(), Slo(), loop_lags=[*before, *after, Lag(5.0, 0.2)]).valid
+    assert measure(RunRecord([record(chunks)], loop_lags=before + after), Workload(), Slo()).valid
+    assert not measure(RunRecord([record(chunks)], loop_lags=[LoopLag(1.0, 0.4)] * 50 + after), Workload(), Slo()).valid
+    assert not measure(
+        RunRecord([record(chunks)], loop_lags=[*before, *after, LoopLag(5.0, 0.2)]), Workload(), Slo()
+    ).valid
 
 
 def test_what_fell_due_while_the_loop_was_late_counts_too() -> None:
     """A loop that stands still for 0.1 s is late for ten things that were due every 10 ms."""
 
-    async def main() -> list[Lag]:
+    async def main() -> list[LoopLag]:
         async with loop_lags(0.01) as lags:
             await asyncio.sleep(0)
             time.sleep(0.1)
@@ -133,23 +139,25 @@ def test_what_fell_due_while_the_loop_was_late_counts_too() -> None:
 
 def test_an_engine_in_the_same_process_takes_its_part_of_the_loop() -> None:
     chunks = [Chunk(1.0 + 0.01 * n, "x", 1) for n in range(20)]
-    figures = measure([record(chunks)], Workload(), Slo(), loop_lags=[Lag(2.0, 0.2)] * 50, own_process=False)
+    figures = measure(
+        RunRecord([record(chunks)], loop_lags=[LoopLag(2.0, 0.2)] * 50, own_process=False), Workload(), Slo()
+    )
     assert figures.valid
-    assert figures.loop_lag is not None
-    assert figures.loop_lag.p99 == pytest.approx(0.2)
+    assert figures.client.loop is not None
+    assert figures.client.loop.p99 == pytest.approx(0.2)
     assert not any("late" in warning for warning in figures.warnings)
 
 
 def test_a_tail_that_may_be_the_clients_own_is_named() -> None:
     figures = run_of(0.02, late=0.008, machine=0.008)
     assert figures.valid
-    assert figures.warnings[0].startswith("P99 of ITL may be too high by up to 8.0 ms: the client was late itself")
+    assert figures.warnings[0].startswith("P99 of ITL may be too high by up to 8.0 ms: the client itself was late")
     assert not any("too high" in warning for warning in run_of(0.04, late=0.008).warnings)
     assert not any("too high" in warning for warning in run_of(0.02, tokens=4, late=0.008).warnings)
 
 
 def test_what_other_work_takes_is_told_from_the_clients_own() -> None:
-    async def main(work: Callable[[], None]) -> list[Lag]:
+    async def main(work: Callable[[], None]) -> list[LoopLag]:
         async with loop_lags(0.001) as lags:
             await asyncio.sleep(0)
             work()
@@ -181,10 +189,12 @@ def test_the_records_of_a_run_are_not_walked_through_while_it_runs() -> None:
 
 def test_a_run_in_which_nothing_was_sent() -> None:
     failure = RequestFailed("connect", "refused")
-    figures = measure([RequestRecord(index, 0.0, failure=failure) for index in range(3)], Workload(), Slo(ttft=1.0))
-    assert (figures.completed, figures.failed, figures.failures) == (0, 3, {"connect": 3})
+    figures = measure(
+        RunRecord([RequestRecord(index, 0.0, failure=failure) for index in range(3)]), Workload(), Slo(ttft=1.0)
+    )
+    assert (figures.requests.completed, figures.requests.failed, figures.requests.failures) == (0, 3, {"connect": 3})
     assert figures.duration == 0.0
-    assert figures.requests_per_s is figures.output_tokens_per_s is None
+    assert figures.rates.requests is figures.rates.output_tokens is None
     assert figures.goodput is not None
     assert (figures.goodput.requests_per_s, figures.goodput.attainment["all"]) == (0.0, 0.0)
     assert figures.valid is False

@@ -37,20 +37,20 @@ def bench(name: str, workload: Workload) -> Measurement:
 
 def test_one_after_the_other_uses_one_connection() -> None:
     figures = bench("rate", Workload(num_prompts=20, input_len=8, output_len=1, max_concurrency=1))
-    assert (figures.completed, figures.connect.count) == (20, 1)
-    assert all(record.sent is not None and record.client_lag is not None for record in figures.records)
+    assert (figures.requests.completed, figures.latency.connect.count) == (20, 1)
+    assert all(record.sent is not None and record.client_lag is not None for record in figures.run.records)
 
 
 def test_as_many_connections_as_requests_at_a_time() -> None:
     figures = bench("steady", Workload(num_prompts=12, input_len=8, output_len=40, max_concurrency=6))
-    assert (figures.completed, figures.connect.count) == (12, 6)
-    assert figures.output_tokens == 12 * 40
+    assert (figures.requests.completed, figures.latency.connect.count) == (12, 6)
+    assert figures.tokens.output == 12 * 40
 
 
 def test_a_connection_that_was_cut_is_not_used_again() -> None:
     figures = bench("failures", Workload(num_prompts=10, input_len=8, output_len=40, max_concurrency=1))
     reasons = {"cut without [DONE]": 2, "error event": 2, "http 500": 2, "empty stream": 2}
-    assert (figures.completed, figures.failures) == (2, reasons)
+    assert (figures.requests.completed, figures.requests.failures) == (2, reasons)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer
             return await loaded(EngineTarget(service))
 
     runs = [asyncio.run(over_http()), asyncio.run(in_process())]
-    assert [run.completed for run in runs] == [6, 6]
+    assert [run.requests.completed for run in runs] == [6, 6]
     assert engine.plan is not None
-    assert runs[0].memory == runs[1].memory == engine.plan.parts
-    names = [[series.name for series in memory_over_time(run.samples, run.memory).series] for run in runs]
+    assert runs[0].run.memory == runs[1].run.memory == engine.plan.parts
+    names = [[series.name for series in memory_over_time(run.samples, run.run.memory).series] for run in runs]
     assert names[0] == names[1]
     assert {"weights", "KV used", "KV reserved, still empty", "KV cached", "KV free"} <= set(names[0])
     reports = [as_json(Experiment("m", Provenance("u"), WORK, Slo()), run) for run in runs]

@@ -114,9 +114,9 @@ def bench(answer: Sequence[bytes], *, tls: ssl.SSLContext | None = None, host: s
 @pytest.mark.parametrize("name", ANSWERS)
 def test_the_same_answer_however_it_is_framed(name: str) -> None:
     figures = bench(ANSWERS[name])
-    assert figures.failures == {}
-    assert (figures.completed, figures.output_tokens, figures.input_tokens) == (2, 6, 16)
-    assert {"".join(chunk.text for chunk in record.chunks) for record in figures.records} == {"".join(TEXTS)}
+    assert figures.requests.failures == {}
+    assert (figures.requests.completed, figures.tokens.output, figures.tokens.input) == (2, 6, 16)
+    assert {"".join(chunk.text for chunk in record.chunks) for record in figures.run.records} == {"".join(TEXTS)}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_the_same_answer_however_it_is_framed(name: str) -> None:
 )
 def test_an_answer_that_is_broken_is_named(answer: list[bytes], reason: str, detail: str) -> None:
     figures = bench(answer)
-    assert (figures.completed, figures.failures) == (0, {reason: 2})
-    assert detail in figures.failure_examples[reason]
+    assert (figures.requests.completed, figures.requests.failures) == (0, {reason: 2})
+    assert detail in figures.requests.failure_examples[reason]
 
 
 @pytest.fixture
@@ -156,4 +156,4 @@ def test_https_with_a_certificate_that_is_trusted(
         bench(ANSWERS["chunked"], tls=tls, host="localhost")
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     figures = bench(ANSWERS["chunked"], tls=tls, host="localhost")
-    assert (figures.completed, figures.output_tokens, figures.connect.count) == (2, 6, 1)
+    assert (figures.requests.completed, figures.tokens.output, figures.latency.connect.count) == (2, 6, 1)

@@ -106,12 +106,12 @@ def gateway() -> list[tuple[float, bytes]]:
 @pytest.mark.parametrize("stream", [vllm, sglang, llama_cpp, tgi, gateway], ids=lambda stream: stream.__name__)
 def test_the_same_answer_of_every_server_has_the_same_figures(stream: Callable[[], list[tuple[float, bytes]]]) -> None:
     figures = bench(Script(stream()), stream.__name__, endpoint="chat")
-    assert (figures.completed, figures.failures, figures.output_tokens) == (1, {}, 3)
-    assert figures.ttft.mean == pytest.approx(0.2)
-    assert figures.e2e.mean == pytest.approx(0.4)
-    assert figures.itl.mean == pytest.approx(0.1)
-    assert figures.token_counts == (EXACT if stream is vllm else USAGE)
-    assert figures.input_tokens == 8
+    assert (figures.requests.completed, figures.requests.failures, figures.tokens.output) == (1, {}, 3)
+    assert figures.latency.ttft.mean == pytest.approx(0.2)
+    assert figures.latency.e2e.mean == pytest.approx(0.4)
+    assert figures.latency.itl.mean == pytest.approx(0.1)
+    assert figures.tokens.source == (EXACT if stream is vllm else USAGE)
+    assert figures.tokens.input == 8
 
 
 @pytest.mark.parametrize(
@@ -129,21 +129,21 @@ def test_the_same_answer_of_every_server_has_the_same_figures(stream: Callable[[
 def test_every_server_fails_in_its_own_way(parts: list[bytes], reason: str) -> None:
     first = [] if reason == "empty stream" else [(0.1, event(delta({"content": "x"})))]
     figures = bench(Script([*first, *((0.2, part) for part in parts)]), endpoint="chat")
-    assert (figures.completed, figures.failures) == (0, {reason: 1})
-    assert reason != "error event" or "boom" in figures.failure_examples[reason]
+    assert (figures.requests.completed, figures.requests.failures) == (0, {reason: 1})
+    assert reason != "error event" or "boom" in figures.requests.failure_examples[reason]
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/html", "text/event-stream"])
 def test_an_answer_in_one_piece_is_not_taken_for_a_stream(content_type: str) -> None:
     whole = b'{"choices": [{"index": 0, "text": "abc", "finish_reason": "length"}]}'
     figures = bench(Script([(0.3, whole)], content_type=content_type))
-    assert figures.failures == {"not a stream": 1}
-    assert "abc" in figures.failure_examples["not a stream"]
+    assert figures.requests.failures == {"not a stream": 1}
+    assert "abc" in figures.requests.failure_examples["not a stream"]
 
 
 def test_a_stream_is_one_whatever_its_type_says() -> None:
     figures = bench(Script([(0.1, token()), (0.2, token()), (0.3, token() + end(3))], content_type="application/json"))
-    assert (figures.completed, figures.output_tokens) == (1, 3)
+    assert (figures.requests.completed, figures.tokens.output) == (1, 3)
 
 
 def test_of_several_choices_the_one_that_was_asked_for_counts() -> None:
@@ -152,14 +152,14 @@ def test_of_several_choices_the_one_that_was_asked_for_counts() -> None:
 
     parts = [chunk((1, "zz"), (0, "a")), chunk((1, "zz")), chunk((0, "b")), end(2)]
     figures = bench(Script([(0.1 * n, part) for n, part in enumerate(parts, start=1)]))
-    assert [chunk.text for chunk in figures.records[0].chunks] == ["a", "b"]
+    assert [chunk.text for chunk in figures.run.records[0].chunks] == ["a", "b"]
 
 
 def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
     both = delta({"reasoning_content": "a", "reasoning": "a", "content": None})
     parts = [both, delta({"reasoning": "b"}), delta({"content": [{"type": "text", "text": "c"}]}, "length")]
     figures = bench(Script([(0.1 * n, event(part)) for n, part in enumerate(parts, start=1)]), endpoint="chat")
-    assert [chunk.text for chunk in figures.records[0].chunks] == ["a", "b", "c"]
+    assert [chunk.text for chunk in figures.run.records[0].chunks] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
 )
 def test_nonsense_fails_its_request_and_nothing_else(said: bytes) -> None:
     figures = bench(Script([(0.1, b"data: " + said + b"\n\n"), (0.2, token() + end(1))]))
-    assert figures.failures == {"not understood": 1}
+    assert figures.requests.failures == {"not understood": 1}
 
 
 def test_what_a_server_says_does_not_steer_a_terminal() -> None:
-    said = bench(Script([(0.1, b"\x1b[2J\x07boom" + b"x" * 1000)], status=500)).failure_examples["http 500"]
+    said = bench(Script([(0.1, b"\x1b[2J\x07boom" + b"x" * 1000)], status=500)).requests.failure_examples["http 500"]
     assert said.startswith("\ufffd[2J\ufffdboom")
     assert len(said) < 400
 
@@ -187,7 +187,7 @@ def test_letters_that_are_split_over_chunks_are_counted_whole() -> None:
         return 3
 
     figures = bench(Script([(0.1, b"data: " + part + b"\n\n") for part in parts]))
-    assert served(figures.records[0], count) is not None
+    assert served(figures.run.records[0], count) is not None
     assert counted == ["\U0001f600 \ufffd"]
 
 
@@ -204,7 +204,7 @@ def test_letters_that_are_split_over_chunks_are_counted_whole() -> None:
 def test_what_a_server_refuses_with(status: int, headers: dict[str, str], detail: str) -> None:
     """A request that is refused, put off or sent elsewhere is a failure: nothing is sent a second time."""
     figures = bench(Script([(0.1, b"busy\n")], status=status, headers=headers))
-    assert figures.failure_examples == {f"http {status}": detail}
+    assert figures.requests.failure_examples == {f"http {status}": detail}
 
 
 @pytest.mark.parametrize("owner", ["vllm", "someone", "llmsched"])
@@ -212,7 +212,7 @@ def test_a_server_that_refuses_to_be_asked_for_usage_is_not_asked(owner: str) ->
     server = FakeServer(lambda number: Script([(0.1, token()), (0.2, token()), (0.2, end())]))
     server.models = {"data": [{"id": "m", "owned_by": owner}]}
     figures = bench_of(server, ask_usage=False)
-    assert (figures.completed, figures.token_counts) == (1, CHUNKS)
+    assert (figures.requests.completed, figures.tokens.source) == (1, CHUNKS)
     own = {"return_token_ids"} if owner == "llmsched" else set()
     assert server.bodies[0].keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "ignore_eos"} | own
 
@@ -256,14 +256,14 @@ def test_a_url_may_have_been_copied_with_more_or_less_of_its_path(end: str) -> N
     ],
 )
 def test_what_a_server_refuses_comes_with_a_way_out(said: bytes, hint: str | None) -> None:
-    detail = bench(Script([(0.1, said)], status=422)).failure_examples["http 422"]
+    detail = bench(Script([(0.1, said)], status=422)).requests.failure_examples["http 422"]
     assert detail.startswith(said.decode())
     assert (hint in detail) if hint else "--" not in detail
 
 
 def test_answers_that_end_too_early_are_named() -> None:
     early = Script([(0.1, token()), (0.2, token()), (0.2, end(2))])
-    assert "1 of 1 answers have fewer tokens than were asked for" in bench(early).warnings[0]
+    assert "1 of 1 answers are shorter than requested" in bench(early).warnings[0]
     assert not any("fewer tokens" in warning for warning in bench(early, ignore_eos=False).warnings)
 
 
@@ -278,7 +278,7 @@ _ANYTHING = st.recursive(
 @given(st.fixed_dictionaries({"choices": st.lists(_ANYTHING, max_size=2), "usage": _ANYTHING, "id": _ANYTHING}))
 def test_whatever_a_chunk_holds_the_run_goes_on(content: dict[str, Any]) -> None:
     """A chunk is taken or refused, whatever a server puts into it."""
-    failures = bench(Script([(0.1, event(content)), (0.2, token() + end(1))])).failures
+    failures = bench(Script([(0.1, event(content)), (0.2, token() + end(1))])).requests.failures
     assert failures.keys() <= {"error event", "not understood", "ended by abort", "ended by error"}
 
 
@@ -330,7 +330,7 @@ def test_a_server_that_was_started_anew_does_not_tell_its_preemptions() -> None:
     counts = iter([7, 2])
     server = FakeServer(lambda number: Script([(0.1, token() * 3 + end(3))]))
     server.metrics = lambda: f"vllm:num_preemptions_total {next(counts)}\n"
-    assert bench_of(server).preemptions is None
+    assert bench_of(server).requests.preemptions is None
 
 
 def told(metrics: EngineMetrics) -> ServerMetrics:

@@ -188,9 +188,9 @@ def test_a_blueprint_serves_other_limits_within_what_it_reserves(llama: str) -> 
     blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), Workload(num_prompts=40, input_len=2000)
     whole = simulate_workload(blueprint, load, Slo())
     small = simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=256)
-    assert whole.itl.p99 is not None
-    assert small.itl.p99 is not None
-    assert small.itl.p99 < whole.itl.p99 / 2
+    assert whole.latency.itl.p99 is not None
+    assert small.latency.itl.p99 is not None
+    assert small.latency.itl.p99 < whole.latency.itl.p99 / 2
     with pytest.raises(ConfigError, match="max_num_batched_tokens: 4096 tokens is out of range"):
         simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=4096)
 

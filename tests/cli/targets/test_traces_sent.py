@@ -45,7 +45,7 @@ def send(trace: Trace, ids: range | None, encode: WordEncode | None = None, **op
             await target.close()
 
     figures = run_virtual(main())
-    assert (figures.completed, figures.asked_rate) == (2, 0.4)
+    assert (figures.requests.completed, figures.rates.asked) == (2, 0.4)
     return server
 
 

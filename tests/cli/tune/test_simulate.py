@@ -46,8 +46,8 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     setting = Setting(256, 16)
     run = simulated_run(blueprint.engine(), setting, 40, 0, TrialLoad(LOAD, SLO, 60.0))
     figures = simulate_workload(blueprint, LOAD, SLO, max_num_batched_tokens=256, max_num_seqs=16)
-    assert run.completed == figures.completed == 40
-    assert run.tokens_per_s == figures.output_tokens_per_s_steady
+    assert run.completed == figures.requests.completed == 40
+    assert run.tokens_per_s == figures.rates.output_tokens_steady
     assert figures.goodput is not None
     assert run.met["all"] == round(40 * figures.goodput.attainment["all"])
     assert run.demand is not None

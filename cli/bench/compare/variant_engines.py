@@ -1,4 +1,4 @@
-"""Variants on engines in this process."""
+"""Engines for the variants of a comparison: in this process, or simulated."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from llmsched.cli.bench.compare.comparison import Done, Task
+from llmsched.cli import render
+from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantRun
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import usable_ids
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.load_run import send_workload, warm_up
+from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.memory.plan import MemoryParts, MemoryPlan
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 
@@ -23,18 +26,21 @@ if TYPE_CHECKING:
     from llmsched.engine.service import AsyncEngine
 
 
-class Engines:
-    """Engines of several settings, one at a time. Those that need the same memory share what is loaded once."""
+class VariantEngines:
+    """Engines of several settings in this process, one at a time.
+
+    Variants that need the same memory share weights and KV memory, which are loaded once.
+    """
 
     def __init__(self, configs: Mapping[str, EngineConfig], progress: Progress) -> None:
-        """Raises ConfigError for a device that is not there."""
+        """Raise ConfigError for a device that this machine does not have."""
         self._configs = {name: _with_budget(config) for name, config in configs.items()}
         self._progress = progress
         self._built: Engine | None = None
         self._built_for: EngineConfig | None = None
 
     def check(self) -> None:
-        """Raise ConfigError or ModelError, before the first run and not after it, for what cannot be built."""
+        """Raise ConfigError or ModelError, before the first run, for a variant that cannot be built."""
         from llmsched.engine.architecture.dtypes import check_servable
         from llmsched.engine.blueprint import resolve
         from llmsched.engine.device import device_memory, resolve_device
@@ -47,23 +53,22 @@ class Engines:
         for config in configs:
             resolve(planner, self._largest(config), device_memory(resolve_device(config.device)))
 
-    async def __call__(self, name: str, workload: Load, task: Task, progress: Progress) -> Done:
-        """See `Perform`. Raises ModelError and ConfigError."""
+    async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
+        """Run a workload (see `RunVariant`). Raises ModelError and ConfigError."""
         async with self.running(name) as engine:
             ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
-            await warm_up(target, workload, task.warmup, ids=ids, timeout=task.timeout)
+            await warm_up(target, workload, plan.warmup, ids=ids, timeout=plan.timeout)
             await engine.reset_prefix_cache()
-            run = await send_workload(target, workload, ids=ids, timeout=task.timeout, progress=progress)
+            run = await send_workload(target, workload, ids=ids, timeout=plan.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.config).items() if value is not None}
             assert engine.plan is not None
-            experiment = Experiment(
-                target.name, Provenance("in process"), task.workload, task.slo, task.warmup, settings
-            )
-            return Done(run, experiment, engine.plan)
+            origin = Provenance("in process")
+            experiment = Experiment(target.name, origin, plan.workload, plan.slo, plan.warmup, settings)
+            return VariantRun(replace(run, memory=_needed_memory(engine.plan)), experiment)
 
     @asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[AsyncEngine]:
-        """A new engine with the settings of that name, started; stopped when the block ends."""
+        """Yield a new, running engine with a variant's settings; stop it when the block ends."""
         from llmsched.engine.build import RESERVING, engine_beside
 
         config = self._configs[name]
@@ -83,7 +88,7 @@ class Engines:
         return self._built
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """What to build for a variant: with room for the largest limits of all that can share it."""
+        """Return the settings to build for a variant: with the largest limits of all variants that can share it."""
         from llmsched.engine.build import LIMITS, RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
@@ -94,9 +99,37 @@ class Engines:
         return replace(alike[0], **limits)
 
 
+def _needed_memory(plan: MemoryPlan) -> MemoryParts:
+    """Return the memory plan's parts, with activations as measured if the device reports them."""
+    measured = None if plan.measured is None else plan.measured.activations
+    return plan.parts if measured is None else plan.parts._replace(activations=measured)
+
+
 def _with_budget(config: EngineConfig) -> EngineConfig:
-    """max_num_batched_tokens as it will be: what one variant leaves to the device must not follow from another's."""
+    """Return `config` with max_num_batched_tokens filled in, so that no variant takes its default from another's."""
     from llmsched.engine.device import device_memory
     from llmsched.engine.memory.budget import token_budget
 
     return replace(config, max_num_batched_tokens=token_budget(config, device_memory(config.device).kind))
+
+
+class SimulatedVariants:
+    """Engines of several settings, simulated on the device of that name (see `make_blueprint`)."""
+
+    def __init__(
+        self, configs: Mapping[str, EngineConfig], device: str, progress: Progress, quantization: str | None
+    ) -> None:
+        """Raise ModelError, or ConfigError for a variant that does not fit the device."""
+        self._blueprints = {
+            name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()
+        }
+        for note in dict.fromkeys(note for one in self._blueprints.values() for note in one.notes):
+            render.warn(note)
+
+    async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
+        """Run a workload on a virtual clock (see `RunVariant`)."""
+        blueprint = self._blueprints[name]
+        run = simulate_run(blueprint.engine(), blueprint.plan, workload, plan.timeout, progress, render.warn)
+        settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
+        experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=settings)
+        return VariantRun(run, experiment)

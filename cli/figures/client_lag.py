@@ -1,0 +1,158 @@
+"""Delay caused by the bench client itself: event loop lag, and whether it spoils the target's figures."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmsched.cli.figures.record import LoopLag, RunRecord
+from llmsched.cli.figures.token_times import ServedRequest
+from llmsched.engine.latency import Summary, summarise
+
+#: Seconds between two checks of the event loop.
+_INTERVAL_S = 0.02
+
+#: A garbage collection threshold that is never reached.
+_NEVER = (1 << 31) - 1
+
+#: A run is invalid if the P99 of a lag exceeds both of these; the share is of the latency that the lag adds to.
+LAG_LIMIT_S = 0.02
+LAG_LIMIT_SHARE = 0.1
+
+#: A warning is given if what the loop lag adds to P99 ITL exceeds both of these; the share is of P99 ITL.
+_WARN_S = 0.005
+_WARN_SHARE = 0.25
+
+#: Share of a lag from which on the machine, not the client, is named as its cause.
+_MOSTLY_MACHINE = 0.5
+
+
+@asynccontextmanager
+async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
+    """Yield a list that fills, while the block runs, with the lag of a timer that is due every `interval` seconds.
+
+    Timers that fell due while the loop was late are listed as well, or the worst lags would count least. A token that
+    arrives while the loop is busy is only seen when the loop is free again, so a lag adds to the target's latency.
+    """
+    lags: list[LoopLag] = []
+    watch = asyncio.create_task(_watch(interval, lags))
+    try:
+        yield lags
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+
+async def _watch(interval: float, lags: list[LoopLag]) -> None:
+    now, computed = asyncio.get_running_loop().time, time.thread_time
+    while True:
+        due, before = now() + interval, computed()
+        await asyncio.sleep(interval)
+        # All CPU time of this thread may be the cause of the lag; the rest of the lag is the machine's.
+        fired, own = now(), computed() - before
+        while True:
+            late = max(0.0, fired - due)
+            lags.append(LoopLag(due, late, max(0.0, late - own)))
+            if (due := due + interval) >= fired:
+                break
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """Disable full garbage collections while the block runs; young objects are still collected.
+
+    With a model's libraries loaded a full collection takes some 80 ms, with a million recorded tokens 200 ms, and each
+    would show as a stall of every stream.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+        gc.unfreeze()
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLag:
+    """Lags of the client in seconds: `send`, from when a request could be sent until it was; `loop`, of its event loop.
+
+    `machine` is the part of `loop` during which the machine gave the client no CPU core, `streaming` is `loop` from the
+    first token on. None if the loop was not watched.
+    """
+
+    send: Summary
+    loop: Summary | None = None
+    machine: Summary | None = None
+    streaming: Summary | None = None
+
+
+class LagVerdict(NamedTuple):
+    """Whether the client was so late that the run is invalid, and warnings for the user."""
+
+    late: bool
+    warnings: tuple[str, ...] = ()
+
+
+def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
+    """Summarise the lags of a run with these served requests."""
+    send = summarise([lag for record in run.records if (lag := record.client_lag) is not None])
+    if run.loop_lags is None:
+        return ClientLag(send)
+    first_token = min((one.record.scheduled + one.latency.ttft for one in done), default=-math.inf)
+    return ClientLag(
+        send,
+        loop=summarise([lag.late for lag in run.loop_lags]),
+        machine=summarise([lag.machine for lag in run.loop_lags]),
+        streaming=summarise([lag.late for lag in run.loop_lags if lag.due >= first_token]),
+    )
+
+
+def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> LagVerdict:
+    """Compare lags with what they add to: a late send to TTFT, loop lag also to the gap before a chunk."""
+    per_chunk = _tokens_per_chunk(done)
+    send, loop, streaming = (_p99(each) for each in (lag.send, lag.loop, lag.streaming))
+    if streaming > _limit((itl.mean or ttft.p50 or 0.0) * per_chunk):
+        return LagVerdict(True, (f"{_late(streaming)}, because {_cause(lag, streaming)}",))
+    if loop > _limit(ttft.p50 or 0.0):
+        return LagVerdict(True, (f"{_late(loop)}, because {_cause(lag, loop)}",))
+    if send > _limit(ttft.p50 or 0.0):
+        return LagVerdict(True, (_late(send),))
+    added = streaming / per_chunk
+    if itl.p99 is not None and added > max(_WARN_S, _WARN_SHARE * itl.p99):
+        why = f"the client itself was late, because {_cause(lag, streaming)}"
+        return LagVerdict(False, (f"P99 of ITL may be too high by up to {1e3 * added:.1f} ms: {why}",))
+    return LagVerdict(False)
+
+
+def _tokens_per_chunk(done: Sequence[ServedRequest]) -> float:
+    """Return the mean number of tokens per chunk that has any; 1 if there is none."""
+    counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
+    return sum(counts) / len(counts) if counts else 1.0
+
+
+def _p99(lag: Summary | None) -> float:
+    return 0.0 if lag is None else lag.p99 or 0.0
+
+
+def _limit(latency: float) -> float:
+    return max(LAG_LIMIT_S, LAG_LIMIT_SHARE * latency)
+
+
+def _late(p99: float) -> str:
+    return f"the client itself was late (P99 {p99 * 1e3:.1f} ms): these figures are not the target's"
+
+
+def _cause(lag: ClientLag, loop: float) -> str:
+    if _p99(lag.machine) >= _MOSTLY_MACHINE * loop:
+        return "this machine was busy with other work"
+    return "it had more to do than one core can; lower the load, or send it from several machines"

@@ -1,0 +1,139 @@
+"""Latency distributions of a run, with confidence intervals of their P99."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from llmsched.cli.figures.token_times import ServedRequest
+from llmsched.engine.latency import RequestLatency, Stall, Summary, reading_waits, summarise, worst_stall
+
+#: Number of stalls kept: the longest ones, one per request.
+WORST_STALLS = 5
+
+_RESAMPLES = 500
+_SEED = 0
+_SHARE = 0.01
+
+#: Share of the largest samples searched first for a resample's P99; all samples are searched if it lies below them.
+_TOP = 0.05
+
+
+class RequestStall(NamedTuple):
+    """The worst stall of the request with index `request`; its `at` is in seconds after the start of the run."""
+
+    request: int
+    stall: Stall
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySummary(Summary):
+    """A latency distribution in seconds. `p99_ci95` is the 95 % bootstrap confidence interval of its P99."""
+
+    p99_ci95: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Latency distributions of the completed requests, in seconds.
+
+    `worst_stall` is the longest gap between two chunks of a request; `stalls` the longest ones, one per request.
+    """
+
+    ttft: LatencySummary
+    itl: LatencySummary
+    tpot: LatencySummary
+    e2e: LatencySummary
+    connect: Summary
+    worst_stall: float | None
+    stalls: tuple[RequestStall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingPauses:
+    """Pauses that a reader at `tokens_per_s` notices; `waits` are in seconds, one sample per late token.
+
+    `late_tokens` is the share of the tokens of served requests that came late, `interrupted` the share of all requests
+    that had a late token or failed.
+    """
+
+    tokens_per_s: float
+    late_tokens: float
+    interrupted: float
+    waits: Summary
+
+
+def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
+    """Summarise served requests of a run that began at `start`. `connect` has the seconds per opened connection."""
+    latencies = [one.latency for one in done]
+    worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
+    stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
+    return Latencies(
+        **{name: _summary(requests) for name, requests in latency_samples(latencies).items()},
+        connect=summarise(connect),
+        worst_stall=max((one.worst_stall for one in latencies if one.worst_stall is not None), default=None),
+        stalls=tuple(RequestStall(index, stall._replace(at=stall.at - start)) for index, stall in stalls if stall),
+    )
+
+
+def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple[float, ...]]]:
+    """Return for each latency ("ttft", "itl", "tpot", "e2e") the samples of each request that has any."""
+    return {
+        "ttft": [(one.ttft,) for one in latencies],
+        "itl": [one.itl for one in latencies if one.itl],
+        "tpot": [(one.tpot,) for one in latencies if one.tpot is not None],
+        "e2e": [(one.e2e,) for one in latencies],
+    }
+
+
+def _summary(requests: Sequence[Sequence[float]]) -> LatencySummary:
+    whole = summarise([*chain.from_iterable(requests)])
+    interval = p99_interval(requests)
+    return LatencySummary(whole.count, whole.mean, whole.p50, whole.p95, whole.p99, whole.max, interval)
+
+
+def reading_pauses(done: Sequence[ServedRequest], failed: int, tokens_per_s: float) -> ReadingPauses | None:
+    """Compute the pauses of a reader at `tokens_per_s`; None if no token came."""
+    tokens = sum(arrival.tokens for one in done for arrival in one.arrivals)
+    if not tokens:
+        return None
+    waits = [reading_waits(one.arrivals, tokens_per_s) for one in done]
+    return ReadingPauses(
+        tokens_per_s=tokens_per_s,
+        late_tokens=sum(len(one) for one in waits) / tokens,
+        interrupted=(sum(bool(one) for one in waits) + failed) / (len(done) + failed),
+        waits=summarise([wait for one in waits for wait in one]),
+    )
+
+
+def p99_interval(requests: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the 95 % bootstrap confidence interval of the P99, from the samples of each request.
+
+    Whole requests are resampled with replacement, because the gaps within a request are not independent (Davison and
+    Hinkley, Bootstrap Methods and their Application, section 3.8). The seed is fixed, so the same samples give the same
+    interval. None for fewer than two requests. No resample exceeds the largest sample, so with few requests the upper
+    end is too low.
+    """
+    sizes = np.array([len(samples) for samples in requests if len(samples)])
+    if len(sizes) < 2:
+        return None
+    values = np.concatenate([np.asarray(samples, dtype=np.float64) for samples in requests if len(samples)])
+    order = np.argsort(values)[::-1]
+    values, owners = values[order], np.repeat(np.arange(len(sizes)), sizes)[order]
+    top = max(1, int(_TOP * len(values)))
+    generator = np.random.default_rng(_SEED)
+    found = np.empty(_RESAMPLES)
+    for index in range(_RESAMPLES):
+        drawn = np.bincount(generator.integers(0, len(sizes), len(sizes)), minlength=len(sizes))
+        beyond = _SHARE * float(drawn @ sizes)
+        reached = np.cumsum(drawn[owners[:top]])
+        if reached[-1] <= beyond:
+            reached = np.cumsum(drawn[owners])
+        found[index] = values[np.searchsorted(reached, beyond, side="right")]
+    low, high = np.percentile(found, (2.5, 97.5))
+    return float(low), float(high)

@@ -1,0 +1,88 @@
+"""Rates of a run, over all of it and in steady state, without ramp-up and drain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from llmsched.cli.figures.record import RequestRecord, RunRecord
+from llmsched.cli.figures.token_times import ServedRequest
+from llmsched.cli.load.load import Load
+from llmsched.engine.latency import Arrival, steady_rate
+
+#: A steady-state rate is given only if the time it is taken from is at least this share of the run.
+STEADY_SHARE = 0.1
+
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates per second; None if the run cannot tell.
+
+    Steady-state rates are taken within `steady_window` (seconds after the start of the run) or, if that is None, from
+    the first token (completed request) to the end of the run. `asked` is the mean rate of the arrival process,
+    `scheduled` that of the schedule drawn from it (None for a closed loop), `achieved` that at which requests were sent
+    (None if all were sent at once).
+    """
+
+    output_tokens: float | None
+    output_tokens_steady: float | None
+    requests: float | None
+    requests_steady: float | None
+    steady_window: Window | None
+    asked: float | None
+    scheduled: float | None
+    achieved: float | None
+
+
+def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> Rates:
+    """Compute the rates of a run whose served requests are `done`."""
+    tokens = [arrival for one in done for arrival in one.arrivals]
+    completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
+    sent = [Arrival(record.sent, 1) for record in run.records if record.sent is not None]
+    whole, duration = (run.start, run.end), run.end - run.start
+    window = steady_window(run.records, done)
+    paced = workload.asked_rate is not None or workload.max_concurrency is not None
+    return Rates(
+        output_tokens=sum(arrival.tokens for arrival in tokens) / duration if duration > 0 else None,
+        output_tokens_steady=_rate_within(tokens, window, whole),
+        requests=len(done) / duration if duration > 0 else None,
+        requests_steady=_rate_within(completions, window, whole),
+        steady_window=None if window is None else (window[0] - run.start, window[1] - run.start),
+        asked=workload.asked_rate,
+        scheduled=None if workload.closed else steady_rate([Arrival(one.scheduled, 1) for one in run.records]),
+        achieved=steady_rate(sent) if paced else None,
+    )
+
+
+def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
+    """Return when the load was steady, on the clock of the records; None if that time is too short.
+
+    The window begins one median E2E after the start, when about as many requests end as are sent, and ends with the
+    first request that ends after the last one was sent, because fewer and fewer run from then on. A request that could
+    not connect counts as sent: the target is responsible for not serving it.
+    """
+    sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
+    ends = [record.end for record in records if record.end is not None]
+    if not done or not sent:
+        return None
+    last_sent = max(sent)
+    start = min(record.scheduled for record in records)
+    level = start + median(one.latency.e2e for one in done)
+    drain = min((end for end in ends if end > last_sent), default=max(ends))
+    return (level, drain) if drain - level >= STEADY_SHARE * (max(ends) - start) else None
+
+
+def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
+    """Return the rate from the first arrival in the window to its end, or else to the end of the `whole` run.
+
+    None if that time is too short to represent the run.
+    """
+    for low, high in (whole,) if window is None else (window, whole):
+        # 1e-9 allows for times that were added up in another order.
+        inside = [arrival for arrival in arrivals if low - 1e-9 <= arrival.time <= high + 1e-9]
+        if inside and high - min(inside).time >= STEADY_SHARE * (whole[1] - whole[0]):
+            return steady_rate(inside, high)
+    return None
