@@ -1,4 +1,4 @@
-"""Who is writing what right now: running requests by the last block that they have made findable."""
+"""Prefixes that running requests are writing right now."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ from itertools import islice
 from llmsched.engine.kv.prefix_tree import PrefixNode, encode, num_common_tokens
 from llmsched.engine.request import Request
 
-#: How many requests that write after the same prefix are compared, newest first.
+#: At most this many requests that write behind the same prefix are compared, newest first.
 MAX_COMPARED = 32
 
 
 class InFlightPrefixes:
-    """Running requests, found by the prefix behind which they write: the node of their last findable block, or their
-    cache salt while there is none. Equal prefixes have one node, so the key proves that all tokens before it are equal.
+    """Running requests by the prefix that they extend: the node of their last findable block, or their cache salt while
+    they have none. Equal prefixes share one node, so requests under one key agree in all tokens before it.
     """
 
     def __init__(self) -> None:
         self._after: dict[PrefixNode | str, dict[Request, None]] = {}
 
     def add(self, request: Request) -> None:
-        self._after.setdefault(_place(request), {})[request] = None
+        self._after.setdefault(_key(request), {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Also before the request's `node` changes; `add` it again afterwards."""
-        place = _place(request)
-        there = self._after[place]
-        del there[request]
-        if not there:
-            del self._after[place]
+        """Remove a request. Before its `node` changes, remove it, then `add` it again."""
+        key = _key(request)
+        del self._after[key][request]
+        if not self._after[key]:
+            del self._after[key]
 
     def requests(self) -> list[Request]:
-        return [request for there in self._after.values() for request in there]
+        return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """The block being filled behind the prefix that shares most written leading tokens with a block (or less).
+        """Return the partly written block behind `node` that shares most leading tokens with `tokens`, at most a block.
 
-        Returns (block of each group, how many tokens it shares), None if none shares any. Blocks of requests that have
-        not been in a step since they were admitted do not count: what they are taken to hold may still have to be
-        copied there.
+        Returns (block of each group, number of shared tokens), or None if no token is shared. Requests that have not
+        been in a step since they were admitted are left out: their blocks may still have to be copied or restored.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -53,8 +51,8 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """How many of the request's tokens from `start` (where the prefix ends) to `limit` others will have written as
-        whole blocks when they have caught up with their tokens.
+        """Return how many tokens of the request, from `start` (the end of the prefix) to `limit`, other requests will
+        have written in whole blocks when they have computed all tokens that they have now.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -68,13 +66,13 @@ class InFlightPrefixes:
         return islice(reversed(self._after.get(salt if node is None else node, {})), MAX_COMPARED)
 
 
-def _place(request: Request) -> PrefixNode | str:
+def _key(request: Request) -> PrefixNode | str:
     node = request.table.node
     return request.cache_salt if node is None else node
 
 
 def _common_length(one: Sequence[int], two: Sequence[int], start: int, end: int) -> int:
-    """The largest n <= end with one[start:n] == two[start:n], by halving what is compared."""
+    """Return the largest n <= end with one[start:n] == two[start:n], by bisection."""
     low, high = start, max(start, end)
     step = high
     while low < high:

@@ -1,9 +1,8 @@
-"""How the KV of a sequence lies in blocks: layers in groups, each group with blocks of its own.
+"""Layout of KV in blocks: which layers share blocks, and how many blocks a sequence holds.
 
-Layers that see all tokens keep every block. Layers with a sliding window keep what later tokens will see, so a sequence
-holds no more of them than a window's worth, however long it grows. All blocks are of one size and in one pool: a
-block holds block_size tokens of the layers of one group, whichever that is now. (vLLM's hybrid cache groups layers
-so, too.)
+Layers are cached in groups, and a block holds block_size tokens of the layers of one group. Full-attention groups keep
+every block of a sequence. Sliding-window groups keep only the blocks that later tokens still see. All blocks have the
+same size and come from one pool, as in vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-#: Groups at most: each costs a block table, and a smaller one may save padding.
+#: Most groups of layers. Each group costs a block table; smaller groups may save padding.
 MAX_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """`full_groups` groups of layers that keep all tokens, `window_groups` that see the last `window`, the token itself
-    included.
+    """Numbers of groups: `full_groups` with full attention, `window_groups` that attend to the last `window` tokens,
+    the token itself included.
 
-    When a sequence has c tokens, the latter keep the block that token c goes to and the `num_behind` blocks in front of
-    it; those before are given back. (One block in front is always kept, so that what was found stays held.)
+    Of a sequence with c computed tokens, window groups keep the block that token c goes to and the `num_behind` blocks
+    in front of it, and release the others. (One block in front is always kept, so that found nodes stay held.)
     """
 
     block_size: int
@@ -43,29 +42,29 @@ class KVLayout:
 
     @property
     def num_behind(self) -> int:
-        """Whole blocks that a group with a window keeps in front of the one that is being filled."""
+        """Whole blocks that a window group keeps in front of the one being filled."""
         return max(1, -(-(self.window - 1) // self.block_size))
 
     def first_kept(self, num_tokens: int) -> int:
-        """The first block that a group with a window keeps of a sequence whose first `num_tokens` are computed."""
+        """Return the first block index that a window group keeps of a sequence with `num_tokens` computed tokens."""
         return max(0, num_tokens // self.block_size - self.num_behind)
 
     def width(self, num_tokens: int) -> int:
-        """Blocks of one group that keeps all of `num_tokens` tokens: ceil(num_tokens / block_size)."""
+        """Return the blocks of one full-attention group for `num_tokens` tokens: ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of all groups that a sequence of `num_tokens` tokens holds between two steps."""
+        """Return the blocks of all groups that a sequence of `num_tokens` tokens holds between two steps."""
         width = self.width(num_tokens)
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens that the blocks have room for which sequences of so many tokens hold, all groups together."""
+        """Return the tokens, summed over groups, that sequences of `num_tokens` tokens hold in blocks."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """The most tokens of one sequence that so many blocks hold; sys.maxsize where windows alone set no limit."""
+        """Return the most tokens of one sequence that fit; sys.maxsize if window groups alone fit and set no limit."""
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
@@ -76,9 +75,9 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """`layout`, and the layers that share a block (in groups, those of any one of them: all cost the same).
+    """Result of `group_layers`: the layout, and the layers of one group (all groups cost the same).
 
-    `reason` says why layers with a window keep all tokens, if there are such layers and they do.
+    `reason` says why layers with a sliding window keep all tokens nevertheless; None if they do not.
     """
 
     layout: KVLayout
@@ -86,15 +85,15 @@ class LayerGrouping(NamedTuple):
     reason: str | None = None
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """What a token takes in one group."""
+        """Return the bytes that a token takes in one group."""
         return sum(layers.cached_bytes_per_token(dtype_bytes) for layers in self.group)
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
-    """How a model's layers are cached; `longest` is the most tokens of a sequence, None if that is not known.
+    """Return how a model's layers are cached, for sequences of at most `longest` tokens (None: unknown).
 
-    Layers with a window have groups of their own where sequences can grow longer than what they keep, and the KV of all
-    layers is of one shape, so that blocks are of one size.
+    Sliding-window layers get groups of their own only if that saves blocks and the KV of all layers has one shape, so
+    that all blocks have one size.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]
@@ -116,7 +115,7 @@ def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> La
 
 
 def _group_size(num_full: int, num_windowed: int) -> int:
-    """Layers of one group: no more than MAX_GROUPS groups if there is a way, then the least padding."""
+    """Return the layers per group with the least padding, among sizes that give at most MAX_GROUPS groups if any do."""
     if not num_full:
         return num_windowed
 

@@ -1,4 +1,4 @@
-"""Why a prompt was not served from the cache."""
+"""Reasons of prefix cache misses, and detection of prompts that change at the same early token."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode, PrefixTree, encode
 from llmsched.engine.request import Request
 
-#: Evicted blocks that are remembered.
+#: Most evicted blocks that are remembered.
 MAX_GHOSTS = 1 << 15
-#: Salts that are looked at for a prefix that is known under another one.
+#: Most salts that are searched for a prefix known under another salt.
 MAX_SALTS = 64
 
 
 class MissKind(StrEnum):
-    """HIT: all whole blocks that could be found were. The others say why the hit ended where it did.
+    """Why a prefix hit ended where it did; HIT: every whole block that could be found was found.
 
-    OTHER_SALT is for the operator alone: it tells one tenant what another has sent.
+    Show OTHER_SALT to the operator only: it tells one tenant what another has sent.
     """
 
     HIT = "hit"
@@ -34,9 +34,9 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """`position` is how many leading tokens are known: for DIVERGED the first token that is another one than cached.
+    """Reason of a miss. `position` leading tokens are known, so for DIVERGED it is the first token that differs.
 
-    `age` is for EVICTED: seconds since then, None where only layers with a window have lost their part.
+    `age` is the seconds since the eviction, for EVICTED; None if only sliding-window layers lost their blocks.
     """
 
     kind: MissKind
@@ -45,7 +45,7 @@ class Miss(NamedTuple):
 
 
 class Misses:
-    """Finds the reason of each miss and counts them; keeps watch for prompts that change at an early token."""
+    """Counts of misses by reason, and a watch for prompts that change at an early token."""
 
     def __init__(self, prefixes: PrefixTree) -> None:
         self.counts: Counter[MissKind] = Counter()
@@ -54,19 +54,19 @@ class Misses:
         self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember a node that is gone, for as long as it is among the last MAX_GHOSTS."""
+        """Remember an evicted node while it is among the last MAX_GHOSTS."""
         self._ghosts[node.path_hash] = (node.key, now)
         self._ghosts.move_to_end(node.path_hash)
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
     def skipped(self) -> Miss:
-        """Count a request that was not looked up."""
+        """Count a request that was not looked up in the cache."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 
     def classify(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
-        """Count a request by why its hit ends where it does; running requests will write `num_coming` tokens more."""
+        """Count why a request's hit ends where it does; running requests will write `num_coming` tokens more."""
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
         diverged_at = miss.position if miss.kind is MissKind.DIVERGED else None
@@ -82,11 +82,11 @@ class Misses:
             return Miss(MissKind.HIT, hit.num_tokens)
         if num_coming > 0:
             return Miss(MissKind.COMPUTING, hit.num_tokens)
-        if hit.num_alike >= start + size:  # known, but what a window needs of it is gone
+        if hit.num_alike >= start + size:  # the tokens are known, but blocks of a sliding window are evicted
             return Miss(MissKind.EVICTED, hit.num_tokens)
         key = encode(request.token_ids[start : start + size])
         known, at = self._ghosts.get(self._prefixes.path_hash(hit.node, salt, key), (b"", 0.0))
-        if known == key:  # the block itself is compared, those before it are vouched for by 64 bits of hash
+        if known == key:  # the block itself is compared, those before it only by a hash of 64 bits
             return Miss(MissKind.EVICTED, hit.num_tokens, now - at)
         if start == 0 and self._prefixes.in_other_salt(salt, key, MAX_SALTS):
             return Miss(MissKind.OTHER_SALT, hit.num_alike)
@@ -94,27 +94,27 @@ class Misses:
         return Miss(MissKind.DIVERGED if diverged else MissKind.COLD, hit.num_alike)
 
 
-#: Requests that are looked back on, and how many of them must agree.
+#: Number of latest requests that are examined, and how many of them must agree.
 WINDOW = 50
 MIN_AGREEING = WINDOW // 2
-#: Divergences less than this many tokens apart are at one place: values that change may begin with equal digits.
+#: Divergences less than this many tokens apart count as one place: changing values may begin with equal digits.
 SPREAD = 8
-#: A divergence matters if at least this many tokens behind it have to be computed; as many are kept.
+#: A divergence matters if at least this many tokens behind it have to be computed; so many are kept for comparison.
 MIN_LOST = 128
-#: Tokens shown on both sides of it.
+#: Tokens shown on both sides of a divergence.
 AROUND = 16
-#: Prompts are alike behind the divergence if half of their runs of RUN tokens are in half of the others too. Where
-#: people just say different things they are not, and nothing is wrong.
+#: Prompts are alike behind the divergence if half of their runs of RUN tokens also occur in half of the other prompts.
+#: Prompts that simply ask different things are not alike there, and are not reported.
 RUN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ChangingPrompts:
-    """`count` of the last `window` requests diverged from what is cached at token `position` and were alike again
-    behind it: something in front of the rest of the prompt changes from request to request (a time, an id).
+    """Report that `count` of the last `window` prompts diverged from the cache at token `position` and were alike again
+    behind it: something early in the prompt, such as a time or an id, changes from request to request.
 
-    `examples` are the token ids of two of them, from token `start` on, AROUND tokens to each side of `position`;
-    `private` if one of these was.
+    `examples` are token ids of two such prompts from token `start` on, AROUND tokens to each side of `position`;
+    `private` tells that one of the two is private.
     """
 
     position: int
@@ -126,7 +126,7 @@ class ChangingPrompts:
 
 
 class _Divergence(NamedTuple):
-    """`tokens` are the prompt's from AROUND + SPREAD before the position (or its start) to MIN_LOST behind it."""
+    """Divergence of a prompt, with its `tokens` from AROUND + SPREAD before the position to MIN_LOST behind it."""
 
     position: int
     tokens: list[int]
@@ -142,14 +142,17 @@ class _Divergence(NamedTuple):
 
 
 class PromptWatch:
-    """Looks at the last WINDOW requests for prompts that change at one early token and go on alike."""
+    """Watch over the last WINDOW requests for prompts that change at one early token and go on alike."""
 
     def __init__(self) -> None:
         self.num_seen = 0
         self._recent: deque[_Divergence | None] = deque(maxlen=WINDOW)
 
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
-        """Note a request. Only a divergence in the first half of a long prompt counts as early."""
+        """Note a request that diverged from the cache at token `diverged_at` (None: it did not).
+
+        Only a divergence in the first half of a long prompt counts as early.
+        """
         self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):
             self._recent.append(None)
@@ -158,7 +161,7 @@ class PromptWatch:
         self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST]), private))
 
     def report(self) -> ChangingPrompts | None:
-        """What at least half of the last requests suffer from, if there is such a thing. Takes milliseconds."""
+        """Return the change that at least half of the last requests share, or None. Takes milliseconds."""
         alike = _alike(self._at_one_place())
         if len(alike) < MIN_AGREEING:
             return None
@@ -169,14 +172,14 @@ class PromptWatch:
         return ChangingPrompts(position, len(alike), len(self._recent), start, (one, two), private)
 
     def _at_one_place(self) -> list[_Divergence]:
-        """The most divergences that lie less than SPREAD tokens apart, oldest first."""
+        """Return the largest set of divergences that lie less than SPREAD tokens apart, oldest first."""
         found = [d for d in self._recent if d is not None]
         groups = ([d for d in found if low <= d.position < low + SPREAD] for low in {d.position for d in found})
         return max(groups, key=len, default=[])
 
 
 def _alike(found: list[_Divergence]) -> list[_Divergence]:
-    """Those that go on as at least half of all do, wherever in the text behind the divergence that is."""
+    """Return those divergences behind which at least half of the runs occur in at least half of all of them."""
     runs = [d.runs() for d in found]
     count = Counter(run for each in runs for run in each)
     least = len(found) / 2

@@ -1,4 +1,4 @@
-"""Pinned prefixes: blocks that stay in the cache though no request holds them."""
+"""Pinned prefixes: blocks that stay in the cache although no request holds them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """The cap on pins: a share of all blocks, but never so many that the longest request finds no room beside them."""
+    """Return the cap on pinned blocks: a share of all, lowered so that the longest request fits beside the pins."""
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """A pin as it is now. `num_tokens` are whole blocks, `num_written_tokens` those of them that are in the cache.
+    """State of a pin: `num_tokens` in whole blocks, of which `num_written_tokens` are in the cache.
 
-    `expires_at` is a time of the engine's clock, None: never.
+    `expires_at` is in seconds of the engine's clock; None: never.
     """
 
     pin_id: str
@@ -44,17 +44,15 @@ class _Pin:
 
 
 class Pins:
-    """Holds a reference to every written block of each pinned prefix; of groups with a window, to what whoever goes on
-    behind the prefix will see.
+    """References to the written blocks of each pinned prefix; of sliding-window groups, only to its last window.
 
-    A prefix that is not written yet is pinned block by block as requests write it (`advance`), so it does not matter
-    whether it was known. Pinned blocks and those that pins wait for are never more than `max_blocks`; a block that
-    several pins share counts once, as soon as it is written.
+    A prefix that is not written yet is pinned block by block as requests write it (`advance`). Pinned blocks and blocks
+    that pins wait for are never more than `max_blocks`; a block shared by several pins counts once after it is written.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        #: Pins whose prefix is not completely written; with none, nothing is to be done after a step.
+        #: Number of pins whose prefix is not completely written.
         self.num_waiting = 0
         self._layout = layout
         self._pool = pool
@@ -65,23 +63,23 @@ class Pins:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are pinned now."""
+        """Number of blocks pinned now, whether requests hold them too or not."""
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
         """Pin the whole blocks that the tokens begin with, for `ttl` seconds (None: until deleted).
 
-        A prefix that is pinned already keeps its pin_id and gets the new ttl. Raises RequestError when there is no
-        whole block, or no room for it.
+        A prefix that is pinned already keeps its pin_id and gets the new ttl. Raises RequestError for a ttl that is not
+        positive, a prefix of less than a block, or one that exceeds `max_blocks`.
         """
         if ttl is not None and not (0 < ttl < math.inf):
-            raise RequestError("ttl", f"ttl is {ttl} s; allowed is more than 0, or none to pin until deleted")
+            raise RequestError("ttl", f"ttl must be more than 0 seconds, not {ttl}; leave it out to pin until deleted")
         num_blocks = len(token_ids) // self._prefixes.block_size
         if num_blocks == 0:
             raise RequestError(
                 "prefix",
-                f"the prefix has {len(token_ids)} tokens; whole blocks of {self._prefixes.block_size} are pinned, "
-                "so at least that many are needed",
+                f"the prefix has {len(token_ids)} tokens; only whole blocks are pinned, so it must have at least "
+                f"{self._prefixes.block_size}",
             )
         tokens = encode(token_ids[: num_blocks * self._prefixes.block_size])
         expires_at = None if ttl is None else now + ttl
@@ -96,7 +94,7 @@ class Pins:
         return _state(pin, self._prefixes.block_size)
 
     def advance(self) -> None:
-        """Take hold of blocks that have been written since; called before anybody could release them."""
+        """Pin blocks that have been written since the last call; call it before any request can release them."""
         self.num_waiting = 0
         for pin in self._pins.values():
             if len(pin.nodes) < pin.num_blocks:
@@ -104,10 +102,12 @@ class Pins:
                 self.num_waiting += len(pin.nodes) < pin.num_blocks
 
     def delete(self, pin_id: str) -> None:
-        """End a pin; its blocks stay in the cache as others do. Raises RequestError if there is no such pin."""
+        """End a pin; its blocks stay in the cache until evicted. Raises RequestError for an unknown pin_id."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
-            raise RequestError("pin_id", f"there is no pin {pin_id!r}; there are {', '.join(self._pins) or 'none'}")
+            raise RequestError(
+                "pin_id", f"there is no pin {pin_id!r}; existing pins: {', '.join(self._pins) or 'none'}"
+            )
         self.num_waiting -= len(pin.nodes) < pin.num_blocks
         blocks = self._blocks(pin, pin.nodes, 0)[::-1]
         self._holds.subtract(blocks)
@@ -117,27 +117,27 @@ class Pins:
         self._pool.release(blocks)
 
     def expire(self, now: float) -> bool:
-        """End the pins whose time is over; tells whether there were any."""
+        """End the pins whose ttl is over; return whether there were any."""
         over = [pin for pin in self._pins.values() if pin.expires_at is not None and pin.expires_at <= now]
         for pin in over:
             self.delete(pin.pin_id)
         return bool(over)
 
     def next_expiry(self) -> float | None:
-        """When the first of the pins ends by itself; None: none does."""
+        """Return when the next pin expires (seconds of the engine's clock); None if none will."""
         return min((pin.expires_at for pin in self._pins.values() if pin.expires_at is not None), default=None)
 
     def states(self) -> list[PinState]:
-        """All pins, oldest first."""
+        """Return the state of every pin, oldest first."""
         return [_state(pin, self._prefixes.block_size) for pin in self._pins.values()]
 
     def ref_counts(self) -> Counter[int]:
-        """References to each block."""
+        """Return how many references pins hold to each block."""
         return self._holds.copy()
 
     def _extend(self, pin: _Pin) -> None:
         if not self._layout.full_groups and len(pin.nodes) <= self._window_start(pin):
-            pin.nodes.clear()  # nothing of them is held, so they may have gone
+            pin.nodes.clear()  # no block of these nodes is held, so they may have been evicted
         last = pin.nodes[-1] if pin.nodes else None
         new = self._prefixes.follow(last, pin.salt, pin.tokens, len(pin.nodes), pin.num_blocks)
         if self._layout.window_groups:
@@ -148,17 +148,17 @@ class Pins:
         pin.nodes += new
 
     def _window_start(self, pin: _Pin) -> int:
-        """The first block of which groups with a window are held."""
+        """Return the first block index at which the pin holds blocks of sliding-window groups."""
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
 
     def _complete(self, pin: _Pin, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """The nodes, as the next of the pin, up to the first that lacks a window that the pin is to hold."""
+        """Return the pin's next nodes up to the first that lacks window blocks that the pin must hold."""
         start = self._window_start(pin)
         lacking = (i for i, node in enumerate(nodes) if len(pin.nodes) + i >= start and not node.window_blocks)
         return nodes[: next(lacking, len(nodes))]
 
     def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
-        """What the pin holds of its nodes from the one with index `first` on."""
+        """Return the blocks that the pin holds of `nodes`, which are its nodes from index `first` on."""
         if not self._layout.window_groups:
             return blocks_of(nodes, ())
         return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])
@@ -173,12 +173,12 @@ class Pins:
             raise RequestError(
                 "prefix",
                 f"pinning {pin.num_blocks * size} tokens takes {wanted} more blocks of {size}; {taken} are pinned, and "
-                f"at most {self.max_blocks} may be; delete a pin, raise the share of pins, or lower "
-                f"{setting('max_model_len')}: a request of that length must find room beside them",
+                f"at most {self.max_blocks} may be; delete a pin, raise the share of pinned blocks, or lower "
+                f"{setting('max_model_len')} (a request of that length must fit beside the pins)",
             )
 
     def _size(self, pin: _Pin) -> int:
-        """Blocks that the pin holds when its prefix is written."""
+        """Return how many blocks the pin holds once its prefix is written."""
         windowed = self._layout.window_groups * (pin.num_blocks - self._window_start(pin))
         return self._layout.full_groups * pin.num_blocks + windowed
 

@@ -1,4 +1,4 @@
-"""Fixed-size KV blocks: who holds them, which can be found again, which are free, which of them goes first."""
+"""Pool of fixed-size KV blocks: reference counts, free and cached blocks, order of eviction."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-#: Shared cached blocks are late to go as long as they take up no more than this share of the pool. With a quarter, the
-#: Mooncake traces had more hits than under plain LRU at every pool size tried; without a bound, prefixes that nobody
-#: asks for any more crowd out the histories of conversations (down to two thirds of LRU's hits).
+#: Share of the pool in which cached shared blocks are evicted last. With a quarter, the Mooncake traces had more hits
+#: than under plain LRU at every pool size tried; without a bound, prefixes that are out of use crowd out the histories
+#: of conversations (down to two thirds of LRU's hits).
 MAX_SHARED = 0.25
 
 
 class KVUsage(NamedTuple):
-    """Tokens, each of one group of layers, that blocks have room for: in blocks that requests or pins hold (`held`,
-    shared ones once), of which `empty` have no KV in them; in blocks that only the prefix cache keeps (`cached`); in
-    all blocks (`total`).
+    """Use of KV memory in tokens, each of one group of layers, that blocks have room for.
+
+    `held`: in blocks of requests or pins (shared blocks count once), of which `empty` hold no KV. `cached`: in blocks
+    that only the prefix cache keeps. `total`: in all blocks.
     """
 
     held: int
@@ -30,21 +31,20 @@ class BlockPool:
     Each block is in exactly one of three states, so `num_free + num_cached + num_used == num_blocks` always:
 
     - used: ref_count > 0;
-    - cached: ref_count 0, its content can still be found (the prefix tree points at it), evictable;
+    - cached: ref_count 0, in the prefix tree, evictable;
     - free: ref_count 0, content worthless.
 
-    Cached blocks leave in two ranks: first private ones (the history of one request), then shared ones (found by
-    another request than the one that wrote them), within a rank in the order of their release. Beyond MAX_SHARED the
-    longest unused shared block becomes the newest private one (segmented LRU, Karedla et al. 1994).
+    Cached blocks are evicted in two ranks: first private ones (found by no request but the one that wrote them), then
+    shared ones; within a rank the least recently released first. Beyond MAX_SHARED the least recently used shared block
+    becomes the newest private one (segmented LRU, Karedla et al. 1994).
 
-    Ends leave before beginnings. Whoever holds or finds a block holds or finds all blocks in front of it, and releases
-    the end of a sequence before its beginning. So a block in front of a shared one is shared, and of two blocks of the
-    same rank the one behind was released, and is evicted or demoted, before the one in front. A demoted block comes
-    after all private ones, among them those behind it. (That is said of blocks that keep all tokens. What has left a
-    window may go at any time; whoever holds it holds the other blocks of the same tokens as well.)
+    The end of a sequence is evicted before its beginning: a request that holds or finds a block also holds or finds all
+    blocks in front of it, and it releases the end first. So blocks in front of a shared block are shared, and of two
+    blocks of one rank the one behind was released first, and is evicted or demoted first. (That applies to
+    full-attention groups. Blocks that have left a sliding window may be evicted at any time.)
 
-    `on_evict` is told of each block that is evicted, and returns others that are worth nothing without it: they are
-    cached, and become free.
+    `on_evict` is called with each evicted block and returns other cached blocks that are worthless without it; these
+    become free.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], Sequence[int]]) -> None:
@@ -91,9 +91,9 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
-        """Add a reference to blocks that were found again; `shared` if not by the request that they came from.
+        """Add a reference to each block; `shared` marks them as found by a request that did not write them.
 
-        With `shared` they must be a whole prefix: all blocks in front of them are among them.
+        With `shared`, the blocks must be a whole prefix: all blocks in front of them are among them.
         """
         ref_count, is_shared = self._ref_count, self._is_shared
         for block in blocks:
@@ -111,13 +111,13 @@ class BlockPool:
                 self._retire(block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Cached blocks were of use though nobody holds them: they go last in rank. The blocks in front are held."""
+        """Make cached blocks the most recently used of their rank. The blocks in front of them must be held."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 self._rank_of(block).move_to_end(block)
 
     def set_findable(self, blocks: Iterable[int]) -> None:
-        """The prefix tree points at these blocks from now on."""
+        """Mark blocks as findable: the prefix tree points at them from now on."""
         for block in blocks:
             self._findable[block] = 1
 
@@ -127,7 +127,7 @@ class BlockPool:
             self._free.append(self._evict())
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` acquiring would take out of the evictable ones."""
+        """Return how many of `blocks` are evictable now, so that acquiring them uses up available blocks."""
         ref_count = self._ref_count
         return sum([ref_count[block] == 0 for block in blocks])
 
@@ -154,7 +154,7 @@ class BlockPool:
         return block
 
     def check_integrity(self, held: dict[int, int]) -> None:
-        """Raise AssertionError unless every block is where it belongs; `held` maps block to references outside."""
+        """Raise AssertionError unless every block is in one state and has `held[block]` references."""
         free, private, shared = set(self._free), set(self._private), set(self._shared)
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free | private | shared) == self.num_available, "a block is in two places"

@@ -1,4 +1,4 @@
-"""The prefix tree: which blocks hold the KV of a given beginning of a prompt."""
+"""Prefix tree: finds the blocks that hold the KV of a prompt's prefix."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import islice
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-#: How many of the children of a node are compared for a partly matching block, newest first.
+#: At most this many children of a node are compared for a partly matching block, newest first.
 MAX_COMPARED = 32
 
 
 def encode(token_ids: Sequence[int]) -> bytes:
-    """Token ids as int32, one to one: a block of them is hashed and compared as a whole, at the speed of memory."""
+    """Return token ids as int32 bytes, so that a block of them is hashed and compared as a whole."""
     return array("i", token_ids).tobytes()
 
 
 def num_common_tokens(one: bytes, two: bytes) -> int:
-    """How many leading tokens two encoded sequences share: the first bit that differs says which token does."""
+    """Return how many leading tokens two encoded sequences share (from the position of the first bit that differs)."""
     size = min(len(one), len(two))
     different = int.from_bytes(one[:size], "little") ^ int.from_bytes(two[:size], "little")
     if different == 0:
@@ -27,15 +27,13 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 
 
 class PrefixNode:
-    """The cached KV of one block of tokens: `key` are these (encoded), the path from the root is the whole prefix.
+    """Cached KV of one block of tokens. `key` is the encoded tokens; the path from the root is the whole prefix.
 
-    `blocks` are those of the groups of layers that keep all tokens, one each. `window_blocks` are those of the groups
-    with a window; they may be gone, which leaves none: then nothing can follow on this block, or on one less
-    than a window behind it, but what is behind that can be found.
+    `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group. The latter
+    is empty once those blocks are evicted; a sequence then cannot go on at this node or less than a window behind it.
 
-    The children are found by their tokens themselves: the dictionary hashes to filter and compares to decide, so two
-    prefixes are equal only if every token is. `path_hash` stands for the whole path and its salt, to remember it by
-    when it is gone.
+    Children are keyed by their tokens: the dictionary filters by hash and decides by comparison, so prefixes match only
+    if every token does. `path_hash` identifies the path and its salt after the node is gone.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
@@ -50,7 +48,7 @@ class PrefixNode:
 
 
 class Root(PrefixNode):
-    """The empty prefix under a salt; has no blocks."""
+    """Empty prefix under a salt, without blocks."""
 
     __slots__ = ("salt",)
 
@@ -63,8 +61,8 @@ class PrefixTree:
     """Tree over token ids at block granularity, one root per cache salt.
 
     Invariants: a node's blocks hold the written KV of its tokens after those of its ancestors; a block has at most one
-    node; a node is removed only when it has no children (the pool evicts ends before beginnings, but not what has left
-    a window: nodes without blocks stay while there are any behind them).
+    node; a node is removed only when it has no children. The pool evicts ends before beginnings, except blocks that
+    have left a sliding window: nodes that lose all blocks that way stay while they have children.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -77,16 +75,13 @@ class PrefixTree:
         return len(self._node_of_block)
 
     def match(self, tokens: bytes, salt: str, max_blocks: int) -> list[PrefixNode]:
-        """The nodes of the longest known prefix of the encoded tokens, at most `max_blocks` of them.
-
-        Stops at the first that is missing.
-        """
+        """Return the nodes of the longest known prefix of the encoded tokens, at most `max_blocks` of them."""
         return self.follow(None, salt, tokens, 0, max_blocks)
 
     def follow(
         self, node: PrefixNode | None, salt: str, tokens: bytes, first: int, max_blocks: int
     ) -> list[PrefixNode]:
-        """As `match`, but only blocks `first` .. `max_blocks` - 1 of the tokens; `node` is that of the block before."""
+        """Return what `match` would from block `first` on; `node` is the node of the block before it."""
         if node is None and (node := self._roots.get(salt)) is None:
             return []
         path: list[PrefixNode] = []
@@ -100,10 +95,10 @@ class PrefixTree:
         return path
 
     def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
-        """The child of `parent` (None: the salt's root) that shares most leading tokens with a block (or less).
+        """Return the child of `parent` (None: the salt's root) that shares most leading tokens, and how many.
 
-        Returns the child, None if none shares any, and how many tokens it shares. Exact if the block itself is there or
-        there are at most MAX_COMPARED children, else a lower bound.
+        `tokens` is a block or less. The child is None if no token is shared. The result is exact if the block itself is
+        known or `parent` has at most MAX_COMPARED children, else a lower bound.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -117,13 +112,13 @@ class PrefixTree:
         return best, most
 
     def path_hash(self, parent: PrefixNode | None, salt: str, key: bytes) -> int:
-        """The `path_hash` that a child of `parent` (None: the salt's root) with these tokens has, or would have."""
+        """Return the `path_hash` of a child of `parent` (None: the salt's root) with these tokens, known or not."""
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
         """Make blocks with the tokens `key` findable below `parent` (None: the salt's root).
 
-        Returns the node of these tokens: a new one for `blocks`, or the one that another sequence has put there before.
+        Returns the node of these tokens: a new one for `blocks`, or the one that another sequence has inserted before.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
@@ -135,7 +130,7 @@ class PrefixTree:
         return node
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
-        """Give a node the blocks of groups with a window, of which it has none."""
+        """Give blocks of sliding-window groups to a node that has none."""
         assert not node.window_blocks
         node.window_blocks = blocks
         self._own(node, blocks)
@@ -145,10 +140,10 @@ class PrefixTree:
             self._node_of_block[block] = node
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Forget a block that the pool evicts: with its node, or, if it is one of `window_blocks`, with those alone.
+        """Remove a block that the pool evicts, with its whole node; of window blocks, only the node's `window_blocks`.
 
-        Returns the nodes that are gone, and the other blocks that cannot be found any more. Where there are only groups
-        with a window, a node that has lost its blocks goes when nothing is behind it.
+        Returns the removed nodes, and the other blocks that cannot be found any more. If there are only sliding-window
+        groups, a node without blocks is removed once it has no children.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -166,7 +161,7 @@ class PrefixTree:
         return removed, others
 
     def _prune(self, node: PrefixNode) -> list[PrefixNode]:
-        """Remove a node without blocks, and those in front of it that have none either, up to one that is of use."""
+        """Remove a node without blocks or children, and then ancestors that are left without both."""
         removed = []
         while node.parent is not None and not node.children and not node.window_blocks:
             parent = node.parent
@@ -180,23 +175,22 @@ class PrefixTree:
         assert parent is not None
         del parent.children[node.key]
         if isinstance(parent, Root) and not parent.children:
-            del self._roots[parent.salt]  # tenants come and go: a salt without blocks leaves nothing behind
+            del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Whether, among the `most` newest salts, another one than `salt` has a prefix that begins with this block."""
+        """Return whether another of the `most` newest salts has a prefix that begins with the block `key`."""
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 
 
 class PrefixHit(NamedTuple):
-    """A known prefix; what was found goes stale when blocks are allocated.
+    """Known prefix of a request; stale once blocks are allocated.
 
-    `num_evictable` of the blocks that admission takes over from the nodes are evictable now, so taking them uses up
-    memory: all blocks of groups that keep all tokens, and those of groups with a window from nodes[window_start] on.
-    The KV of the first `num_tokens` tokens is there: in the nodes' blocks, and, where they go beyond those, in the
-    first part of `copy_from` (a block of each group). The first `num_alike` tokens are those of a cached prefix,
-    whether or not their KV is worth copying, or is still there in every group. `from_host`: host memory has more of the
-    request than the cache, and what its windows see.
+    Admission takes over the full-attention blocks of all nodes, and the window blocks from nodes[window_start] on;
+    `num_evictable` of these are evictable now, so taking them uses up available blocks. KV exists for the first
+    `num_tokens` tokens: in the nodes' blocks, then in the first part of `copy_from` (a block of each group). The first
+    `num_alike` tokens equal those of a cached prefix, even where their KV is not worth copying or partly evicted.
+    `from_host`: host memory has more KV of the request than the cache, and the blocks of its windows.
     """
 
     nodes: list[PrefixNode]
@@ -216,7 +210,7 @@ class PrefixHit(NamedTuple):
         return self.nodes[self.window_start :]
 
     def blocks(self) -> list[int]:
-        """Blocks that admission takes over, beginnings first."""
+        """Return the blocks that admission takes over, the beginning of the prefix first."""
         return blocks_of(self.nodes, self.window_nodes)
 
 
@@ -224,6 +218,6 @@ NO_HIT = PrefixHit([], 0)
 
 
 def blocks_of(nodes: Iterable[PrefixNode], window_nodes: Iterable[PrefixNode]) -> list[int]:
-    """The blocks of `nodes` in groups that keep all tokens, and those of `window_nodes` in groups with a window."""
+    """Return the full-attention blocks of `nodes` and the sliding-window blocks of `window_nodes`."""
     blocks = [block for node in nodes for block in node.blocks]
     return blocks + [block for node in window_nodes for block in node.window_blocks]

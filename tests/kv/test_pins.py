@@ -113,10 +113,10 @@ def test_what_is_refused_changes_nothing() -> None:
     driver = KVDriver(16, max_pinned_blocks=2)
     with pytest.raises(RequestError, match="pinning 48 tokens takes 3 more blocks of 16; 0 are pinned, and at most 2"):
         driver.kv.pins.pin(tokens(48), "", None, now=0.0)
-    with pytest.raises(RequestError, match="has 15 tokens; whole blocks of 16"):
+    with pytest.raises(RequestError, match="has 15 tokens; only whole blocks are pinned, so it must have at least 16"):
         driver.kv.pins.pin(tokens(15), "", None, now=0.0)
     for ttl in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(RequestError, match="ttl is"):
+        with pytest.raises(RequestError, match="ttl must be"):
             driver.kv.pins.pin(tokens(16), "", ttl, now=0.0)
     with pytest.raises(RequestError, match="no pin 'pin-9'; there are none"):
         driver.kv.pins.delete("pin-9")
