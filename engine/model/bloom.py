@@ -1,5 +1,7 @@
-"""BLOOM over our paged KV cache: its positions are biases of the attention (ALiBi), which transformers' attention
-interface has no word for, so its layers are called here one by one.
+"""BLOOM over the paged KV cache.
+
+Its positions are biases on attention scores (ALiBi), which transformers' attention interface does not pass on, so this
+module calls the layers itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from llmsched.engine.model.paged import LayerShape, PagedContext
 
 
 class BloomModel:
-    """Wraps a BLOOM model in evaluation mode on its device; see `PagedModel`."""
+    """Wrapper of a BLOOM model in evaluation mode on its device; see `PagedModel`."""
 
     def __init__(self, model: BloomForCausalLM) -> None:
         config = model.config
@@ -27,7 +29,7 @@ class BloomModel:
         self._model: Any = model
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        """See `PagedModel.forward`. Attention knows the positions from the context, so `positions` are not needed."""
+        """Compute logits; see `PagedModel.forward`. Attention takes positions from `context`, not from `positions`."""
         inner = self._model.transformer
         hidden = inner.word_embeddings_layernorm(inner.word_embeddings(input_ids))
         for index, block in enumerate(inner.h):
@@ -53,9 +55,10 @@ class BloomModel:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Each head's slope, float32 [heads] (Press et al. 2021): 2^(-8 i / n) for head i = 1..n where n is a power of two.
+    """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021).
 
-    Otherwise those of the next smaller power n, then every other one of those of 2n, as the paper's code has it.
+    For n heads, n a power of two, head i = 1..n has 2^(-8 i / n). Otherwise, as in the paper's code: the slopes of the
+    next smaller power n, then every second slope of 2n heads.
     """
     power = 1 << int(math.log2(heads))
     between = _geometric(2 * power)[::2][: heads - power]

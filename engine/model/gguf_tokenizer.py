@@ -1,4 +1,4 @@
-"""A fast tokenizer from a GGUF file's vocabulary."""
+"""Building a fast tokenizer from a GGUF file's vocabulary."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """How a family cuts text before BPE. `pattern` None: GPT-2's own rule. `digits`: each digit alone first."""
+class PreTokenizer:
+    """Rules by which a family splits text before BPE: `pattern` (None: GPT-2's), before it single `digits`."""
 
     pattern: str | None = None
     digits: bool = False
@@ -44,31 +44,31 @@ class Split:
     add_bos: bool = False
 
 
-_QWEN2 = Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_TAIL}", nfc=True)
-_LLAMA3 = Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}", ignore_merges=True, add_bos=True)
-_TEKKEN = Split(
+_QWEN2 = PreTokenizer(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_TAIL}", nfc=True)
+_LLAMA3 = PreTokenizer(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}", ignore_merges=True, add_bos=True)
+_TEKKEN = PreTokenizer(
     "|".join((*(part.replace("{suffix}", "") for part in _CASED), r"\p{N}", _CASED_TAIL)),
     ignore_merges=True,
     add_bos=True,
 )
-_GPT4O = Split(
+_GPT4O = PreTokenizer(
     "|".join((*(part.replace("{suffix}", f"{_CONTRACTIONS}?") for part in _CASED), r"\p{N}{1,3}", _CASED_TAIL))
 )
 
-#: tokenizer.ggml.pre -> how text is cut.
-SPLITS: Mapping[str, Split] = {
-    "gpt-2": Split(),
-    "smollm": Split(digits=True),
-    "starcoder": Split(digits=True),
+#: Rules by the value of tokenizer.ggml.pre.
+SPLITS: Mapping[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer(),
+    "smollm": PreTokenizer(digits=True),
+    "starcoder": PreTokenizer(digits=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "llama-bpe": _LLAMA3,
-    "dbrx": Split(_LLAMA3.pattern),
+    "dbrx": PreTokenizer(_LLAMA3.pattern),
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
 }
 
-#: Qwen's added tokens that are text, not control: converters mark some as control, and decoding would drop them.
+#: Qwen's added tokens that are text. Converters mark some as control tokens, which decoding would drop.
 _QWEN_TEXT_TOKENS = frozenset(
     {
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
@@ -79,7 +79,7 @@ _SPACE = "\u2581"
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """The tokenizer of `file`, with its chat template. Raises ModelError for a kind that is not supported."""
+    """Build the tokenizer of `file`, with its chat template. Raises ModelError for a kind that is not supported."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend, add_bos = _byte_level(file)
@@ -125,14 +125,13 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _merge(pair: str) -> tuple[str, str]:
-    """A merge is written as two tokens with a space between them (tokens hold no space: it is a letter of the
-    byte-level alphabet)."""
+    """Split a merge, which is written as two tokens with a space between them; byte-level tokens contain no space."""
     left, _, right = pair.partition(" ")
     return left, right
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: the best-scored piece is merged first; unknown characters become bytes."""
+    """Build SentencePiece's BPE: the piece with the best score is merged first; unknown characters become bytes."""
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(tokens, scores, file.metadata["tokenizer.ggml.token_type"], vocabulary)
@@ -153,7 +152,7 @@ def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Every way to make a piece of two pieces, best-scored piece first."""
+    """Return every way to make a piece of two pieces, the piece with the best score first."""
     mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED)
     found: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -167,7 +166,7 @@ def _merges_by_score(
 
 
 def _added_tokens(file: GGUFFile) -> list[AddedToken]:
-    """Control tokens (special) and user-defined ones (text that is always one token)."""
+    """Return control tokens, which are special, and user-defined tokens, which are text that is always one token."""
     qwen = SPLITS.get(str(file.metadata.get("tokenizer.ggml.pre"))) is _QWEN2
     types = file.metadata["tokenizer.ggml.token_type"]
     added = []
@@ -179,7 +178,7 @@ def _added_tokens(file: GGUFFile) -> list[AddedToken]:
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """What encoding puts around a text: BOS and EOS, as the file says or else as the family does."""
+    """Set the BOS and EOS tokens that encoding adds to a text: as the file says, or else the family's default."""
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

@@ -1,4 +1,4 @@
-"""GGUF tensors under transformers' names: dequantised, and put back into the order that transformers uses."""
+"""Tensors of a GGUF file under transformers' names, dequantised and in the order that transformers uses."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _BY_ARCHITECTURE = {
     "gemma3": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
-#: Tables of rope factors: part of the configuration, not of the weights.
+#: Tables of rope factors: part of the config, not of the weights.
 _TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ADDED_ONE = ("gemma", "gemma2", "gemma3")
 
 
 def gguf_state_dict(file: GGUFFile) -> StateDict:
-    """Every tensor of `file` as float32 under its name in transformers. Raises ModelError for one that is unknown."""
+    """Return every tensor of `file` as float32 under its transformers name. Raises ModelError for unknown tensors."""
     names = {name: _name(file, name) for name in file.tensors if name not in _TABLES}
     if unknown := [name for name, target in names.items() if target is None]:
         raise ModelError(f"{file.path}: tensors unknown to architecture {file.architecture}: {some(unknown)}")
@@ -74,7 +74,7 @@ def _lazy(file: GGUFFile, name: str) -> LazyTensor:
 
 
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
-    """What undoes the change that the converter to GGUF made to this tensor."""
+    """Return a function that undoes the change which the converter to GGUF made to this tensor."""
     if file.architecture == "llama" and ".attn_q." in name:
         return lambda values: _unpermute(values, file.require("attention.head_count"))
     if file.architecture == "llama" and ".attn_k." in name:
@@ -86,13 +86,13 @@ def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
 
 
 def _unpermute(values: Array, heads: int) -> Array:
-    """Rows of each head from interleaved rope pairs (x0, y0, x1, y1, ...) to halves (x0, x1, ..., y0, y1, ...)."""
+    """Reorder each head's rows from rope pairs (x0, y0, x1, y1, ...) to halves (x0, x1, ..., y0, y1, ...)."""
     half = values.shape[0] // heads // 2
     return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def convert_gguf(gguf: Path, target: Path, progress: Progress) -> None:
-    """Write the model of `gguf` into the new directory `target`, weights as float32 safetensors. Raises ModelError."""
+    """Write the model of `gguf` to a new Hugging Face directory with float32 safetensors. Raises ModelError."""
     file = read_gguf(gguf)
     target.mkdir()
     state = gguf_state_dict(file)

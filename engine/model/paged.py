@@ -1,4 +1,4 @@
-"""What every model path shares: the paged KV cache and what attention must know of a packed batch."""
+"""The paged KV cache, and attention over it for a packed batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llmsched.kernels.dispatch import paged_attention, write_kv
 
 
 class LayerShape(NamedTuple):
-    """KV of one layer: heads, and the width of a key and of a value (they may differ).
+    """Shape of one layer's KV: heads, and the widths of one head's key and value, which may differ.
 
-    A layer with a `window` sees the last so many tokens, the query's own included; None: all.
+    `window` is the number of last tokens that the layer sees, the query's own included; None if it sees all.
     """
 
     kv_heads: int
@@ -25,45 +25,46 @@ class LayerShape(NamedTuple):
     window: int | None = None
 
 
-class Place(NamedTuple):
-    """Where a layer's KV is: in the blocks of `group`, and of a block in the part `slot`."""
+class LayerPlace(NamedTuple):
+    """Place of a layer's KV: in the blocks of `group`, each of which has one `part` for each layer of the group."""
 
     group: int
-    slot: int
+    part: int
 
 
-def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[Place]:
-    """A place for each layer: those whose window is within the layout's share the groups that have one.
+def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
+    """Return a place for each layer: in a window group if its window is within the layout's, else in a full group.
 
-    Raises ModelError if layers of different shapes would share memory, or one keeps all tokens and no group does.
+    Raises ModelError if layers of different shapes would share blocks, or if a layer that keeps all tokens finds no
+    full group.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):
-        raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache is laid out for windows alone")
+        raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache has only groups with a window")
     counts = {True: layout.window_groups, False: layout.full_groups}
     size = max(-(-windowed.count(kind) // count) for kind, count in counts.items() if count)
     before, places = {True: layout.full_groups * size, False: 0}, []
     for kind in windowed:
-        places.append(Place(*divmod(before[kind], size)))
+        places.append(LayerPlace(*divmod(before[kind], size)))
         before[kind] += 1
     kv: dict[int, LayerShape] = {}
     for layer, place in zip(layers, places, strict=True):
-        if kv.setdefault(place.slot, layer)[:3] != layer[:3]:
-            raise ModelError(f"layers with KV of {kv[place.slot][:3]} and {layer[:3]} cannot share blocks")
+        if kv.setdefault(place.part, layer)[:3] != layer[:3]:
+            raise ModelError(f"layers with KV of {kv[place.part][:3]} and {layer[:3]} cannot share blocks")
     return places
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per slot of a block [num_blocks, kv_heads, block_size, key_dim] of keys and [..., value_dim] of values.
+    """KV of all blocks: for each part of a block, keys [num_blocks, kv_heads, block_size, key_dim] and values.
 
-    A block belongs to one group of layers at a time; `places` say which layer is where. Starts as zeros: a kernel may
-    multiply a masked position's value by a weight of 0, and 0 x NaN would be NaN.
+    A block belongs to one group of layers at a time; `places` has the place of each layer. The tensors start as zeros,
+    because kernels multiply values of masked positions by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    places: list[Place]
+    places: list[LayerPlace]
 
     @classmethod
     def allocate(
@@ -74,24 +75,24 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """A cache of `num_blocks` blocks for these layers. Raises ModelError if the layout does not fit them."""
+        """Allocate `num_blocks` blocks for these layers. Raises ModelError if the layout does not fit them."""
 
         def zeros(layer: LayerShape, width: int) -> torch.Tensor:
             return torch.zeros(num_blocks, layer.kv_heads, layout.block_size, width, dtype=dtype, device=device)
 
         places = place_layers(layers, layout)
-        slots = {place.slot: layer for layer, place in zip(layers, places, strict=True)}
-        shapes = [slots[slot] for slot in range(len(slots))]
+        by_part = {place.part: layer for layer, place in zip(layers, places, strict=True)}
+        shapes = [by_part[part] for part in range(len(by_part))]
         keys, values = [zeros(s, s.key_dim) for s in shapes], [zeros(s, s.value_dim) for s in shapes]
         return cls(keys, values, places)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Keys, values and group of a layer."""
-        group, slot = self.places[layer]
-        return self.keys[slot], self.values[slot], group
+        """Return the keys, the values and the group of a layer."""
+        group, part = self.places[layer]
+        return self.keys[part], self.values[part], group
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy whole blocks (int64 [N] ids each), every slot. All are read before any is written."""
+        """Copy whole blocks, given by ids (int64 [N] each). All sources are read before any destination is written."""
         for tensor in (*self.keys, *self.values):
             tensor[destinations] = tensor[sources]
 
@@ -102,7 +103,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """Where a packed batch stands in the cache: arrays of `executor.batch.PackedBatch`, on the device."""
+    """Place of a packed batch in the cache: arrays of `executor.batch.PackedBatch`, on the device."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
@@ -125,7 +126,7 @@ class PagedContext:
     ) -> torch.Tensor:
         """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then attend with query [T, heads, D].
 
-        Returns [T, heads, Dv]. All contiguous; the options are those of `kernels.reference.paged_attention`.
+        Returns [T, heads, Dv]. All tensors are contiguous; for the options see `kernels.reference.paged_attention`.
         """
         keys, values, group = self.cache.of_layer(layer)
         write_kv(key, value, keys, values, self.slot_mapping[group])
@@ -145,7 +146,7 @@ class PagedContext:
 
 
 class PagedModel(Protocol):
-    """A model over the paged cache. `layers` are its KV shapes, `vocab_size` is the width of the logits."""
+    """A model over the paged KV cache. `layers` are its KV shapes, `vocab_size` is the width of its logits."""
 
     layers: list[LayerShape]
     vocab_size: int
@@ -155,6 +156,6 @@ class PagedModel(Protocol):
     ) -> torch.Tensor:
         """Compute input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
 
-        `logit_rows` [R] are the tokens whose logits are needed; None stands for all T of them.
+        `logit_rows` [R] are the indices of the tokens whose logits are needed; None means all T.
         """
         ...

@@ -1,11 +1,11 @@
-"""Finds out, by two tiny forward passes, how a transformers model uses attention; refuses what would come out wrong.
+"""Probe of how a transformers model uses attention; it refuses models that the engine would compute wrongly.
 
-During the passes attention is replaced by a function that notes its arguments and returns zeros. That shows
-- the KV heads and widths of every layer, and that every layer has exactly one attention;
-- the mask that transformers' own attention would apply. Masks are made from functions of (query, key) positions, so
-  they can be tried at positions far apart; only causal ones pass, with the same window that attention is told of;
-- whether tokens meet anywhere but in attention (recurrent state, convolution, an attention of the model's own): with
-  attention silenced, other tokens before it must not change the last token's logits.
+In two tiny forward passes a function that records its arguments and returns zeros replaces attention. They show
+- the KV heads and widths of every layer, and that every layer calls attention exactly once;
+- the mask that transformers' attention would apply. A mask is made from a function of (query, key) positions, which
+  can be tried at positions far apart; only causal masks pass, with the window that attention is given as well;
+- whether tokens influence each other outside attention (recurrent state, convolution, the model's own attention): with
+  attention silenced, earlier tokens must not change the last token's logits.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from llmsched.engine.model.paged import LayerShape
 
 IMPLEMENTATION = "llmsched_probe"
 
-#: Keywords, besides the window, that our attention takes into account.
+#: Keywords besides sliding_window that the engine's attention uses.
 HONOURED_KEYWORDS = frozenset({"scaling", "softcap", "s_aux"})
-#: Keywords that models hand to attention and that do not change its result.
+#: Keywords that models pass to attention and that do not change its result.
 NEUTRAL_KEYWORDS = frozenset(
     {"position_ids", "cache", "past_key_values", "cache_position", "use_cache", "output_attentions"}
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
 )
 
-#: Query positions at which a mask is tried: early ones, and ones around a multiple of any power-of-two chunk.
+#: Query positions at which a mask is tried: early ones, and some around a multiple of every power-of-two chunk.
 TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
-#: Tokens of a pass: enough for attention over compressed or selected keys to show that it has fewer keys than queries.
+#: Tokens of a pass: enough for attention over compressed or selected keys to have fewer keys than queries.
 NUM_TOKENS = 33
-#: What our mask function fills the mask with: the window, or one of these.
+#: Values of describing_mask's mask, besides a window.
 FULL, UNKNOWN = 0, -1
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """`layers` by layer index; `vocab_size` is the width of the logits (it may exceed what the tokenizer names)."""
+    """Result of a probe: KV shapes by layer, and the width of the logits (more than the tokenizer may name)."""
 
     layers: list[LayerShape]
     vocab_size: int
 
 
 def probe(model: PreTrainedModel) -> Probed:
-    """Probe `model`, leaving the probing attention in it. Raises ModelError if it cannot be computed exactly."""
+    """Probe `model`; the recording attention stays set. Raises ModelError if it cannot be computed exactly."""
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        raise ModelError(f"{name} takes no position_ids or no further keywords, so it cannot compute a packed batch")
+        raise ModelError(f"{name} takes no position_ids or no extra keywords, so it cannot compute a packed batch")
     set_attention(model, IMPLEMENTATION)
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(1, NUM_TOKENS + 1, device=model.device)
@@ -63,7 +63,7 @@ def probe(model: PreTrainedModel) -> Probed:
     if unlike := set(range(num_layers)) ^ set(layers):
         raise ModelError(
             f"{name}: of {num_layers} layers, {len(layers)} use transformers' attention interface; "
-            f"layer {min(unlike)} does not fit, so the model cannot be served"
+            f"layer {min(unlike)} does not match, so the model cannot be served"
         )
     tolerance = 1e-2 * float(logits.abs().max())
     if not torch.allclose(logits, other_logits, rtol=0, atol=tolerance, equal_nan=True):
@@ -72,7 +72,7 @@ def probe(model: PreTrainedModel) -> Probed:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention silenced. Returns the layers' shapes and the last token's logits in fp32."""
+    """Run the tokens with attention silenced. Return the layers' KV shapes and the last token's logits in float32."""
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(
@@ -85,13 +85,13 @@ def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Switch the attention function of `model`. Raises ModelError if its code has attention of its own."""
+    """Set the attention function of `model`. Raises ModelError if its code does not use transformers' interface."""
     model.set_attn_implementation(implementation)
     if model.config._attn_implementation != implementation:
         raise ModelError(f"{type(model).__name__} does not use transformers' attention interface: it cannot be served")
 
 
-def noting_attention(
+def recording_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -102,26 +102,26 @@ def noting_attention(
     sliding_window: int | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note the layer's shape in `paged_context`, check window and keywords, return zeros [1, T, heads, value_dim]."""
+    """Record the layer's KV shape in `paged_context`, check window and keywords, return zeros [1, T, heads, Dv]."""
     layer: Any = module.layer_idx
     name = f"{type(module).__name__} of layer {layer}"
     if paged_context is None:
-        raise ModelError(f"{name} gets none of the keywords handed to the model: the model cannot be served")
+        raise ModelError(f"{name} does not receive the keywords passed to the model: the model cannot be served")
     if layer in paged_context:
         raise ModelError(f"{name} computes attention twice in one pass: the model cannot be served")
     if key.shape[2] != query.shape[2]:
-        raise ModelError(f"{name} attends to keys that are no tokens of its input: the model cannot be served")
+        raise ModelError(f"{name} attends to keys that are not tokens of its input: the model cannot be served")
     check_keywords(module, {word: given for word, given in keywords.items() if word not in HONOURED_KEYWORDS})
     if attention_mask is not None:
         window = int(attention_mask.flatten()[0]) if attention_mask.dtype == torch.int64 else UNKNOWN
-        told = sliding_window if sliding_window is not None and sliding_window <= TRIED_POSITIONS[-1] else FULL
+        given_window = sliding_window if sliding_window is not None and sliding_window <= TRIED_POSITIONS[-1] else FULL
         if window == UNKNOWN:
             raise ModelError(
                 f"{name} has a mask that is neither causal nor a sliding window: the model cannot be served"
             )
-        if window != told:
+        if window != given_window:
             raise ModelError(
-                f"{name} is told a sliding window of {told or 'no'} tokens but its mask has {window or 'none'}: "
+                f"{name} gets a sliding window of {given_window or 'no'} tokens but its mask has {window or 'none'}: "
                 "the model cannot be served"
             )
     paged_context[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
@@ -129,13 +129,13 @@ def noting_attention(
 
 
 def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raise ModelError for a keyword that may change the result of attention and that we do not know."""
+    """Raise ModelError for an unknown keyword, which may change the result of attention."""
     for keyword, given in keywords.items():
         harmless = given is None or keyword in NEUTRAL_KEYWORDS
         harmless |= (keyword == "dropout" and given == 0) or (keyword == "is_causal" and given is True)
         if not harmless:
             raise ModelError(
-                f"{type(module).__name__} hands {keyword!r} to attention, which is not supported: "
+                f"{type(module).__name__} passes {keyword!r} to attention, which is not supported: "
                 "the model cannot be served"
             )
 
@@ -143,19 +143,19 @@ def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
 def describing_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """A mask in transformers' shape that says what it is: every entry is the window, FULL or UNKNOWN."""
+    """Return a mask in transformers' shape that describes itself: every entry is its window, FULL or UNKNOWN."""
     return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
 
 
 def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) -> int:
-    """The sliding window of a causal mask, FULL if it has none, UNKNOWN if it is no such mask."""
+    """Return the sliding window of a causal mask, FULL if it has none, UNKNOWN if the mask is of another kind."""
     firsts: dict[int, int] = {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for position in TRIED_POSITIONS:
         keys = torch.arange(position + 4, device=device)
         try:
             seen = mask_function(zero, zero, zero + position, keys).expand(keys.shape)
-        except (IndexError, RuntimeError):  # it reads a table made for this batch, so it is more than positions
+        except (IndexError, RuntimeError):  # it reads a table made for this batch, not only positions
             return UNKNOWN
         first = int(seen.int().argmax())
         if not torch.equal(seen, (keys >= first) & (keys <= position)):
@@ -167,5 +167,5 @@ def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) 
     return window if fits else UNKNOWN
 
 
-AttentionInterface.register(IMPLEMENTATION, noting_attention)
+AttentionInterface.register(IMPLEMENTATION, recording_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, describing_mask)

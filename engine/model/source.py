@@ -1,4 +1,4 @@
-"""Where a model is: demo, a Hugging Face directory, a .gguf file, or a hub id that is downloaded."""
+"""Finding a model on disk: demo, a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Literal
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.progress import Progress, silent
 
-#: Files of a hub repository that serving needs. Other formats of the same weights, often in folders, stay there.
+#: Files of a hub repository that serving needs. Other formats of the same weights are not downloaded.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
-#: Fetched only where a repository has no safetensors.
+#: Downloaded only if a repository has no safetensors.
 HUB_PICKLES = ("pytorch_model*.bin",)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on this machine's disk.
+    """A model on disk.
 
-    `spec` is what the user typed, `name` what clients call the model by default, `path` the directory or .gguf file.
+    `spec` is what the user typed, `name` the model's default name in the API, `path` its directory or .gguf file.
     """
 
     spec: str
@@ -34,7 +34,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Find `spec` on disk, fetching it first if it is `demo` or a hub id. Raises ModelError."""
+    """Find `spec` on disk; fetch it first if it is `demo` or a hub id. Raises ModelError."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 
@@ -56,7 +56,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """The config.json of a hub repository, without its weights; from the cache if it is there. Raises ModelError."""
+    """Return the config.json of a hub repository, downloading only this file if need be. Raises ModelError."""
     from huggingface_hub import hf_hub_download
 
     progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
@@ -65,7 +65,7 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 
 def _download(repo_id: str, progress: Progress) -> Path:
-    """The local snapshot of a hub repository, downloaded if need be; an unreachable hub falls back to the cache."""
+    """Return the local snapshot of a hub repository, downloading it if need be and if the hub can be reached."""
     from huggingface_hub import snapshot_download
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
@@ -80,7 +80,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a ModelError that says what can be done."""
+    """Turn errors of huggingface_hub into a ModelError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -91,12 +91,12 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
 
     log = logging.getLogger("huggingface_hub")
     level = log.level
-    log.setLevel(logging.ERROR)  # its lines on each retry say no more than the one below
+    log.setLevel(logging.ERROR)  # it logs every retry; the error below says as much
     try:
         yield
         return
     except HFValidationError:
-        reason = "there is no such directory, and it is no hub id (organisation/name)"
+        reason = "there is no such directory, and it is not a hub id (organisation/name)"
     except GatedRepoError:
         reason = "the hub asks for consent: accept the model's terms on its page and log in with `hf auth login`"
     except RepositoryNotFoundError:

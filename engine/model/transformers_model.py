@@ -1,7 +1,7 @@
-"""Any decoder of transformers that uses its attention interface, computed over our paged KV cache.
+"""Any decoder of transformers that uses its attention interface, over the paged KV cache.
 
-The model's own code runs on a packed batch [1, T]; only attention is ours. What it needs travels as keyword
-`paged_context` through the model call, so nothing is global and several engines can live in one process.
+The model's own code runs on a packed batch [1, T]; only its attention is replaced. The model call passes the keyword
+`paged_context` on to attention, so there is no global state and one process can run several engines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ IMPLEMENTATION = "llmsched_paged"
 
 
 class TransformersModel:
-    """Wraps a model in evaluation mode on its device and switches its attention to ours.
+    """Wrapper of a model in evaluation mode on its device; it replaces the model's attention. See `PagedModel`.
 
-    `layers` are the KV shapes, `vocab_size` is the width of the logits. Raises ModelError when the architecture cannot
-    be computed exactly this way, saying why (see `probe`).
+    Raises ModelError if the architecture cannot be computed exactly this way (see `probe`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,10 +37,7 @@ class TransformersModel:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
-
-        `logit_rows` [R] are the tokens whose logits are needed; None stands for all T of them.
-        """
+        """Compute logits; see `PagedModel.forward`."""
         selected = {"logits_to_keep": logit_rows} if self._selects_logits and logit_rows is not None else {}
         output = self._model(
             input_ids=input_ids[None],
@@ -68,13 +64,13 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function over the paged cache.
+    """Attend over the paged cache, with the signature of transformers' attention functions.
 
-    query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], after rotation; returns
-    [1, T, heads, Dv]. `s_aux` are attention sinks. Raises ModelError for a mask or a keyword that it does not know.
+    Takes query [1, heads, T, D], key [1, kv_heads, T, D] and value [1, kv_heads, T, Dv] after rotation and attention
+    sinks `s_aux`; returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword.
     """
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} makes a mask of its own: the model cannot be served")
+        raise ModelError(f"{type(module).__name__} makes its own attention mask: the model cannot be served")
     check_keywords(module, others)
     layer: Any = module.layer_idx
     output = paged_context.attend(
@@ -91,7 +87,7 @@ def attention_forward(
 
 
 def packed(states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] -> [T, heads, D], contiguous; no copy for most models, whose projections are laid out so."""
+    """Return states [1, heads, T, D] as contiguous [T, heads, D]; the projections of most models need no copy."""
     return states[0].transpose(0, 1).contiguous()
 
 
@@ -99,5 +95,5 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 def paged_model(model: PreTrainedModel) -> PagedModel:
-    """The path for a model in evaluation mode on its device. Raises ModelError if it cannot be computed exactly."""
+    """Wrap a model in evaluation mode on its device. Raises ModelError if it cannot be computed exactly."""
     return BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)

@@ -98,8 +98,8 @@ def test_windows_are_recognised_far_beyond_the_probe() -> None:
         ("llama4_text", {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}, "neither causal nor"),
         ("bert", {"is_decoder": False}, "neither causal nor"),
         ("diffllama", {}, "twice"),
-        ("nemotron", {}, "none of the keywords"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 does not fit"),
+        ("nemotron", {}, "does not receive the keywords"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 does not match"),
     ],
 )
 def test_refused_architectures(model_type: str, changes: dict[str, Any], reason: str) -> None:
@@ -120,7 +120,7 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     probe(model)
     gemma = build_model("gemma2")
     gemma.model.layers[0].self_attn.sliding_window = None
-    with pytest.raises(ModelError, match=f"layer 0 is told a sliding window of no tokens but its mask has {WINDOW}"):
+    with pytest.raises(ModelError, match=f"layer 0 gets a sliding window of no tokens but its mask has {WINDOW}"):
         probe(gemma)
 
 
@@ -134,7 +134,7 @@ def test_unknown_keywords_are_refused() -> None:
         {"is_causal": False},
         {"softcap_of_next_year": 30.0},
     ):
-        with pytest.raises(ModelError, match=f"Linear hands '{next(iter(keywords))}' to attention"):
+        with pytest.raises(ModelError, match=f"Linear passes '{next(iter(keywords))}' to attention"):
             check_keywords(module, keywords)
 
 

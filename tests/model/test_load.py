@@ -154,7 +154,7 @@ def test_two_shards_hold_the_same_tensor(copy: Any) -> None:
     first, second = shards(path)[:2]
     name, tensor = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: tensor}, second, metadata={"format": "pt"})
-    refused(path, f"another shard holds too: {name}")
+    refused(path, f"in another shard as well: {name}")
 
 
 def test_missing_tensor(copy: Any) -> None:

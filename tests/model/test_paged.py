@@ -31,12 +31,12 @@ def test_a_window_that_is_larger_than_the_layouts_keeps_all_tokens() -> None:
     assert [group for group, _ in place_layers(layers, KVLayout(4, 1, 1, 8))] == [0, 0, 1]
 
 
-def test_a_layer_that_sees_all_tokens_has_no_place_among_windows_alone() -> None:
+def test_a_layer_that_sees_all_tokens_needs_a_full_group() -> None:
     assert place_layers([WINDOW, WINDOW], KVLayout(4, 0, 1, 8)) == [(0, 0), (0, 1)]
-    with pytest.raises(ModelError, match="layer 1 sees all tokens, but the cache is laid out for windows alone"):
+    with pytest.raises(ModelError, match="layer 1 sees all tokens, but the cache has only groups with a window"):
         place_layers([WINDOW, FULL], KVLayout(4, 0, 1, 8))
 
 
-def test_layers_of_different_shapes_cannot_share_a_slot() -> None:
+def test_layers_of_different_shapes_cannot_share_blocks() -> None:
     with pytest.raises(ModelError, match=r"layers with KV of \(2, 6, 4\) and \(1, 8, 8\) cannot share blocks"):
         place_layers([FULL, LayerShape(1, 8, 8, 8)], KVLayout(4, 1, 1, 8))

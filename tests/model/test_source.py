@@ -56,8 +56,8 @@ def test_a_hub_model_in_the_cache_needs_no_hub(offline_hub: Path, tiny_model: An
     [
         ("acme/absent", "the hub cannot be reached.*give a local directory"),
         ("absent", "the hub cannot be reached"),
-        ("/no/such/directory", "no hub id"),
-        ("two words", "no hub id"),
+        ("/no/such/directory", "not a hub id"),
+        ("two words", "not a hub id"),
         ("", "the name is empty"),
         ("absent.gguf", "no such file"),
     ],
