@@ -35,8 +35,8 @@ from llmsched.cli.options.target import (
 from llmsched.cli.profiles.apply import found_for_others, with_profile
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.http_target import open_server
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import open_simulated
-from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress

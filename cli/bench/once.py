@@ -10,7 +10,7 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
+from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 

@@ -12,7 +12,7 @@ import typer
 from llmsched.cli.options.engine import EngineOptions, with_options
 from llmsched.cli.options.engine import duration as parse_duration
 from llmsched.cli.targets.http_target import Endpoint, HttpOptions
-from llmsched.cli.targets.target import RunPlan
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import READER_SPEED, Slo
 

@@ -1,47 +1,57 @@
-"""Reading a streamed answer as it comes, whichever OpenAI-compatible server it is of.
+"""Reading a streamed answer of any OpenAI-compatible server onto the request's record.
 
-Servers differ in what they put into chunks and in how they end and fail: [DONE] or just a finish reason, an error as an
-event of that type, as an object, or as a field `error:` beside `data:` (llama.cpp).
+Servers differ in their chunks and in how a stream ends or fails: [DONE] or just a finish reason; an error as an event
+of that type, as an object, or as a field `error:` beside `data:` (llama.cpp).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable
+import json
+from collections.abc import AsyncIterable, Callable, Iterable
+from typing import Any
 
 import httpx
 
-from llmsched.cli.figures.record import RequestFailed, RequestRecord
-from llmsched.cli.targets.chunks import note, shorten
-from llmsched.cli.targets.sse import EventParser
+from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
+from llmsched.cli.targets.sse import Event, EventParser
 
-#: How long to wait after [DONE] for the response to be over, so that its connection can be used again.
+#: Seconds to wait after [DONE] for the response to end, so that its connection can be reused.
 _LINGER_S = 0.5
 
-#: What a server that refuses a field of the request says, and the flag that leaves the field out.
-_WAYS_OUT = {
+#: Field that a server refuses -> flag that leaves the field out.
+_REFUSED_FIELDS = {
     "ignore_eos": "--stop-at-eos leaves it out",
     "stream_options": "--no-usage leaves it out",
     "prompt": "--text-prompts sends words, not token ids",
 }
 _REFUSALS = frozenset({400, 422})
 
-#: What helps against other statuses.
+#: Other HTTP status -> flag that may help.
 _REMEDIES = {
     401: "--api-key sends a key",
     403: "--api-key sends a key",
     404: "--endpoint chooses the API, --served-model-name the model",
 }
 
-#: As much of an answer is kept to be quoted if it is no stream.
+#: Bytes of an answer that are kept to be quoted if it is not a stream.
 _QUOTED = 2000
+
+#: Characters of a server's message that are quoted.
+_DETAIL_LENGTH = 300
+
+#: Finish reasons of a request that the server did not serve to its end.
+_UNSERVED = frozenset({"abort", "error"})
+
+#: Highest plausible token count: a larger one is an error, and one sample per token would exhaust memory.
+_MAX_TOKENS = 1_000_000
 
 
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
     """Note chunks, usage and the end of an answer on the record.
 
-    Raises RequestFailed unless it is a stream with at least one token that comes to its end: [DONE], or the end of the
-    response after a finish reason.
+    Raise RequestFailed unless it is a stream with at least one token that ends with [DONE], or with the response after
+    a finish reason.
     """
     if response.status_code != httpx.codes.OK:
         await response.aread()
@@ -64,13 +74,13 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
 
 
 def _refusal(response: httpx.Response) -> str:
-    """What the server said, and what it says of where or when else, and the flag that may please it."""
+    """Return the server's message, its Location and Retry-After headers, and a flag that may help."""
     said = shorten(response.text)
     more = [
         f"{name}: {shorten(response.headers[name])}" for name in ("Location", "Retry-After") if name in response.headers
     ]
     if response.status_code in _REFUSALS:
-        more += [way for field, way in _WAYS_OUT.items() if field in said][:1]
+        more += [remedy for field, remedy in _REFUSED_FIELDS.items() if field in said][:1]
     elif response.status_code in _REMEDIES:
         more.append(_REMEDIES[response.status_code])
     return " ".join([*([said] if said else []), *(f"({one})" for one in more)])
@@ -79,10 +89,10 @@ def _refusal(response: httpx.Response) -> str:
 async def _read_stream(
     response: httpx.Response, record: RequestRecord, now: Callable[[], float], patience: asyncio.Timeout
 ) -> None:
-    """Note all events, and the end at [DONE], after which there is little `patience`.
+    """Note all events; after [DONE] the response must end within the `patience`.
 
-    Their time is when their last byte was received, if the transport tells that. Raises RequestFailed for an answer
-    that has no event at all.
+    An event's time is the time its last byte was received, if the transport reports it. Raise RequestFailed for an
+    answer without any event.
     """
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False
@@ -92,17 +102,114 @@ async def _read_stream(
         if not any_event:
             beginning = (beginning + received)[:_QUOTED]
         for event in events:
-            if record.end is None and note(event, record, arrived()):
+            if record.end is None and _note_event(event, record, arrived()):
                 patience.reschedule(now() + _LINGER_S)
     last = parser.close()
     if last is not None and record.end is None:
-        note(last, record, now())
+        _note_event(last, record, now())
     elif not any_event and beginning.strip():
         raise RequestFailed("not a stream", shorten(beginning.decode("utf-8", errors="replace")))
 
 
 def _content(response: httpx.Response) -> AsyncIterable[bytes]:
-    """The body as it comes; httpx, which takes its time, is asked only where something is to be decoded."""
+    """Return the body as it arrives; through httpx, which is slow, only if it must be decompressed."""
     if "content-encoding" not in response.headers and isinstance(response.stream, httpx.AsyncByteStream):
         return response.stream
     return response.aiter_bytes()
+
+
+def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
+    """Put an event on the record; return whether it is the last. Raise RequestFailed for an error or invalid data."""
+    said = event.data.strip()
+    if said == "[DONE]":
+        record.end = time
+        return True
+    if event.type == "error":
+        raise RequestFailed("error event", shorten(said))
+    if said:
+        try:
+            content = json.loads(said)
+        except (ValueError, RecursionError) as problem:
+            raise RequestFailed("not understood", shorten(said)) from problem
+        if not isinstance(content, dict):
+            raise RequestFailed("not understood", shorten(said))
+        _note_content(content, said, record, time)
+    return False
+
+
+def _note_content(content: dict[str, Any], said: str, record: RequestRecord, time: float) -> None:
+    """Put an event's JSON object on the record, as a chunk only if it has choices."""
+    if content.get("error") is not None or content.get("object") == "error":
+        raise RequestFailed("error event", shorten(said))
+    if record.request_id is None and isinstance(name := content.get("id"), str):
+        record.request_id = name
+    counted = None
+    if isinstance(usage := content.get("usage"), dict):
+        before, record.usage = record.usage, _usage(usage, record.usage)
+        if record.usage.output_tokens is not None:
+            counted = max(0, record.usage.output_tokens - (before.output_tokens or 0))
+    if (choice := _choice(content.get("choices"))) is None:
+        return
+    if isinstance(ids := choice.get("token_ids"), list):
+        counted = len(ids)
+    record.chunks.append(Chunk(time, _text(choice), counted))
+    if isinstance(reason := choice.get("finish_reason"), str):
+        record.finish_reason = reason
+        if reason in _UNSERVED:
+            raise RequestFailed(f"ended by {reason}", f"after {len(record.chunks)} chunks")
+
+
+def _choice(choices: Any) -> dict[str, Any] | None:
+    """Return the choice with index 0, the only one that was requested."""
+    if not isinstance(choices, list):
+        return None
+    return next((one for one in choices if isinstance(one, dict) and not one.get("index")), None)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Return all the output in a choice: answer, reasoning and arguments of tool calls."""
+    if isinstance(text := choice.get("text"), str):
+        return text
+    if not isinstance(delta := choice.get("delta"), dict):
+        return ""
+    # A server that sends both names of the reasoning sends the same text under both.
+    parts = [_joined(delta.get("reasoning_content")) or _joined(delta.get("reasoning")), _joined(delta.get("content"))]
+    calls = delta.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+            parts += [_joined(function.get("name")), _joined(function.get("arguments"))]
+    return "".join(parts)
+
+
+def _joined(content: Any) -> str:
+    """Return a text, or the joined texts of a list of parts; "" for anything else."""
+    if isinstance(content, str):
+        return content
+    parts: Iterable[Any] = content if isinstance(content, list) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _usage(usage: dict[str, Any], before: TokenUsage) -> TokenUsage:
+    """Return the counts of a usage object; a missing count stays as it was `before`."""
+    details = usage.get("prompt_tokens_details")
+    output = _count(usage.get("completion_tokens"), before.output_tokens)
+    if output is not None and output > _MAX_TOKENS:
+        raise RequestFailed("not understood", f"a usage of {output} completion_tokens")
+    return TokenUsage(
+        prompt_tokens=_count(usage.get("prompt_tokens"), before.prompt_tokens),
+        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None, before.cached_tokens),
+        output_tokens=output,
+    )
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
+
+
+def shorten(text: str) -> str:
+    """Return one line of a server's message, without control characters for the terminal."""
+    line = "".join(
+        letter if letter.isprintable() else "\ufffd" for letter in " ".join(text[: 4 * _DETAIL_LENGTH].split())
+    )
+    return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."

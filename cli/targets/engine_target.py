@@ -1,4 +1,4 @@
-"""The engine in this process as a target: no HTTP in between, token counts exact."""
+"""An engine in this process as a target: without HTTP, with exact token counts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
 from llmsched.cli.load.load import Load, PlannedRequest
 from llmsched.cli.load.prompts import Encode, TokenizerEncode, usable_ids
+from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import run_workload, warm_up
-from llmsched.cli.targets.target import OpenTarget, RunPlan
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.latency import Slo
@@ -33,7 +33,7 @@ _IDLE_POLL_S = 0.01
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
-    """Run an engine in its thread until the block ends."""
+    """Run an engine in its own thread until the block ends."""
     from llmsched.engine.service import AsyncEngine
 
     service = AsyncEngine(engine)
@@ -45,7 +45,7 @@ async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
 
 
 class EngineTarget:
-    """Loads an AsyncEngine with prompts of token ids. No two requests of this process have the same id."""
+    """Target that sends prompts of token ids to an AsyncEngine. Request ids are unique within this process."""
 
     _numbers = itertools.count()
 

@@ -16,12 +16,11 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, usable_ids
-from llmsched.cli.targets.answer import read_answer
-from llmsched.cli.targets.chunks import shorten
+from llmsched.cli.targets.answer import read_answer, shorten
 from llmsched.cli.targets.http1 import TransportPool
+from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.server_metrics import ServerMetrics
-from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.cli.timeline import read_timeline
 from llmsched.engine.errors import LlmschedError, ModelError
 from llmsched.engine.latency import Slo
@@ -32,24 +31,24 @@ from llmsched.engine.provenance import Provenance
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
 
-#: An llmsched server keeps the decisions about so many requests.
+#: Number of requests whose decisions an llmsched server keeps.
 _MOST_TIMELINES = 2000
 
-#: Seconds between two looks at the state of an llmsched server, which takes 1.4 ms to tell.
+#: Seconds between two samples of the state of an llmsched server, which takes 1.4 ms to answer.
 _OWN_SAMPLE_INTERVAL_S = 0.25
 
-#: Paths of the API that a URL may have been copied with.
+#: API paths that may end a copied URL.
 _ENDPOINTS = ("/chat/completions", "/completions", "/models")
 
-#: Compressed chunks would come late, and be work; and there are gateways that refuse who does not say what it is.
+#: Compressed chunks would arrive late and cost time; some gateways refuse requests without a User-Agent.
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "llmsched"}
 
-#: Of what is asked beside the load.
+#: For requests beside the load.
 _ONE_CONNECTION = httpx.Limits(max_connections=1)
 
 Endpoint = Literal["completions", "chat"]
 
-#: What makes a server tell how many tokens each chunk holds, by `owned_by` in its /v1/models.
+#: `owned_by` in /v1/models -> request fields that make the server report the number of tokens in each chunk.
 _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
     "llmsched": {"return_token_ids": True},
     "vllm": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -80,7 +79,7 @@ class HttpOptions:
 
     @property
     def root(self) -> str:
-        """What stands before /v1."""
+        """The URL before /v1."""
         root = self.url.rstrip("/")
         for endpoint in _ENDPOINTS:
             root = root.removesuffix(endpoint)
@@ -112,7 +111,7 @@ class HttpTarget:
         self._connections = TransportPool(options.url, transport)
 
     async def connect(self) -> None:
-        """Look up the model. A server without /v1/models is taken as it is; TargetUnreachableError if none listens."""
+        """Look up the model if the server has /v1/models. Raise TargetUnreachableError if it accepts no connection."""
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
@@ -201,7 +200,7 @@ class HttpTarget:
         return [None] * first + [await self._timeline(record) for record in records[first:]]
 
     async def _timeline(self, record: RequestRecord) -> Timeline | None:
-        """What an llmsched server has to explain; it is taken to have arrived when it was sent."""
+        """Return an llmsched server's decisions about a request, assumed to have arrived when it was sent."""
         if record.request_id is None or record.sent is None:
             return None
         try:
@@ -214,7 +213,7 @@ class HttpTarget:
         return self._memory
 
     async def _look_up(self, path: str) -> httpx.Response:
-        """What the server answers beside the load. Raises TimeoutError if that does not come to its end in time."""
+        """Send a request beside the load. Raise TimeoutError if the answer does not end in time."""
         async with asyncio.timeout(self._options.lookup_timeout):
             return await self._lookups.get(f"{self._root}{path}")
 
@@ -232,7 +231,7 @@ class HttpTarget:
 
 
 def _first_model(response: httpx.Response) -> dict[str, Any]:
-    """The first entry of a list of models; empty if the answer is none."""
+    """Return the first entry of a list of models; {} if the answer is not such a list."""
     try:
         first = response.json()["data"][0]
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,9 +1,10 @@
-"""One run: warm up, send the load, read the counters, measure."""
+"""Sending a load to a target: warm-up, the load itself with samples of the target's state, counters, figures."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from llmsched.cli.figures.client_lag import loop_lags, settled_heap
 from llmsched.cli.figures.kv_memory import TargetState
@@ -12,12 +13,14 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.figures.token_times import CountTokens
 from llmsched.cli.load.load import Load, run_load
-from llmsched.cli.targets.sampling import sampled
-from llmsched.cli.targets.target import Target
+from llmsched.cli.targets.interface import Target
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
-#: Warm-up prompts must not be those of the run, or the run would find them cached.
+#: Samples kept of one run; at this number every second one is dropped, and the interval is doubled.
+MOST_SAMPLES = 4096
+
+#: Added to the seed for warm-up prompts, so that the run does not find its own prompts cached.
 _WARMUP_SEED_OFFSET = 1_000_003
 
 
@@ -32,7 +35,7 @@ async def run_workload(
     count_tokens: CountTokens | None = None,
     partial: bool = False,
 ) -> Measurement:
-    """Send a load to a target and measure it; see `send_workload`."""
+    """Send a load to a target and measure it (see send_workload)."""
     run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial)
     return measure(run, workload, slo, count_tokens)
 
@@ -46,9 +49,9 @@ async def send_workload(
     progress: Progress,
     partial: bool = False,
 ) -> RunRecord:
-    """Send a load to a target. Random prompts are of token `ids`, or of words where it is None.
+    """Send a load to a target. Random prompts consist of token `ids`, or of words if None.
 
-    `partial`: being cancelled, as by Ctrl-C, ends the load, and the run is what has ended by then, if that is anything.
+    `partial`: a cancellation (Ctrl-C) ends the load, and the requests that have ended are the run, if there are any.
     """
     planned = workload.plan(ids, target.encode)
     total = 0 if workload.stop_after else len(planned)
@@ -69,9 +72,9 @@ async def send_workload(
 
     before = await target.preemptions()
     if target.meter is not None:
-        target.meter.take()  # of what came before
+        target.meter.take()  # discard what came before the load
     with settled_heap():
-        async with loop_lags() as lags, sampled(state, target.sample_interval) as samples:
+        async with loop_lags() as lags, _sampled(state, target.sample_interval) as samples:
             try:
                 records = await run_load(
                     planned,
@@ -91,14 +94,45 @@ async def send_workload(
                 records, interrupted = sorted(ended, key=lambda record: record.index), True
     await _ask_timelines(target, untold)
     after = await target.preemptions()
-    # A server that was started anew counts from 0 again.
+    # The counter of a restarted server begins at 0 again.
     preemptions = after - before if before is not None and after is not None and after >= before else None
     meter = None if target.meter is None else target.meter.take()
     return RunRecord(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
 
 
+@asynccontextmanager
+async def _sampled(
+    state: Callable[[], Awaitable[TargetState | None]], interval: float
+) -> AsyncIterator[list[TargetState]]:
+    """Yield a list to which a state is added every `interval` seconds, the first after that time, until the block ends.
+
+    Times are the event loop's. A target that returns no state is asked once.
+    """
+    samples: list[TargetState] = []
+    watch = asyncio.create_task(_watch(state, interval, samples))
+    try:
+        yield samples
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+
+async def _watch(
+    state: Callable[[], Awaitable[TargetState | None]], interval: float, samples: list[TargetState]
+) -> None:
+    while True:
+        await asyncio.sleep(interval)
+        if (sample := await state()) is None:
+            return
+        samples.append(sample)
+        if len(samples) > MOST_SAMPLES:
+            del samples[1::2]
+            interval *= 2
+
+
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
-    """Put on the records what the target tells of them, and empty the list."""
+    """Put the scheduler's decisions on the records, and empty the list."""
     records = ended.copy()
     ended.clear()
     for record, timeline in zip(records, await target.timelines(records), strict=True):
@@ -114,9 +148,9 @@ async def warm_up(
     timeout: float | None,
     output_len: int | None = None,
 ) -> None:
-    """Send `count` requests like the load's, all at once, with prompts of their own; their fate does not matter.
+    """Send `count` requests like the load's, all at once, with different prompts, and ignore failures.
 
-    Their answers are as long as the load's, or `output_len` tokens.
+    Answers are as long as the load's, or `output_len` tokens.
     """
     if count < 1:
         return

@@ -1,7 +1,7 @@
-"""What a server's /metrics tell of its state: llmsched's and vLLM's names, and those of SGLang, llama.cpp and TGI.
+"""State of a server from its /metrics, under the names of llmsched, vLLM, SGLang, llama.cpp and TGI.
 
-Of KV memory llmsched tells what it is divided into, in bytes; vLLM, SGLang and older llama.cpp only which share of it
-requests hold; TGI nothing.
+llmsched reports the parts of its KV memory in bytes; vLLM, SGLang and older llama.cpp report the share in use; TGI
+reports nothing about it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Self
 from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.engine.memory.plan import MemoryParts
 
-#: Names without the prefix that is the server's, first match counts.
+#: Names without the server's prefix; the first one found counts.
 _RUNNING = ("num_requests_running", "num_running_reqs", "requests_processing", "tgi_batch_current_size")
 _WAITING = ("num_requests_waiting", "num_queue_reqs", "requests_deferred", "tgi_queue_size")
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage", "kv_cache_usage_ratio")
 _PREEMPTIONS = ("num_preemptions_total", "num_preemptions")
 
-#: What only llmsched tells, in bytes: the parts of its memory, and how that for KV is used.
+#: Reported by llmsched only, in bytes: the parts of its memory, and the use of its KV memory.
 _PARTS = ("memory_weights_bytes", "memory_activations_bytes", "memory_other_bytes", "kv_cache_bytes")
 _KV_USE = ("kv_cache_used_bytes", "kv_cache_empty_bytes", "kv_cache_cached_bytes")
 
@@ -30,17 +30,17 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """The values of each name, one for each set of labels; names without what stands before the colon."""
+    """Metrics of a server: for each name, without the prefix before its colon, a value per set of labels."""
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values
 
     @classmethod
     def of(cls, text: str) -> Self | None:
-        """The metrics in a Prometheus exposition; None if it is none."""
+        """Parse a Prometheus exposition; return None if the text is not one."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        # Parsing all of it would keep the client from its streams for some 10 ms.
+        # Parsing all of it would block the client's streams for some 10 ms.
         known = "\n".join(line for line in text.split("\n") if _LINE.match(line))
         values: defaultdict[str, list[float]] = defaultdict(list)
         try:
@@ -57,13 +57,13 @@ class ServerMetrics:
         return None if value is None else int(value)
 
     def memory(self) -> MemoryParts | None:
-        """What the server's memory is divided into; None where it does not tell."""
+        """Return the parts of the server's memory; None if not reported."""
         parts = [self._first((name,)) for name in _PARTS]
         known = [int(size) for size in parts if size is not None]
         return MemoryParts(*known) if len(known) == len(parts) else None
 
     def sample(self, time: float) -> TargetState | None:
-        """The state at `time`; None if not even who runs and waits is told."""
+        """Return the state at `time`; None if the numbers of running and waiting requests are not reported."""
         running, waiting = self._first(_RUNNING), self._first(_WAITING)
         if running is None or waiting is None:
             return None
@@ -74,11 +74,11 @@ class ServerMetrics:
         return TargetState(time, int(running), int(waiting), kv_held=self._share(_KV_USAGE))
 
     def _first(self, names: Sequence[str]) -> float | None:
-        """The sum over all labels."""
+        """Return the sum over all labels."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total
 
     def _share(self, names: Sequence[str]) -> float | None:
-        """The mean over all labels: an engine's several pools are alike."""
+        """Return the mean over all labels: the pools of one server are of equal size."""
         found = next((self._values[name] for name in names if name in self._values), None)
         return None if found is None else sum(found) / len(found)

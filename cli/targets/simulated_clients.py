@@ -1,4 +1,4 @@
-"""The engine on a virtual clock as a target: the same load, the same records, seconds that nobody has to wait for."""
+"""Clients of a simulated engine: send a load and keep records as run_load does, on the engine's virtual clock."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def simulate_load(
     on_end: Callable[[RequestRecord], None] = lambda record: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[RequestRecord]:
-    """What `run_load` does, on the engine's clock: a record of each request that is sent, in the order of `planned`.
+    """Serve the load; return a record of each request that was sent, in the order of `planned`.
 
-    Raises CancelledError when the task that runs it was cancelled (Ctrl-C): it has no other moment to hear of that.
+    Raise CancelledError after a step if the current task was cancelled (Ctrl-C): there is no await to raise it.
     """
-    run, task = _Run(planned, engine, closed, max_concurrency, timeout, stop_after, on_end), _this_task()
-    while run.go_on():
-        run.take(engine.step())
+    clients, task = _Clients(planned, engine, closed, max_concurrency, timeout, stop_after, on_end), _this_task()
+    while clients.advance():
+        clients.note(engine.step())
         after_step()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError
-    return run.records
+    return clients.records
 
 
 def _this_task() -> asyncio.Task[object] | None:
-    """The task that this runs in, None outside of an event loop."""
+    """Return the current task, None outside an event loop."""
     try:
         return asyncio.current_task()
     except RuntimeError:
         return None
 
 
-class _Run:
-    """The clients of a load. A request takes the slot that came free first, at that time or when it is due, if later.
+class _Clients:
+    """Clients of a load. A request goes to the client that has been free longest, when it is due.
 
-    `_free` are the times since which slots are free, `_living` what was sent and has not ended, `_deadlines` when those
-    are given up.
+    `_free` is a heap of the times since which clients are free. `_running` are the requests that were sent and have not
+    ended, `_deadlines` the times at which they time out.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class _Run:
         self._on_end = on_end
         self._coming = deque(planned)
         self._free = [start] * (len(planned) if max_concurrency is None else max_concurrency)
-        self._living: dict[str, tuple[RequestRecord, Request]] = {}
+        self._running: dict[str, tuple[RequestRecord, Request]] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
 
-    def go_on(self) -> bool:
-        """Send what is due, and let time pass until there is something to compute; False when all has ended."""
+    def advance(self) -> bool:
+        """Send what is due and advance the clock until there is a step to compute; return False when all has ended."""
         engine = self._engine
         while True:
             self._send_due()
@@ -93,28 +93,28 @@ class _Run:
             next_due = [self._due(self._coming[0])] if self._coming and self._free else []
             if until is not None:
                 engine.wait_until(min([until, *next_due, *(deadline for deadline, _ in islice(self._deadlines, 1))]))
-                self._give_up()
+                self._end_overdue()
             elif next_due:
                 engine.wait_until(next_due[0])
             else:
                 return False
 
-    def take(self, updates: Sequence[Update]) -> None:
-        """Note what a step has brought."""
-        self._give_up()
+    def note(self, updates: Sequence[Update]) -> None:
+        """Note the tokens and ends of a step."""
+        self._end_overdue()
         now = self._engine.now
         chunk = Chunk(now, "", 1)
         for update in updates:
             request = update.request
-            if (living := self._living.get(request.request_id)) is None:
+            if (running := self._running.get(request.request_id)) is None:
                 continue
             if update.result.token_id is not None:
-                living[0].chunks.append(chunk)
+                running[0].chunks.append(chunk)
             if request.finish_reason is not None:
-                self._end(request.request_id, now, None if living[0].chunks else _EMPTY)
+                self._end(request.request_id, now, None if running[0].chunks else _EMPTY)
 
     def _due(self, planned: PlannedRequest) -> float:
-        """When it can be sent: when it shall be, but not before a slot is free."""
+        """Return when a request can be sent: at its time, but not before a client is free."""
         return max(self._start if self._closed else self._start + planned.offset, self._free[0])
 
     def _send_due(self) -> None:
@@ -133,7 +133,7 @@ class _Run:
     def _send(self, planned: PlannedRequest, record: RequestRecord, now: float) -> None:
         prompt = planned.prompt.token_ids
         assert prompt is not None
-        # The padding makes names sort as the requests came: of those that come at one time the first goes first.
+        # Padded so that ids sort in the order of arrival, which decides between requests of the same time.
         name = record.request_id = f"bench-{planned.index:09}"
         record.asked_tokens = planned.output_len
         try:
@@ -143,20 +143,20 @@ class _Run:
             heappush(self._free, now)
             self._on_end(record)
             return
-        self._living[name] = (record, request)
+        self._running[name] = (record, request)
         if self._timeout is not None:
             self._deadlines.append((now + self._timeout, name))
 
-    def _give_up(self) -> None:
-        """End those that have taken longer than the timeout; what comes for them later is not seen."""
+    def _end_overdue(self) -> None:
+        """End requests that have exceeded the timeout; their later tokens are ignored."""
         while self._deadlines and self._deadlines[0][0] <= self._engine.now:
             deadline, name = self._deadlines.popleft()
-            if name in self._living:
-                self._engine.abort(self._living[name][1])
+            if name in self._running:
+                self._engine.abort(self._running[name][1])
                 self._end(name, deadline, RequestFailed("timeout", f"no end after {self._timeout:g} s"))
 
     def _end(self, name: str, now: float, failure: RequestFailed | None) -> None:
-        record, request = self._living.pop(name)
+        record, request = self._running.pop(name)
         record.end, record.failure = now, failure
         record.usage = TokenUsage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
         record.finish_reason = request.finish_reason

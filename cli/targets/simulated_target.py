@@ -22,9 +22,9 @@ from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
 from llmsched.cli.load.traces.trace import Content
-from llmsched.cli.targets.sampling import MOST_SAMPLES
+from llmsched.cli.targets.interface import OpenTarget, RunPlan
+from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import simulate_load
-from llmsched.cli.targets.target import OpenTarget, RunPlan
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, ModelError

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Bytes of one event, or of a line, beyond which nothing is to be expected of a stream.
+#: Most bytes of one event before the stream is rejected.
 _LONGEST = 1 << 24
 
 
 class Event(NamedTuple):
-    """One event: its type ("message" unless named) and its data lines joined by newlines."""
+    """Event with its type ("message" unless named) and its data lines, joined by newlines."""
 
     type: str
     data: str
 
 
 class EventParser:
-    """Takes bytes as they come and gives the events that are complete.
+    """Incremental parser of server-sent events.
 
-    Lines end in LF, CRLF or CR; comments are skipped. Other than the standard asks, an event that the stream's end
-    leaves without its blank line is still given, by `close`, and a field "error" is an event of that type with that
-    data, because there are servers that end or fail that way.
+    Lines end in LF, CRLF or CR; comments are skipped. Unlike the standard, `close` returns an event whose blank line is
+    missing, and a field "error" is an event of that type with that data: some servers end or fail that way.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class EventParser:
         self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """The events completed by these bytes. Raises ValueError for one that does not end."""
+        """Return the events completed by these bytes. Raise ValueError for an event that is too long."""
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False
@@ -50,7 +49,7 @@ class EventParser:
         return events
 
     def close(self) -> Event | None:
-        """The event that was still open when the stream ended."""
+        """Return the event left open by the end of the stream, if any."""
         return (self._end_line() if self._line else None) or self._end_event()
 
     def _end_line(self) -> Event | None:

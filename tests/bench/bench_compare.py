@@ -21,7 +21,7 @@ from llmsched.cli.bench.modes import Modes
 from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.options.engine import EngineOptions
-from llmsched.cli.targets.target import RunPlan
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

@@ -9,8 +9,8 @@ from llmsched.cli.bench.compare.variants import check_given, configure, parse_va
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
 from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import refuse_warmup
-from llmsched.cli.targets.target import RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 

@@ -12,7 +12,7 @@ from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.arrivals import LEAST_RATE
 from llmsched.cli.load.load import Load
-from llmsched.cli.targets.target import OpenTarget, RunPlan
+from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent

@@ -8,7 +8,7 @@ from llmsched.cli.bench.knee.exploration import Wish, check, explore
 from llmsched.cli.bench.knee.report import as_json, charts, notes, show, table
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Measured, Result
-from llmsched.cli.targets.target import OpenTarget, RunPlan, TargetUnreachableError
+from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.progress import Progress
 

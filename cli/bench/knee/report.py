@@ -10,7 +10,7 @@ from llmsched.cli.bench.knee.exploration import Found, Point
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.targets.target import RunPlan
+from llmsched.cli.targets.interface import RunPlan
 
 #: A target keeps up if it serves at least this share of what is sent; less is more than a run's noise.
 _KEEPS_UP = 0.95

@@ -18,7 +18,7 @@ from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, Run
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.target import OpenTarget, RunPlan
+from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent

@@ -16,8 +16,8 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.interface import Target
 from llmsched.cli.targets.load_run import run_workload
-from llmsched.cli.targets.target import Target
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine

@@ -17,8 +17,8 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.interface import TargetUnreachableError
 from llmsched.cli.targets.load_run import run_workload
-from llmsched.cli.targets.target import TargetUnreachableError
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 

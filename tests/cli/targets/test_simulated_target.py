@@ -14,7 +14,7 @@ from command_line import CommandLine
 from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.targets.sampling import MOST_SAMPLES
+from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run, simulate_workload
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
