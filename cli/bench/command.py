@@ -15,7 +15,7 @@ from llmsched.cli.bench.modes import Modes, with_mode_options
 from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.output.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
-from llmsched.cli.bench.selfcheck.mode import bench_self
+from llmsched.cli.bench.selfcheck.self_check import bench_self
 from llmsched.cli.options.engine import (
     EngineOptions,
     quantization_option,

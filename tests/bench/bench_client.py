@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import httpx
 
-from llmsched.cli.bench.selfcheck.run import scripted_server
+from llmsched.cli.bench.selfcheck.self_check import scripted_server
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload

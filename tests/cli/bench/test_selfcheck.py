@@ -8,11 +8,10 @@ import pytest
 from command_line import CommandLine
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.selfcheck import mode, run
-from llmsched.cli.bench.selfcheck.check import PROBES, Check, Outcome, Probe, Verdict, checks_of
-from llmsched.cli.bench.selfcheck.run import tried
-from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
-from llmsched.cli.bench.selfcheck.server import Log
+from llmsched.cli.bench.selfcheck import self_check
+from llmsched.cli.bench.selfcheck.probes import PROBES, FigureCheck, Probe, ProbeOutcome, Verdict, checks_of
+from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
+from llmsched.cli.bench.selfcheck.self_check import tried
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.engine.latency import Slo
@@ -25,10 +24,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return CommandLine(monkeypatch, capsys)
 
 
-def served(probe: Probe, read_late: float = 0.0, server_late: float = 0.0, count: int = 4) -> tuple[Measurement, Log]:
+def served(
+    probe: Probe, read_late: float = 0.0, server_late: float = 0.0, count: int = 4
+) -> tuple[Measurement, AnswerLog]:
     """Requests due at 50.0, there at 50.01, answered by the probe's script by a server that is late, and read late."""
     script, came = SCRIPTS[probe.name][0], 50.01
-    log: Log = [(came, [(came + part.at + server_late, part.tokens) for part in script.parts]) for _ in range(count)]
+    log: AnswerLog = [
+        (came, [(came + part.at + server_late, part.tokens) for part in script.parts]) for _ in range(count)
+    ]
     records = []
     for index, (_, written) in enumerate(log):
         chunks = [Chunk(at + read_late, "x" if tokens else "", tokens) for at, tokens in written]
@@ -60,7 +63,7 @@ def test_what_was_not_measured_is_not_right() -> None:
     )
     checks = checks_of(BY_NAME["steady"], nothing, served(BY_NAME["steady"])[1])
     assert [one.figure for one in checks if one.right] == []
-    assert Check("a", "b", 1, 1, None, 5).error is None
+    assert FigureCheck("a", "b", 1, 1, None, 5).error is None
 
 
 def test_scripts_are_what_their_names_say() -> None:
@@ -74,7 +77,7 @@ def test_scripts_are_what_their_names_say() -> None:
 def test_the_whole_way_over_sockets(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts are exact on any machine; times are as good as the machine is idle, and only told."""
     few = tuple(BY_NAME[name] for name in ("chunks", "role", "failures"))
-    monkeypatch.setattr(run, "PROBES", few)
+    monkeypatch.setattr(self_check, "PROBES", few)
     outcome = command("bench", "--self-check", "--json")
     report = outcome.json
     found = {(one["probe"], one["figure"]): one for one in report["checks"]}
@@ -108,18 +111,18 @@ def test_what_held_the_bench_up_is_told_from_what_is_wrong(late: float, held_up:
     checks = checks_of(STEADY, *served(STEADY, read_late=late), held_up)
     ttft = next(check for check in checks if check.figure == "TTFT mean")
     assert ttft.verdict == verdict
-    assert Outcome(STEADY, checks).verdict == verdict
+    assert ProbeOutcome(STEADY, checks).verdict == verdict
     tokens = next(check for check in checks if check.figure == "tokens")
     assert tokens.excuse == 0
 
 
-def attempts(*found: tuple[float, float]) -> Outcome:
+def attempts(*found: tuple[float, float]) -> ProbeOutcome:
     """The outcome of a probe that is off by so many ms and held up for so many seconds, try after try."""
     left = iter(found)
 
-    async def attempt() -> tuple[list[Check], float]:
+    async def attempt() -> tuple[list[FigureCheck], float]:
         error, held_up = next(left)
-        return [Check("steady", "TTFT mean", 100, 100, 100 + error, 5, 2e3 * held_up)], held_up
+        return [FigureCheck("steady", "TTFT mean", 100, 100, 100 + error, 5, 2e3 * held_up)], held_up
 
     return run_virtual(tried(STEADY, attempt))
 
@@ -138,12 +141,14 @@ def test_a_probe_that_nothing_disturbed_is_wrong_the_first_time() -> None:
 
 
 def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    right = [Outcome(probe, [Check(probe.name, "tokens", 5, 5, 5, 0)]) for probe in PROBES]
-    mode.show(right)
+    right = [ProbeOutcome(probe, [FigureCheck(probe.name, "tokens", 5, 5, 5, 0)]) for probe in PROBES]
+    self_check.show(right)
     assert "all 7 figures are right" in capsys.readouterr().out
-    wrong = Outcome(STEADY, [Check("steady", "TTFT mean", 100, 101, 131, 5)])
-    busy = Outcome(BY_NAME["crowd"], [Check("crowd", "E2E mean", 100, 101, 131, 5, 60)], held_up=0.03, tries=3)
-    mode.show([*right, wrong, busy])
+    wrong = ProbeOutcome(STEADY, [FigureCheck("steady", "TTFT mean", 100, 101, 131, 5)])
+    busy = ProbeOutcome(
+        BY_NAME["crowd"], [FigureCheck("crowd", "E2E mean", 100, 101, 131, 5, 60)], held_up=0.03, tries=3
+    )
+    self_check.show([*right, wrong, busy])
     out = capsys.readouterr().out
     assert "OFF" in out
     assert "disturbed" in out
@@ -151,8 +156,8 @@ def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tried again, because this machine was busy with other work: crowd (3 tries)" in out
     assert "not known: crowd E2E mean. Other work kept the bench waiting for up to 30.0 ms" in out
     assert "figures are right" not in out
-    report = mode.as_json([wrong, busy])
-    assert (report["right"], report["wrong"], mode.as_json([busy])["wrong"]) == (False, True, False)
+    report = self_check.as_json([wrong, busy])
+    assert (report["right"], report["wrong"], self_check.as_json([busy])["wrong"]) == (False, True, False)
     assert [one["verdict"] for one in report["checks"]] == ["wrong", "disturbed"]
 
 

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from llmsched.cli.bench.selfcheck.server import ScriptedServer
+from llmsched.cli.bench.selfcheck.scripted_server import ScriptedServer
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic import Workload

@@ -1,7 +1,7 @@
-"""What a bench has to measure of a server whose times are known, and what counts as right.
+"""Probes of the bench's self-check: loads on a server with known times, and the figures that must come out.
 
-Figures are held against what the server says that it really did, not against its script: on a busy machine it may be
-late itself. There the client may be late as well, without being wrong: what that explains is told apart.
+Figures are compared with the server's log, not with its script, because on a busy machine the server may be late. The
+client may be late too without being wrong: errors that this explains are "disturbed", not "wrong".
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from llmsched.cli.bench.selfcheck.scripts import SCRIPTS
-from llmsched.cli.bench.selfcheck.server import Log
+from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
 from llmsched.cli.figures.client_lag import LAG_LIMIT_S
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.synthetic import Workload
 from llmsched.engine.latency import Arrival, request_latency, steady_rate, summarise
 
-#: How far a typical figure and one of the tail may be off, in seconds: about what a loaded machine's scheduler takes.
+#: Allowed errors of typical and of tail figures, in seconds: about the delay of a loaded machine's scheduler.
 TYPICAL_S, TAIL_S = 0.005, 0.02
 
 _RATE = 100.0
@@ -30,7 +29,7 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One load on one script; `what` says in words what is checked by it."""
+    """Load on one script; `what` says in words what it checks."""
 
     name: str
     what: str
@@ -42,11 +41,11 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One figure of a probe: by the script, as the server did it, as it was measured. None: there is none.
+class FigureCheck:
+    """Figure of a probe by the script, by the server's log, and as measured (None: it has no value).
 
-    Times are in ms, rates per second. An error beyond what is `allowed` by no more than the `excuse` may come of what
-    disturbed the probe.
+    Times are in ms, rates per second. An error that exceeds `allowed` by at most `excuse` may be due to other work on
+    the machine.
     """
 
     probe: str
@@ -73,19 +72,17 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The checks of a probe in its last try. `held_up` are the most seconds that the client or the server was kept from
-    working meanwhile.
-    """
+class ProbeOutcome:
+    """Checks of a probe in its last try. `held_up` is the longest time in seconds that client or server had to wait."""
 
     probe: Probe
-    checks: Sequence[Check]
+    checks: Sequence[FigureCheck]
     held_up: float = 0.0
     tries: int = 1
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the checks."""
+        """The worst verdict of the checks."""
         verdicts = {check.verdict for check in self.checks}
         return "wrong" if "wrong" in verdicts else "disturbed" if "disturbed" in verdicts else "right"
 
@@ -105,11 +102,10 @@ PROBES = (
 )
 
 
-def checks_of(probe: Probe, figures: Measurement, log: Log, held_up: float = 0.0) -> list[Check]:
-    """The figures of a probe, each beside what the server says that it did.
+def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
+    """Return the figures of a probe, each beside that of the server's log.
 
-    `held_up` (seconds), where it is more than a figure may be off, excuses twice as much: a token may have to wait, and
-    then wait again.
+    A `held_up` (seconds) above the allowed error excuses twice as much, because a token may have to wait twice.
     """
     if probe.name == "failures":
         return _failure_checks(probe, figures)
@@ -129,18 +125,20 @@ def checks_of(probe: Probe, figures: Measurement, log: Log, held_up: float = 0.0
         "worst stall": figures.latency.worst_stall,
     }
     checks = [
-        Check(probe.name, name, _ms(script[name]), _ms(server[name]), _ms(value), 1e3 * _allowed(name), 1e3 * excuse)
+        FigureCheck(
+            probe.name, name, _ms(script[name]), _ms(server[name]), _ms(value), 1e3 * _allowed(name), 1e3 * excuse
+        )
         for name, value in measured.items()
     ]
     tokens = scripts[0].tokens * len(log)
-    lag = Check(probe.name, "client lag P99", 0.0, 0.0, _ms(figures.client.send.p99), 1e3 * TAIL_S, 1e3 * excuse)
-    return [*checks, lag, Check(probe.name, "tokens", tokens, tokens, figures.tokens.output, 0)]
+    lag = FigureCheck(probe.name, "client lag P99", 0.0, 0.0, _ms(figures.client.send.p99), 1e3 * TAIL_S, 1e3 * excuse)
+    return [*checks, lag, FigureCheck(probe.name, "tokens", tokens, tokens, figures.tokens.output, 0)]
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """The figures that follow from when parts were written, of requests that were due at the time `due` on average.
+    """Return the figures that follow from the times of the parts, for requests due at the time `due` on average.
 
-    TTFT and E2E are means, of which it need not be known which request is which.
+    TTFT and E2E are means, so answers need not be matched with requests.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]
@@ -159,23 +157,26 @@ def _allowed(figure: str) -> float:
     return TAIL_S if figure in ("ITL P99", "worst stall") else TYPICAL_S
 
 
-def _rate_checks(probe: Probe, figures: Measurement, log: Log, excuse: float) -> list[Check]:
+def _rate_checks(probe: Probe, figures: Measurement, log: AnswerLog, excuse: float) -> list[FigureCheck]:
     came = steady_rate([Arrival(at, 1) for at, _ in log])
     loop_lag = None if figures.client.loop is None else figures.client.loop.p99
     lags = {"client lag P99": figures.client.send.p99, "loop lag P99": loop_lag}
-    # One request that is late makes the time in which all of them come longer.
+    # One late request lengthens the time in which all of them arrive.
     excused_rate = _RATE * excuse / (_RATE_REQUESTS / _RATE)
     return [
-        Check(probe.name, "requests/s", _RATE, came, figures.rates.achieved, _RATE_SHARE * _RATE, excused_rate),
-        *(Check(probe.name, name, 0.0, 0.0, _ms(lag), 1e3 * LAG_LIMIT_S, 1e3 * excuse) for name, lag in lags.items()),
+        FigureCheck(probe.name, "requests/s", _RATE, came, figures.rates.achieved, _RATE_SHARE * _RATE, excused_rate),
+        *(
+            FigureCheck(probe.name, name, 0.0, 0.0, _ms(lag), 1e3 * LAG_LIMIT_S, 1e3 * excuse)
+            for name, lag in lags.items()
+        ),
     ]
 
 
-def _failure_checks(probe: Probe, figures: Measurement) -> list[Check]:
+def _failure_checks(probe: Probe, figures: Measurement) -> list[FigureCheck]:
     expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
     counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]
     counts += [(reason, count, figures.requests.failures.get(reason, 0)) for reason, count in expected.items()]
-    return [Check(probe.name, name, count, count, measured, 0) for name, count, measured in counts]
+    return [FigureCheck(probe.name, name, count, count, measured, 0) for name, count, measured in counts]
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -1,0 +1,178 @@
+"""Server with known times that the bench checks itself against: a process of its own that logs when it wrote what.
+
+Its times are of time.monotonic, which all processes of a machine share, so a late server is not mistaken for a client
+that measures wrongly. Run as a module it prints its port, and ends when its stdin is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+#: For each answer: when the request arrived, and when each part was written, with its number of tokens.
+AnswerLog = list[tuple[float, list[tuple[float, int]]]]
+
+Ending = Literal["done", "cut", "refused", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptPart:
+    """Text with its number of tokens, written `at` so many seconds after the request arrived."""
+
+    at: float
+    text: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Answer that ends with a usage chunk and [DONE], or without, or with an error event, or that is an HTTP error."""
+
+    parts: tuple[ScriptPart, ...]
+    ending: Ending = "done"
+    role_first: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+
+def steady(count: int, first: float, gap: float, *, tokens: int = 1, ending: Ending = "done") -> Script:
+    """Return a script of `count` chunks of `tokens` tokens each, the first after `first` seconds, then every `gap`."""
+    return Script(tuple(ScriptPart(first + gap * n, " x" * tokens, tokens) for n in range(count)), ending)
+
+
+def _with_stall(script: Script, after: int, seconds: float) -> Script:
+    parts = [
+        ScriptPart(part.at + (seconds if index >= after else 0.0), part.text, part.tokens)
+        for index, part in enumerate(script.parts)
+    ]
+    return Script(tuple(parts), script.ending)
+
+
+def _after_role(script: Script) -> Script:
+    """Return the script with two chunks without a token before it, as a chat begins."""
+    return Script((ScriptPart(0.01, ""), ScriptPart(0.02, ""), *script.parts), script.ending, role_first=True)
+
+
+_PLAIN = steady(40, 0.1, 0.02)
+
+#: Scripts by the first name in the URL's path; requests of a name get its scripts in turn.
+SCRIPTS: Mapping[str, tuple[Script, ...]] = {
+    "steady": (_PLAIN,),
+    "chunks": (steady(5, 0.1, 0.2, tokens=10),),
+    "role": (_after_role(steady(20, 0.15, 0.02)),),
+    "stall": (_with_stall(_PLAIN, 20, 0.5),),
+    "crowd": (steady(75, 0.1, 0.02),),
+    "rate": (steady(1, 0.0, 0.0),),
+    "warm-up": (steady(1, 0.0, 0.0),),
+    "failures": (
+        _PLAIN,
+        steady(3, 0.05, 0.02, ending="cut"),
+        steady(3, 0.05, 0.02, ending="error"),
+        Script((), "refused"),
+        Script(()),
+    ),
+}
+
+
+def chunk(script: Script, part: ScriptPart, *, chat: bool) -> bytes:
+    """Return a part as a server-sent event."""
+    if not chat:
+        return event({"choices": [{"index": 0, "text": part.text, "finish_reason": None}]})
+    role = {"role": "assistant"} if script.role_first and not part.tokens else {}
+    return event({"choices": [{"index": 0, "delta": {**role, "content": part.text}, "finish_reason": None}]})
+
+
+def ending(script: Script) -> bytes:
+    """Return the bytes after the last part."""
+    if script.ending == "error":
+        return event({"error": {"message": "as the script wants it", "type": "server_error"}})
+    if script.ending == "cut":
+        return b""
+    usage = {"prompt_tokens": 8, "completion_tokens": script.tokens}
+    return event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+class ScriptedServer:
+    """Server that answers POST /NAME/v1/... by the scripts of that name, and GET /NAME/log with its log, once."""
+
+    def __init__(self) -> None:
+        self._logs: defaultdict[str, AnswerLog] = defaultdict(list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer all requests of one connection."""
+        with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                method, path = head.split(" ", 2)[:2]
+                length = next((line for line in head.splitlines() if line.startswith("content-length:")), ":0")
+                await reader.readexactly(int(length.partition(":")[2]))
+                name = path.split("/")[1]
+                if method == "post" and name in SCRIPTS:
+                    await self._answer(name, path.endswith("/chat/completions"), writer)
+                elif path.endswith("/log"):
+                    await _send(writer, 200, json.dumps(self._logs.pop(name, [])))
+                else:
+                    await _send(writer, 404, "{}")
+                if writer.is_closing():
+                    break
+        writer.close()
+
+    async def _answer(self, name: str, chat: bool, writer: asyncio.StreamWriter) -> None:
+        now = asyncio.get_running_loop().time
+        came, written = now(), list[tuple[float, int]]()
+        log, scripts = self._logs[name], SCRIPTS[name]
+        script: Script = scripts[len(log) % len(scripts)]
+        log.append((came, written))
+        if script.ending == "refused":
+            await _send(writer, 500, '{"error": {"message": "as the script wants it"}}')
+            return
+        writer.write(_HEAD)
+        for part in script.parts:
+            if (wait := came + part.at - now()) > 0:
+                await asyncio.sleep(wait)
+            writer.write(_framed(chunk(script, part, chat=chat)))
+            written.append((now(), part.tokens))
+        if (last := ending(script)) != b"":
+            writer.write(_framed(last))
+        if script.ending == "cut":
+            writer.close()
+        else:
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+
+
+def _framed(content: bytes) -> bytes:
+    return f"{len(content):x}\r\n".encode() + content + b"\r\n"
+
+
+async def _send(writer: asyncio.StreamWriter, status: int, content: str) -> None:
+    body = content.encode()
+    head = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+
+
+async def main() -> None:
+    """Serve on a free port of this machine until stdin ends."""
+    server = await asyncio.start_server(ScriptedServer().serve, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    async with server:
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
