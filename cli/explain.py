@@ -1,4 +1,4 @@
-"""`llmsched explain`: where the time of one request went, as the scheduler's ledger has it."""
+"""`llmsched explain`: where the time of one request went, from the scheduler's ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.bench.output.detailed import read_request
-from llmsched.cli.bench.output.saved_timeline import saved_entries, seen
+from llmsched.cli.timeline import saved_entries
 from llmsched.engine.errors import LlmschedError
 
 _URL = "http://127.0.0.1:8000"
@@ -21,22 +21,23 @@ def explain(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="REQUEST_ID", help="The id in the server's answer (cmpl-...); of a file, also the index."
+            metavar="REQUEST_ID", help="The id in the server's answer (cmpl-...); with --file also the request's index."
         ),
     ],
-    url: Annotated[str, typer.Option("--url", help="The server.")] = _URL,
+    url: Annotated[str, typer.Option("--url", help="URL of the server.")] = _URL,
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="What bench --save-detailed wrote, instead of a server."),
+        typer.Option("--file", metavar="FILE", help="Read a file of bench --save-detailed instead."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Key of the server; default: LLMSCHED_API_KEY.", show_default=False)
+        str | None,
+        typer.Option("--api-key", help="Key of the server; default: LLMSCHED_API_KEY.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell where the time of one request went: what it waited for, who passed it, how it was computed, what it lost.
+    """Show where the time of one request went: waiting, overtaken, computed, preempted.
 
-    The server keeps the decisions about its latest two thousand requests.
+    The server keeps the scheduler's decisions about its latest 2,000 requests.
 
     \b
     Examples:
@@ -46,9 +47,9 @@ def explain(
     """
     if file is not None:
         if url != _URL:
-            raise LlmschedError("--url and --file do not go together: the file needs no server")
+            raise LlmschedError("--url and --file do not go together: a file needs no server")
         if api_key is not None:
-            raise LlmschedError("--api-key and --file do not go together: the file needs no key")
+            raise LlmschedError("--api-key and --file do not go together: a file needs no key")
         try:
             explain_saved(read_request(file, request_id), as_json)
         except (KeyError, TypeError, ValueError) as problem:
@@ -66,7 +67,7 @@ def explain(
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
-    """The server's answer. Raises LlmschedError when there is none or it is a refusal."""
+    """Return the server's answer. Raise LlmschedError if there is none or it is an error."""
     from urllib.parse import quote
 
     import httpx
@@ -92,7 +93,7 @@ def _reason(error: Exception) -> str:
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
-    """Tell about a request of a bench run: what the client saw, and what the scheduler decided if that is known."""
+    """Show what the client saw of a request of a bench run, and the scheduler's decisions if they are known."""
     entries = saved_entries(request)
     if as_json:
         render.emit_json({**request, "entries": entries})
@@ -101,13 +102,13 @@ def explain_saved(request: dict[str, Any], as_json: bool) -> None:
     name = f"request {request['index']}" + (f" ({request['id']})" if request["id"] else "")
     rows = [(_when(entry), entry["what"], told(entry)) for entry in entries]
     render.table(
-        f"{name}: {summary(decisions) if decisions else seen(request)}",
+        f"{name}: {summary(decisions) if decisions else _client_summary(request)}",
         ("ms after it was due", "what", "why"),
         rows,
         text_columns=3,
     )
     if not decisions:
-        render.note("the target did not tell what its scheduler decided")
+        render.note("the target did not report its scheduler's decisions")
 
 
 def _when(entry: dict[str, Any]) -> str:
@@ -116,7 +117,7 @@ def _when(entry: dict[str, Any]) -> str:
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> str:
-    """A line over the whole life of a request: how long it waited, how often it was preempted, how it ended."""
+    """Return one line: how long the request waited, how often it was preempted, how it ended."""
     admitted = [entry for entry in entries if entry["what"] == "admitted"]
     waited = render.human_seconds((admitted[0] if admitted else entries[-1])["until_ms"] / 1e3)
     told = [f"waited {waited}" if admitted else f"not admitted after {waited}"]
@@ -134,8 +135,16 @@ def summary(entries: Sequence[dict[str, Any]]) -> str:
     return ", ".join(told)
 
 
+def _client_summary(request: dict[str, Any]) -> str:
+    """Return one line about a request of which only the client's view is known."""
+    if request["failure"] is not None:
+        return f"failed ({request['failure']['reason']})"
+    ttft, e2e = (render.human_seconds(request[name] / 1e3) for name in ("ttft_ms", "e2e_ms"))
+    return f"first token after {ttft}, last of {request['output_tokens']} after {e2e}"
+
+
 def told(entry: dict[str, Any]) -> str:
-    """A decision in words, with its numbers; one that this version does not know, with their names."""
+    """Return a decision in words with its numbers; an unknown decision as its details' names and values."""
     details = entry["details"]
     try:
         words = _WORDS[entry["what"]](details)
@@ -148,18 +157,18 @@ def times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-#: What a request waited for, as the scheduler calls it -> as it is told.
+#: The scheduler's WaitReason -> words.
 _WAITED_FOR = {
-    "slot": "a slot",
+    "slot": "a running place (max_num_seqs)",
     "memory": "memory",
-    "step": "room in a step",
-    "prefix": "a prefix that others were computing",
+    "step": "token budget",
+    "prefix": "a prefix that another request was computing",
 }
 
 
 def _admitted(details: dict[str, Any]) -> str:
-    """What the cache had of it, and why not more."""
-    words = f"{details['cached_tokens']} of {details['tokens']} tokens were there, {details['running']} running"
+    """Tell what was cached of the request, and why not more."""
+    words = f"{details['cached_tokens']} of {details['tokens']} tokens cached, {details['running']} running"
     if waits := [
         f"{render.human_seconds(ms / 1e3)} for {name}"
         for what, name in _WAITED_FOR.items()
@@ -167,21 +176,21 @@ def _admitted(details: dict[str, Any]) -> str:
     ]:
         words = f"waited {', '.join(waits)}; {words}"
     if restored := details.get("restored_blocks"):
-        words += f"; {restored} blocks come back from host memory"
+        words += f"; {restored} blocks copied back from host memory"
     prefix, known = details.get("prefix"), details.get("known_tokens")
     if prefix == "diverged":
-        return f"{words}; known up to token {known}, where it differs from what is cached"
+        return f"{words}; same as cached text up to token {known}, then different"
     if prefix == "evicted":
         age = details.get("evicted_s_ago")
-        return f"{words}; what follows was evicted" + ("" if age is None else f" {render.human_seconds(age)} ago")
-    return words if prefix in (None, "hit") else f"{words}; not more: {prefix}"
+        return f"{words}; the rest was evicted" + ("" if age is None else f" {render.human_seconds(age)} ago")
+    return words if prefix in (None, "hit") else f"{words}; not cached: {prefix}"
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """By how much, and at what time: now, or when the outputs of those that run have grown."""
+    """Tell by how many blocks, and when: now, or at the running requests' predicted peak."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
-        "predicted peak": "when those that run have grown as predicted",
+        "predicted peak": "at the running requests' predicted peak",
     }[details["reason"]]
     return (
         f"{details['missing_blocks']} blocks short {when}; {details['free_blocks']} available, "
@@ -190,20 +199,20 @@ def _does_not_fit(details: dict[str, Any]) -> str:
 
 
 def _preempted(details: dict[str, Any]) -> str:
-    """For whom, and what that costs."""
+    """Tell why, and what it costs."""
     cost = render.human_seconds(details["cost_ms"] / 1e3)
-    reason = {"memory": "memory ran out", "class": "a more urgent request needs the place"}[details["reason"]]
+    reason = {"memory": "memory ran out", "class": "a request of higher priority needed its place"}[details["reason"]]
     if details["how"] == "swap":
-        return f"{reason}; {details['swapped_blocks']} blocks go to host memory, about {cost} for both ways"
-    return f"{reason}; {details['lost_tokens']} tokens to compute again, about {cost}"
+        return f"{reason}; {details['swapped_blocks']} blocks swapped to host memory, about {cost} out and back"
+    return f"{reason}; {details['lost_tokens']} tokens to recompute, about {cost}"
 
 
-#: What the scheduler's ledger notes, and what a saved run has seen -> how it is told.
+#: Decision in the scheduler's ledger, or event seen by the client -> function that puts its details into words.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
     "held back": lambda d: str(d["reason"]),
-    "passed": lambda d: f"{d['by']} (priority {d['by_priority']}) goes first; passed {times(d['times'])} so far",
-    "waits for a prefix": lambda d: f"another request is computing {d['tokens']} tokens that this one needs too",
+    "passed": lambda d: f"{d['by']} (priority {d['by_priority']}) goes first; overtaken {times(d['times'])} so far",
+    "waits for a prefix": lambda d: f"another request is computing {d['tokens']} tokens that both need",
     "does not fit": _does_not_fit,
     "admitted": _admitted,
     "preempted": _preempted,

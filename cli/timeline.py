@@ -1,8 +1,13 @@
-"""The scheduler's decisions about a request as JSON: what the server answers and a bench run saves."""
+"""Timelines of requests as JSON: the scheduler's decisions, and what the client saw of a saved bench run.
+
+The server's answer, `bench --save-detailed` and `explain` share this format. An entry has `what`, `at_ms`, `until_ms`,
+`count` and `details`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,26 +15,19 @@ if TYPE_CHECKING:
 
 
 def timeline_body(timeline: Timeline) -> dict[str, Any]:
-    """Entries of one choice; times are milliseconds since the request arrived."""
-    return {
-        "index": timeline.index,
-        "entries": [
-            {
-                "at_ms": _milliseconds(entry.time - timeline.start),
-                "until_ms": _milliseconds(entry.until - timeline.start),
-                "what": entry.what,
-                "count": entry.count,
-                "details": entry.details,
-            }
-            for entry in timeline.entries
-        ],
-    }
+    """Return the decisions about one choice; times are milliseconds since the request arrived."""
+    start = timeline.start
+    entries = [
+        _entry(entry.what, entry.time - start, entry.until - start, entry.details, entry.count)
+        for entry in timeline.entries
+    ]
+    return {"index": timeline.index, "entries": entries}
 
 
 def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
-    """The first choice of what a server explains of a request, taken to have arrived at `start`.
+    """Return the first choice of a server's answer, for a request assumed to have arrived at `start`.
 
-    Raises LookupError or TypeError for what is no such answer.
+    Raise LookupError or TypeError if it is not such an answer.
     """
     from llmsched.engine.core import Timeline
     from llmsched.engine.scheduler.ledger import Entry
@@ -48,5 +46,40 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
     return Timeline(choice["index"], start, entries)
 
 
-def _milliseconds(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the client's view of a request saved by `bench --save-detailed`, with the decisions, in order of time.
+
+    Times are milliseconds since the request should have been sent.
+    """
+    due = request["scheduled_s"]
+
+    def seen(what: str, begin: float | None, end: float | None = None, **details: Any) -> list[dict[str, Any]]:
+        return [] if begin is None else [_entry(what, begin - due, (begin if end is None else end) - due, details)]
+
+    failure = request["failure"]
+    entries = seen("due", due) + seen("connected", request["connecting_s"], request["connected_s"])
+    entries += seen("sent", request["sent_s"])
+    if (arrived := request["arrived_s"]) is not None:
+        shift = 1e3 * (arrived - due)
+        entries += [
+            {**entry, "at_ms": round(entry["at_ms"] + shift, 3), "until_ms": round(entry["until_ms"] + shift, 3)}
+            for entry in request["decisions"]
+        ]
+    times = [time for time, tokens in request["chunks"] if tokens != 0]
+    if times:
+        entries += seen("first token", times[0])
+        if gaps := [(after - before, before) for before, after in pairwise(times)]:
+            longest, begin = max(gaps)
+            entries += seen("longest stall", begin, begin + longest, lasted_ms=round(1e3 * longest, 3))
+            entries += seen("last token", times[-1])
+    if failure is None:
+        entries += seen("complete", request["end_s"], output_tokens=request["output_tokens"])
+    else:
+        entries += seen("failed", request["end_s"] or due, **failure)
+    return sorted(entries, key=lambda entry: entry["at_ms"])
+
+
+def _entry(what: str, begin: float, end: float, details: Mapping[str, Any], count: int = 1) -> dict[str, Any]:
+    """Return an entry; `begin` and `end` are in seconds."""
+    at, until = round(1e3 * begin, 3), round(1e3 * end, 3)
+    return {"at_ms": at, "until_ms": until, "what": what, "count": count, "details": details}

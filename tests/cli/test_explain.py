@@ -134,20 +134,20 @@ ENTRIES = {
     "held back": ({"reason": "place kept for r1/0"}, "place kept for r1/0"),
     "passed": (
         {"by": "r2/0", "by_priority": 1, "times": 2},
-        "r2/0 (priority 1) goes first; passed twice so far",
+        "r2/0 (priority 1) goes first; overtaken twice so far",
     ),
-    "waits for a prefix": ({"tokens": 64}, "another request is computing 64 tokens that this one needs too"),
+    "waits for a prefix": ({"tokens": 64}, "another request is computing 64 tokens that both need"),
     "does not fit": (
         {"reason": "now", "missing_blocks": 3, "free_blocks": 6, "headroom_blocks": 2, "running": 7},
         "3 blocks short with a headroom of 2; 6 available, 7 running",
     ),
     "admitted": (
         {"running": 1, "cached_tokens": 32, "tokens": 50, "prefix": "diverged", "known_tokens": 35},
-        "32 of 50 tokens were there, 1 running; known up to token 35, where it differs from what is cached",
+        "32 of 50 tokens cached, 1 running; same as cached text up to token 35, then different",
     ),
     "preempted": (
         {"reason": "memory", "how": "recompute", "lost_tokens": 96, "cost_ms": 12.0, "free_blocks": 0, "running": 7},
-        "memory ran out; 96 tokens to compute again, about 12.0 ms",
+        "memory ran out; 96 tokens to recompute, about 12.0 ms",
     ),
     "computed": ({"up_to": 50, "of": 50}, "up to token 50 of 50"),
     "finished": ({"reason": "stop", "output_tokens": 9}, "stop, 9 tokens"),
@@ -166,18 +166,18 @@ def test_each_decision_has_its_words(what: str) -> None:
 def test_swaps_are_told() -> None:
     details = {"reason": "class", "how": "swap", "swapped_blocks": 6, "cost_ms": 1.25, "free_blocks": 0, "running": 1}
     assert told({"what": "preempted", "count": 1, "details": details}) == (
-        "a more urgent request needs the place; 6 blocks go to host memory, about 1.25 ms for both ways"
+        "a request of higher priority needed its place; 6 blocks swapped to host memory, about 1.25 ms out and back"
     )
     details = {"running": 0, "cached_tokens": 95, "tokens": 96, "restored_blocks": 6}
     assert told({"what": "admitted", "count": 1, "details": details}) == (
-        "95 of 96 tokens were there, 0 running; 6 blocks come back from host memory"
+        "95 of 96 tokens cached, 0 running; 6 blocks copied back from host memory"
     )
 
 
 def test_an_evicted_prefix_has_its_age() -> None:
     details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
     entry = {"what": "admitted", "count": 1, "details": {**details, "evicted_s_ago": 2.5}}
-    assert told(entry) == "0 of 9 tokens were there, 0 running; what follows was evicted 2.50 s ago"
+    assert told(entry) == "0 of 9 tokens cached, 0 running; the rest was evicted 2.50 s ago"
 
 
 def test_what_a_request_waited_for_is_told() -> None:
@@ -189,14 +189,14 @@ def test_what_a_request_waited_for_is_told() -> None:
         "waited_for_slot_ms": 20.0,
     }
     assert told({"what": "admitted", "count": 1, "details": details}) == (
-        "waited 20.0 ms for a slot, 1.25 s for memory; 0 of 9 tokens were there, 1 running"
+        "waited 20.0 ms for a running place (max_num_seqs), 1.25 s for memory; 0 of 9 tokens cached, 1 running"
     )
     assert set(_WAITED_FOR) == set(WaitReason)
 
 
 def test_what_only_windows_have_lost_has_no_age() -> None:
     details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
-    assert told({"what": "admitted", "count": 1, "details": details}).endswith("; what follows was evicted")
+    assert told({"what": "admitted", "count": 1, "details": details}).endswith("; the rest was evicted")
 
 
 def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
@@ -231,10 +231,10 @@ def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
                 words = _WORDS[entry["what"]](entry["details"])
                 noted.setdefault(entry["what"], set()).add(words)
     assert set(noted) == set(_WORDS) - {"longest stall", "failed", "complete"}, "those are seen by the client"
-    assert "twin0 (priority 0) goes first; passed once so far" in noted["passed"]
-    assert any("blocks short when those that run have grown as predicted" in words for words in noted["does not fit"])
-    assert any("blocks go to host memory" in words for words in noted["preempted"])
-    assert any("a more urgent request needs the place" in words for words in noted["preempted"])
+    assert "twin0 (priority 0) goes first; overtaken once so far" in noted["passed"]
+    assert any("blocks short at the running requests' predicted peak" in words for words in noted["does not fit"])
+    assert any("blocks swapped to host memory" in words for words in noted["preempted"])
+    assert any("a request of higher priority needed its place" in words for words in noted["preempted"])
 
 
 def test_summary_of_a_request_that_still_waits() -> None:

@@ -169,7 +169,7 @@ def test_the_story_of_a_request_that_stalled(command: CommandLine, tmp_path: Pat
         "2700.0 last token",
         "2700.0 complete 5 tokens",
     ]
-    assert "did not tell what its scheduler decided" in outcome.err
+    assert "did not report its scheduler's decisions" in outcome.err
     assert "failed error event:" in " ".join(command("explain", "2", "--file", str(path)).out.split())
 
 
@@ -187,7 +187,7 @@ def test_decisions_count_from_when_the_request_was_due(command: CommandLine, tmp
     rows = [" ".join(row.split()) for row in command("explain", "bench-7", "--file", str(path)).out.splitlines()]
     assert rows[0] == "request 0 (bench-7): waited 250 ms, ended (length) after 750 ms with 5 tokens"
     assert "50.0 to 150.0 queued 2 waiting, 1 running" in rows
-    assert "300.0 admitted 0 of 8 tokens were there, 1 running" in rows
+    assert "300.0 admitted 0 of 8 tokens cached, 1 running" in rows
     document = command("explain", "bench-7", "--file", str(path), "--json").json
     assert document["decisions"][0]["at_ms"] == 0.0
     assert document["entries"][2]["at_ms"] == 50.0
