@@ -1,4 +1,4 @@
-"""What a chart shows, whichever way it is drawn: in a terminal (text_chart) or on a page (svg)."""
+"""Content of charts, drawn in a terminal (text_chart) or on a page (html_page)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points under one name. A line connects them in their order, steps keep a value until the next one."""
+    """Named points. Style "line" connects them in their order; "steps" keeps each value until the next point."""
 
     name: str
     points: Sequence[Point]
@@ -23,10 +23,10 @@ class Series:
 class Chart:
     """Series over the axes `x` and `y` (labels with their units).
 
-    `stacked` series are areas, each on top of those before it, and have points at the same x. `limits` are horizontal
-    lines with a name, such as an SLO, `marks` vertical ones, such as a knee. The x axis covers at least `span`, so that
-    charts of one run can be held against each other. What a logarithmic axis has no place for, and what is not finite,
-    is left out.
+    `stacked` series are areas, each on top of those before it, and have points at the same x. `limits` are named
+    horizontal lines, such as an SLO; `marks` are named vertical ones, such as a knee. The x axis covers at least
+    `span`, so that charts of one run can be compared. Values that are not finite, or not positive on a logarithmic
+    axis, are left out.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A range of values, with ticks at round ones inside it."""
+    """Range of values, with ticks at round values."""
 
     low: float
     high: float
@@ -51,14 +51,14 @@ class Axis:
     ticks: tuple[float, ...]
 
     def place(self, value: float) -> float:
-        """Where a value lies, as a share of the axis; outside of 0 to 1 if it is beyond its ends."""
+        """Return a value's position as a share of the axis: 0 to 1, or outside if it is beyond the ends."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
-    """An axis on which all values have their place; from 0 to 1 where there are none."""
+    """Return an axis that covers all values; from 0 to 1 if there are none."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     if log:
         return _log_axis(known or [1.0])
@@ -82,13 +82,13 @@ def _log_axis(values: Sequence[float]) -> Axis:
 
 
 def _round_step(rough: float) -> float:
-    """The next step of the form 1, 2 or 5 times a power of ten."""
+    """Return the next larger 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def axes(chart: Chart) -> tuple[Axis, Axis]:
-    """The axes of a chart; y begins at 0 unless it is logarithmic."""
+    """Return the x and y axes of a chart; y begins at 0 unless it is logarithmic."""
     shown = [point for series in layers(chart) for point in series.points]
     heights = [y for _, y in shown] + [value for _, value in limits(chart)]
     widths = [x for x, _ in shown] + [value for _, value in marks(chart)] + list(chart.span)
@@ -96,17 +96,17 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def limits(chart: Chart) -> list[tuple[str, float]]:
-    """The limits that can be drawn."""
+    """Return the limits that can be drawn."""
     return [(name, value) for name, value in chart.limits if math.isfinite(value) and (value > 0 or not chart.log_y)]
 
 
 def marks(chart: Chart) -> list[tuple[str, float]]:
-    """The marks that can be drawn."""
+    """Return the marks that can be drawn."""
     return [(name, value) for name, value in chart.marks if math.isfinite(value) and (value > 0 or not chart.log_x)]
 
 
 def layers(chart: Chart) -> list[Series]:
-    """The series with the points that can be drawn, stacked ones on top of each other."""
+    """Return the series with the points that can be drawn; the y values of stacked series are added up."""
     kept = [
         Series(series.name, [point for point in series.points if _drawable(chart, point)], series.style)
         for series in chart.series
@@ -129,7 +129,7 @@ def _drawable(chart: Chart, point: Point) -> bool:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """At most `most` of the points, in their order, among them the lowest and the highest of every stretch."""
+    """Return at most `most` points in their order, with the lowest and the highest of each stretch."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
@@ -143,9 +143,9 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
-    """The cumulative distribution of samples: values with the percentage of samples up to each.
+    """Return the cumulative distribution of samples: values, each with the percentage of samples up to it.
 
-    Of more than `most` samples those at about so many evenly spaced ranks, among them the lowest and the highest.
+    More than `most` samples are thinned to about `most` evenly spaced ranks, with the lowest and the highest.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)
@@ -156,7 +156,7 @@ def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """A value as it stands beside a tick."""
+    """Format a value for a tick."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}"
     return f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""How long work shows how far it is: bars on a terminal, now and then a line in a log."""
+"""Progress of long work: bars on a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-#: Seconds of work about which a log is told nothing, and the least time between two lines.
+#: Seconds before the first line in a log, and the least time between two lines.
 QUIET_S = 1.0
 EVERY_S = 10.0
 
 
 class Display(Protocol):
-    """Shows how far long work is; `detail` is said beside it."""
+    """Progress callback that also shows a `detail` text."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
     def detail(self, text: str) -> None: ...
 
 
 class BarProgress:
-    """Progress for terminals: a bar per stage; the detail is what `bars` have `told` below them."""
+    """Progress for terminals: a bar per stage, and the detail in a line below (see render._bars)."""
 
     def __init__(self, bars: Any) -> None:
         self._bars = bars
@@ -37,7 +37,7 @@ class BarProgress:
 
 
 class LogProgress:
-    """Progress for logs: nothing of short work, else a line every EVERY_S seconds at most, and one when it is done."""
+    """Progress for logs: no line for short work, else at most one per EVERY_S seconds and one at the end."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -58,7 +58,7 @@ class LogProgress:
         self._detail = f" ({text})"
 
     def done(self) -> None:
-        """The work has ended well."""
+        """Report the end of work that succeeded, if its progress was shown."""
         if self._told:
             self._say(f"done after {self._now() - self._start:.1f} s")
 

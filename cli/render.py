@@ -1,4 +1,4 @@
-"""How things look: tables, bars, progress, units, JSON. Plain text wherever the stream is not a terminal."""
+"""Terminal output: tables, bars, progress, units, JSON. Plain text if the stream is not a terminal."""
 
 from __future__ import annotations
 
@@ -38,55 +38,55 @@ __all__ = [
     "warn",
 ]
 
-#: What a terminal would obey rather than show; names and texts may come from anybody's files.
+#: Control characters, escaped because names and texts may come from untrusted files.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
-#: Width of tables written to a file or pipe, where nothing may be cut off.
+#: Width of tables in a file or pipe, where nothing may be cut off.
 _PLAIN_WIDTH = 200
 _PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
 def stdout() -> Console:
-    """The console for results."""
+    """Return the console for results."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
 def stderr() -> Console:
-    """The console for everything that is not a result: notes, errors, progress."""
+    """Return the console for notes, errors and progress."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _PLAIN_WIDTH)
 
 
 def say(text: str = "") -> None:
-    """Print a line of the result; text is taken literally."""
+    """Print a line of the result, without interpreting markup."""
     stdout().print(_literal(text), markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """Tell, on stderr, what was decided for the user."""
+    """Print a note on stderr: something was decided for the user."""
     stderr().print(f"note: {_literal(text)}", markup=False, style="dim", soft_wrap=True)
 
 
 def warn(text: str) -> None:
-    """Tell, on stderr, what may go wrong."""
+    """Print a warning on stderr."""
     stderr().print(f"warning: {_literal(text)}", markup=False, style="yellow", soft_wrap=True)
 
 
 def error(text: str) -> None:
-    """Tell, on stderr and in one line, what went wrong."""
+    """Print an error on stderr, in one line."""
     stderr().print(f"error: {_literal(' '.join(text.split()))}", markup=False, style="bold red", soft_wrap=True)
 
 
 def _literal(text: str) -> str:
-    """The text with its control characters written out."""
+    """Escape the control characters of a text."""
     return text.translate(_CONTROL)
 
 
 def show_log() -> None:
-    """Write to stderr, from now on, what the engine logs: what it decides for all, and warnings."""
+    """Write the engine's log to stderr from now on."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("llmsched")
@@ -95,7 +95,7 @@ def show_log() -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
-    """Print a table; the first `text_columns` columns are words (left), the others figures (right)."""
+    """Print a table; the first `text_columns` columns are aligned left, the others right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -103,7 +103,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     console = stdout()
     look = box.SIMPLE_HEAD if console.is_terminal else None
     wide = sum(max(len(cell) for cell in cells) + 2 for cells in zip(columns, *rows, strict=True))
-    narrow = wide > console.width  # rather a head of several lines than torn words
+    narrow = wide > console.width  # then break the column names at blanks, not within words
     drawn = Table(
         box=look,
         pad_edge=False,
@@ -116,13 +116,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
         drawn.add_column(Text(shown), justify="left" if index < text_columns else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(_literal(cell)) for cell in row))
-    # Not the table's own title, which would be wrapped at the table's width.
+    # Rich would wrap the table's own title at the table's width.
     console.print(Text(title, style="italic"), soft_wrap=True)
     console.print(drawn)
 
 
 def chart(drawn: Chart) -> None:
-    """Draw a chart with characters, as wide as the terminal allows."""
+    """Draw a chart with characters, at most as wide as the terminal."""
     from llmsched.cli import text_chart
 
     console = stdout()
@@ -134,7 +134,7 @@ def chart(drawn: Chart) -> None:
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
     """Draw labelled byte counts as shares of `total` bytes in one bar, with a legend.
 
-    What the parts leave over is drawn as dots. Shares too small for a cell appear only in the legend.
+    The rest is drawn as dots. Shares smaller than a character appear only in the legend.
     """
     from rich.text import Text
 
@@ -162,7 +162,7 @@ def _cumulative_cells(counts: Sequence[int], total: int, width: int) -> list[int
 
 
 def emit_json(value: Any) -> None:
-    """Write one JSON document to stdout. Not-a-number is a fault of the caller (ValueError), never written."""
+    """Write one JSON document to stdout. Raise ValueError for a NaN or infinite number."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False, default=_plain) + "\n")
     sys.stdout.flush()
 
@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield the Progress callback of long work: bars on a terminal, else a line now and then."""
+    """Yield the Progress callback of long work: bars on a terminal, else an occasional line."""
     if sys.stderr.isatty():
         with _bars() as bars, shown(BarProgress(bars)) as display:
             yield display
@@ -193,7 +193,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _bars() -> AbstractContextManager[Any]:
-    """Bars with a line below them, which says what is in `told`: beside them it would have no room in 80 columns."""
+    """Return progress bars with the text `told` in a line below: beside them it would not fit in 80 columns."""
     from rich.console import RenderableType
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars

@@ -1,4 +1,4 @@
-"""Charts made of characters."""
+"""Charts drawn with characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from llmsched.cli.chart import Axis, Chart, Series, axes, layers, limits, number
 from llmsched.cli.chart import marks as marks_of
 
-#: One mark per series, then from the beginning; for streams that take any character, and for those that do not.
+#: One mark per series, repeated if there are more; for terminals, and for plain text.
 MARKS = "●+◆○*"
 PLAIN_MARKS = "o+x.*"
 
@@ -15,7 +15,7 @@ _LIMIT, _MARK = "-", ":"
 
 
 def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_MARKS) -> list[str]:
-    """The lines of a chart: title, grid with ticks, legend. `width` and `height` are of the grid, in characters."""
+    """Return the lines of a chart: title, grid of `width` x `height` characters with ticks, legend."""
     x_axis, y_axis = axes(chart)
     grid = [[" "] * width for _ in range(height)]
     for _, value in limits(chart):
@@ -25,7 +25,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
         for cells in grid:
             cells[round(x_axis.place(value) * (width - 1))] = _MARK
     shown = layers(chart)
-    # The last one is drawn first, so that of a stack the lower layers stay in sight.
+    # The last series is drawn first, so that the lower layers of a stack stay visible.
     for index in reversed(range(len(shown))):
         for column, row in _cells(shown[index], x_axis, y_axis, width, height):
             grid[row][column] = marks[index % len(marks)]
@@ -44,7 +44,7 @@ def _row(share: float, height: int) -> int:
 
 
 def _cells(series: Series, x_axis: Axis, y_axis: Axis, width: int, height: int) -> set[tuple[int, int]]:
-    """The column and row of everything that a series covers."""
+    """Return the (column, row) cells that a series covers."""
     places = [(round(x_axis.place(x) * (width - 1)), y_axis.place(y)) for x, y in series.points]
     cells = {(column, _row(share, height)) for column, share in places}
     if series.style == "dots":
@@ -57,7 +57,7 @@ def _cells(series: Series, x_axis: Axis, y_axis: Axis, width: int, height: int) 
 
 
 def _tick_line(x_axis: Axis, width: int) -> str:
-    """The ticks of the horizontal axis, those left out that would run into another."""
+    """Return the line of x ticks; a tick that would overlap the one before it is left out."""
     line = ""
     for tick in x_axis.ticks:
         label = number(tick)

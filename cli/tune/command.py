@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.files import check_file, writing
 from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
 from llmsched.cli.options.load import LoadOptions, with_load_options
 from llmsched.cli.options.target import simulate_option, with_slo_options
+from llmsched.cli.output_files import check_file, writing
 from llmsched.cli.tune.job import Outcome, Task, tune_engine, tune_simulated
 from llmsched.cli.tune.knobs import KNOBS, parse_knobs
 from llmsched.cli.tune.report import as_json, make_profile, page, show

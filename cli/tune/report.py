@@ -11,7 +11,7 @@ from typing import Any
 from llmsched.cli import render
 from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.page import Page
+from llmsched.cli.html_page import Page
 from llmsched.cli.tune.charts import curve
 from llmsched.cli.tune.job import Outcome
 from llmsched.cli.tune.knobs import KNOBS, knob_in_words

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from html_pages import parsed
 
-from llmsched.cli import render, svg
+from llmsched.cli import html_page, render
 from llmsched.cli.chart import Chart, Series, axis, distribution, layers, number, thin
-from llmsched.cli.page import Page
+from llmsched.cli.html_page import Page
 from llmsched.cli.text_chart import draw
 
 LINE = Chart("Line", "s", "ms", (Series("a", [(0.0, 0.0), (10.0, 10.0)]),))
@@ -101,7 +101,7 @@ def test_marks_are_drawn_and_named() -> None:
     lines = draw(chart, width=11, height=3)
     assert lines[1] == "10 |     :  ooo"
     assert lines[-1].strip() == "o a  : knee   (y over x)"
-    html = svg.figure(chart)
+    html = html_page.chart_html(chart)
     assert html.count('class="limit"') == 1
     assert "knee" in html
 
@@ -113,15 +113,15 @@ def test_an_axis_covers_its_span() -> None:
 def test_limits_without_a_place_are_left_out() -> None:
     chart = Chart("", "x", "y", LINE.series, log_y=True, limits=(("zero", 0.0), ("endless", float("inf"))))
     assert "zero" not in draw(chart)[-1]
-    assert 'class="limit"' not in svg.figure(chart)
+    assert 'class="limit"' not in html_page.chart_html(chart)
 
 
 def test_nothing_can_be_drawn_too(capsys: pytest.CaptureFixture[str]) -> None:
     empty = Chart("Empty", "x", "y", (Series("a", []),))
     render.chart(empty)
     assert capsys.readouterr().out.startswith("Empty\n")
-    assert "nothing to show" in svg.figure(empty)
-    parsed(svg.figure(empty))
+    assert "nothing to show" in html_page.chart_html(empty)
+    parsed(html_page.chart_html(empty))
 
 
 @pytest.mark.parametrize("style", ["line", "steps", "dots"])
@@ -129,7 +129,7 @@ def test_nothing_can_be_drawn_too(capsys: pytest.CaptureFixture[str]) -> None:
 def test_svg_is_well_formed_and_inside_its_box(style: str, stacked: bool) -> None:
     points = [(float(i), float(i * i % 37)) for i in range(100)]
     series = (Series("<a&b>", points, style), Series("b", points, style))  # type: ignore[arg-type]
-    html = svg.figure(Chart('a "title" <b>', "x", "y", series, stacked=stacked, limits=(("l<", 20.0),)))
+    html = html_page.chart_html(Chart('a "title" <b>', "x", "y", series, stacked=stacked, limits=(("l<", 20.0),)))
     root = ElementTree.fromstring(re.search(r"<svg.*</svg>", html)[0])  # type: ignore[index]
     drawn = [e.attrib["d"] for e in root.iter() if e.tag.endswith("path")]
     assert len(drawn) == 2
@@ -141,7 +141,7 @@ def test_svg_is_well_formed_and_inside_its_box(style: str, stacked: bool) -> Non
 
 def test_svg_of_many_points_stays_small() -> None:
     points = [(float(i), float(i * 7919 % 1000)) for i in range(100_000)]
-    assert len(svg.figure(Chart("", "x", "y", (Series("a", points, "dots"),)))) < 20_000
+    assert len(html_page.chart_html(Chart("", "x", "y", (Series("a", points, "dots"),)))) < 20_000
 
 
 def test_a_page_needs_nothing_from_outside() -> None:

@@ -9,7 +9,7 @@ from llmsched.cli.bench.output import tables
 from llmsched.cli.bench.output.charts import run_charts
 from llmsched.cli.bench.result import Measured, Result
 from llmsched.cli.chart import Chart
-from llmsched.cli.page import Page
+from llmsched.cli.html_page import Page
 
 
 def result_page(result: Result) -> str:

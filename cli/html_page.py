@@ -1,8 +1,8 @@
-"""Charts as SVG, to stand in a page: no script, no style of its own but the classes that `STYLE` explains."""
+"""Self-contained HTML page with tables, SVG charts and text; it loads nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, limits, marks, number, thin
@@ -11,10 +11,20 @@ _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 44
 _COLOURS = ("#2a78d6", "#d9622b", "#2e9e6b", "#9a5fc9", "#c2a100", "#6b7280", "#c94f7c")
 
-#: Points of a series that are kept: more cannot be told apart on that width.
+#: Most points drawn of a series: more cannot be distinguished at that width.
 _MOST_POINTS = 600
 
-STYLE = """
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
+table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; }
+td, th { padding: .15em .8em .15em 0; text-align: right; }
+td:first-child, th:first-child { text-align: left; white-space: pre-wrap; }
+th { border-bottom: 1px solid; } figure { margin: 1em 0 2em; } figcaption { font-weight: 600; }
+.warning { border-left: 4px solid #d9622b; padding-left: .8em; }
+dt { font-weight: 600; float: left; margin-right: .6em; } dd { margin: 0 0 .3em 0; }
+pre { overflow-x: auto; font-size: .85em; }
 svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 svg .grid { stroke: currentColor; stroke-opacity: .15; }
 svg .limit { stroke: currentColor; stroke-dasharray: 5 4; stroke-opacity: .7; }
@@ -25,8 +35,52 @@ svg .dots { stroke-width: 4; stroke-linecap: round; stroke-opacity: .55; fill: n
 """
 
 
-def figure(chart: Chart) -> str:
-    """A chart with its title and legend as an HTML figure; says so where there is nothing to draw."""
+class Page:
+    """Page that is filled from top to bottom. All text is escaped."""
+
+    def __init__(self, title: str) -> None:
+        self._title = escape(title)
+        self._body: list[str] = []
+
+    def heading(self, text: str) -> None:
+        self._body.append(f"<h2>{escape(text)}</h2>")
+
+    def say(self, text: str) -> None:
+        self._body.append(f"<p>{escape(text)}</p>")
+
+    def warn(self, text: str) -> None:
+        self._body.append(f'<p class="warning">{escape(text)}</p>')
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        head = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
+        self._body.append(f"<table>{head}<tbody>{body}</tbody></table>")
+
+    def chart(self, chart: Chart) -> None:
+        self._body.append(chart_html(chart))
+
+    def terms(self, definitions: Mapping[str, str]) -> None:
+        pairs = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in definitions.items())
+        self._body.append(f"<dl>{pairs}</dl>")
+
+    def code(self, text: str) -> None:
+        """Add a long text, folded until the reader opens it."""
+        self._body.append(f"<details><summary>show</summary><pre>{escape(text)}</pre></details>")
+
+    def html(self) -> str:
+        """Return the whole page."""
+        return (
+            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{self._title}</title>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<style>{_STYLE}</style></head>\n<body><h1>{self._title}</h1>\n"
+            + "\n".join(self._body)
+            + "\n</body></html>\n"
+        )
+
+
+def chart_html(chart: Chart) -> str:
+    """Return a chart with its title and legend as an HTML figure, or a note if it has no points."""
     title = escape(chart.title)
     if not any(series.points for series in layers(chart)):
         return f"<figure><figcaption>{title}</figcaption><p>nothing to show</p></figure>"
@@ -86,7 +140,7 @@ def _mark(series: Series, places: Sequence[Point], colour: str, stacked: bool) -
         outline = [(places[0][0], base), *places, (places[-1][0], base)]
         return f'<path d="M{_joined(outline)}Z" fill="{colour}"/>'
     if series.style == "dots":
-        # A stroke without length is a round dot, in a fraction of the bytes of a circle.
+        # A stroke of length 0 is a round dot, in far fewer bytes than a circle.
         return f'<path class="dots" stroke="{colour}" d="{"".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)}"/>'
     if series.style == "steps":
         places = [point for index, place in enumerate(places) for point in _step(places, index, place)]
@@ -94,7 +148,7 @@ def _mark(series: Series, places: Sequence[Point], colour: str, stacked: bool) -
 
 
 def _step(places: Sequence[Point], index: int, place: Point) -> list[Point]:
-    """A place, and the corner that leads to it from the place before."""
+    """Return a place, after the corner that leads to it from the previous place."""
     return [(place[0], places[index - 1][1]), place] if index else [place]
 
 

@@ -1,4 +1,4 @@
-"""Files that a flag names and a command writes."""
+"""Output files that flags name: checked before the work, written after it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from llmsched.engine.errors import LlmschedError
 
 
 def check_file(flag: str, path: Path, read: Path | None = None) -> None:
-    """Raise LlmschedError, before the work and not after it, where no file can be written, or it is the one to `read`.
+    """Raise LlmschedError if the file cannot be written, or if it is the input file to `read`.
 
-    What is there stays as it is, and what is not there is not there afterwards.
+    An existing file is not changed; a missing one is not created.
     """
     if str(path) == "-":
-        raise LlmschedError(f"{flag} -: is no file; --json prints the report")
+        raise LlmschedError(f"{flag} -: is not a file; --json prints the report")
     with writing(flag, path):
         if path.is_dir() or not path.parent.is_dir():
             raise LlmschedError(f"{flag} {path}: {'is a' if path.is_dir() else 'has no'} directory")
         if read is not None and path.resolve() == read.resolve():
             raise LlmschedError(f"{flag} {path}: is the trace that is read; name another file")
         if path.is_fifo():
-            return  # to open it would be to wait for a reader
+            return  # opening it would wait for a reader
         there = os.path.lexists(path)
         path.open("ab").close()
         if not there:
@@ -32,7 +32,7 @@ def check_file(flag: str, path: Path, read: Path | None = None) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Turns the OSError of a file that cannot be written into a LlmschedError that names it."""
+    """Turn an OSError of the block into a LlmschedError that names the flag and the file."""
     try:
         yield
     except OSError as problem:

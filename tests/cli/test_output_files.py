@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.files import check_file
+from llmsched.cli.output_files import check_file
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.tuned import ProfileError, TunedProfile, check_writable, save_profile
 
@@ -59,7 +59,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dash_is_no_file() -> None:
-    with pytest.raises(LlmschedError, match="--save -: is no file; --json prints the report"):
+    with pytest.raises(LlmschedError, match="--save -: is not a file; --json prints the report"):
         check_file("--save", Path("-"))
 
 
