@@ -1,4 +1,4 @@
-"""The engine: schedule -> execute -> update -> emit, one step at a time, in one thread."""
+"""The engine: serves a model, one step at a time, in one thread."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
-from llmsched.engine.config import Limits, ResolvedConfig, check_limits
-from llmsched.engine.errors import ConfigError, RequestError
+from llmsched.engine.config import Limits, ResolvedConfig
+from llmsched.engine.errors import RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.pins import PinState
-from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
-from llmsched.engine.prompt_changes import PromptChange, PromptChanges
-from llmsched.engine.refusals import check_length, check_queue
+from llmsched.engine.prompt_changes import PromptChanges
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
-from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.stats import Accounts, EngineStats
+from llmsched.engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from llmsched.engine.memory.plan import MemoryPlan
@@ -43,20 +40,18 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The ledger of one sequence (choice `index` of its request), which arrived at `start` by the engine's clock."""
+    """Scheduling decisions about one sequence: choice `index` of a request that arrived at `start` (engine's clock)."""
 
     index: int
     start: float
     entries: list[Entry]
 
 
-class Engine:
-    """A model being served: takes requests, and with each `step` brings them one forward pass further.
+class Engine(StepLoop):
+    """A model being served: takes requests, and computes one step of them with each call of `step`.
 
-    Not thread-safe; AsyncEngine runs it in a thread of its own. The limits of `config` are within what `plan` reserved
-    memory for.
-    `swap` are the slots that the executor has for preempted requests, `layout` is how its cache is laid out (default:
-    all layers keep all tokens).
+    Not thread-safe; AsyncEngine runs it in a thread. Any thread may read what never changes: `config`, `model`,
+    `tokenizer`, `plan` and `metrics`. The limits of `config` are within what `plan` reserved memory for.
     """
 
     def __init__(
@@ -73,30 +68,24 @@ class Engine:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
+        super().__init__(config, num_blocks, executor, clock, swap=swap, layout=layout)
         self.model = model
         self.tokenizer = tokenizer
         self.plan = plan
-        self.executor = executor
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
-        self._clock = clock
-        kv = make_kv(config, num_blocks, swap, layout)
-        self.scheduler = make_scheduler(kv, config, clock)
         if plan is not None:
-            self.metrics.divided(plan.parts, self.scheduler.kv_use())
+            self.metrics.add_memory(plan.parts, self.scheduler.kv_use())
+        self.prefixes = PrefixAdmin(self)
         self._accounts = Accounts(self.scheduler, self.metrics, clock)
-        self._changes = PromptChanges(kv.prefix_cache.misses.watch, tokenizer, self.metrics)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
-        #: Is told after each step, by the engine's thread, how KV memory is used before those that ended give it back.
-        self.on_step: Callable[[KVUsage], None] | None = None
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raise RequestError for what can never be served. Reads only what never changes: any thread may call."""
+        """Raise RequestError for a request that can never be served. Any thread may call this."""
         if not prompt_token_ids:
             raise RequestError("prompt", "the prompt has no tokens; at least one is needed")
         for name, ids in (
@@ -109,7 +98,7 @@ class Engine:
                 raise RequestError(
                     name, f"{name} has the token id {wrong}; allowed is from 0 to {self.model.vocab_size - 1}"
                 )
-        check_length(self.scheduler, self.config.max_model_len, len(prompt_token_ids), sampling.max_tokens)
+        self.check_length(len(prompt_token_ids), sampling.max_tokens)
 
     def add_request(
         self,
@@ -123,13 +112,13 @@ class Engine:
     ) -> None:
         """Queue a request; its n choices are served as n sequences.
 
-        `arrival_time` is when it came, by the engine's clock (`now`); None: at this moment.
-        Raises RequestError for what can never be served, QueueFullError when too many wait.
+        `arrival_time` is a time of the engine's clock; None is now. Raises RequestError for a request that can never be
+        served, QueueFullError if too many requests wait.
         """
         if request_id in self._groups:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, sampling)
-        check_queue(len(self.scheduler.waiting), sampling.n, self.config.max_queue_size, self.retry_after)
+        self.check_queue(len(self.scheduler.waiting), sampling.n)
         self._queue(request_id, prompt_token_ids, sampling, priority, cache_salt, arrival_time)
 
     def _queue(
@@ -141,7 +130,7 @@ class Engine:
         cache_salt: str,
         arrival_time: float | None,
     ) -> None:
-        arrival = self._clock() if arrival_time is None else arrival_time
+        arrival = self.clock() if arrival_time is None else arrival_time
         seed = self._seed_of(sampling)
         eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         names = [_sequence_name(request_id, index) for index in range(sampling.n)]
@@ -163,8 +152,14 @@ class Engine:
         self._accounts.prompt_tokens += len(prompt_token_ids)
         self._accounts.update()
 
+    def compute_pin(self, pin: PinState, token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
+        """Queue a request that computes a pinned prefix, unless one is queued already."""
+        name = f"{pin.pin_id} of this engine"
+        if name not in self._groups:
+            self._queue(name, token_ids[: pin.num_tokens], sampling, 0, cache_salt, None)
+
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request in whatever state it is; unknown or ended ones are ignored. Returns the last outputs."""
+        """End a request in any state and return its last outputs; ignore an unknown or finished one."""
         outputs = []
         for name in list(self._groups.get(request_id, ())):
             stream = self._streams[name]
@@ -174,19 +169,8 @@ class Engine:
         self._accounts.update()
         return outputs
 
-    def now(self) -> float:
-        """The engine's clock, in seconds; any thread may ask."""
-        return self._clock()
-
-    def has_work(self) -> bool:
-        return self.scheduler.has_work()
-
-    def idle_until(self) -> float | None:
-        """Until when (by the engine's clock) a step would do nothing unless more requests come, if that is so."""
-        return self.scheduler.idle_until()
-
     def retry_after(self) -> float:
-        """Seconds until the queue will have moved on by one place, from the rate at which requests ended lately."""
+        """Return the seconds until the queue moves by one place, at the rate at which requests finished lately."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -195,29 +179,23 @@ class Engine:
     # -- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """One forward pass over whatever is due; returns what the requests gained by it.
+        """Compute one step and return what each request gained.
 
-        Does nothing while the scheduler waits for more requests (`idle_until`). An exception means that the engine
-        cannot go on; one that concerns the text of a single output ends that one alone.
+        Does nothing while the scheduler waits for more requests (see `idle_until`). An exception means that the engine
+        cannot go on; an error in the text of one output ends only that output.
         """
         if self.idle_until() is not None:
             return []
-        plan = self.scheduler.schedule()
-        if not plan.rows:
-            raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
-        result = self.executor.execute(plan)
-        if self.on_step is not None:
-            self.on_step(self.scheduler.kv_use(plan))
-        updates = self.scheduler.update(plan, result)
-        now = self._clock()
+        plan, updates = self.run_step()
+        now = self.clock()
         outputs = []
         for update in updates:
             stream = self._streams[update.request.request_id]
             if (output := _take(stream, update)) is not None:
                 outputs.append(output)
                 self._account(stream, output, now)
-        self._changes.update()
-        self.metrics.step(plan.num_tokens)
+        self.prefixes.changes.update()
+        self.metrics.observe("iteration_tokens_total", plan.num_tokens)
         self._accounts.steps += 1
         self._accounts.update()
         return outputs
@@ -231,7 +209,7 @@ class Engine:
             self._end(stream, output.finish_reason)
 
     def _end(self, stream: OutputStream, reason: FinishReason) -> None:
-        now = self._clock()
+        now = self.clock()
         stream.record_end(self.metrics, reason, now)
         self._accounts.finished[reason] += 1
         self._finish_times.append(now)
@@ -244,68 +222,20 @@ class Engine:
     # -- state ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        """Return the state after the latest step."""
         return self._accounts.stats()
 
-    def kv_use(self) -> KVUsage:
-        """How KV memory is used now."""
-        return self.scheduler.kv_use()
+    def update_metrics(self) -> None:
+        """Update the metrics after a change outside of a step."""
+        self._accounts.update()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
-        """Change the limits of a step while no request runs, within what memory was reserved for at the start.
-
-        Raises ConfigError for more than that, and for what EngineConfig does not allow.
-        """
-        if self.scheduler.running:
-            raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
-        check_limits(self.config, limits)
-        self.scheduler.configure(**limits)
+        """Change the limits as `StepLoop.reconfigure` does, and update the metrics."""
+        super().reconfigure(**limits)
         self._accounts.update()
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV of all prompts that are not running."""
-        self.scheduler.kv.pool.drop_cached()
-        self._accounts.update()
-
-    def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
-        """Compute and keep the KV of a prompt's beginning (whole blocks) for `ttl` seconds (None: until deleted).
-
-        What is not in the cache is computed as a request of its own, which counts as one; the queue is never too full
-        for it. Raises RequestError when there is no whole block, no room for it, or no prefix cache.
-        """
-        if not self.config.enable_prefix_caching:
-            raise RequestError("prefix", "prefix caching is off on this server: nothing can be pinned")
-        sampling = SamplingParams(max_tokens=0)
-        self.check(token_ids, sampling)
-        self.scheduler.expire_pins()
-        pin = self.scheduler.kv.pins.pin(token_ids, cache_salt, ttl, self._clock())
-        name = f"{pin.pin_id} of this engine"
-        if pin.num_written_tokens < pin.num_tokens and name not in self._groups:
-            self._queue(name, token_ids[: pin.num_tokens], sampling, 0, cache_salt, None)
-        self._accounts.update()
-        return pin
-
-    def unpin_prefix(self, pin_id: str) -> None:
-        """Let go of a pinned prefix. Raises RequestError if there is none of that name."""
-        self.scheduler.unpin(pin_id)
-        self._accounts.update()
-
-    def expire_pins(self) -> float | None:
-        """Let go of the pins whose time is over, also while nothing runs; tells when that of the next one is."""
-        self.scheduler.expire_pins()
-        self._accounts.update()
-        return self.scheduler.kv.pins.next_expiry()
-
-    def pinned_prefixes(self) -> list[PinState]:
-        """All pins whose time is not over, oldest first; `expires_at` is a time of the engine's clock."""
-        self.scheduler.expire_pins()
-        return self.scheduler.kv.pins.states()
-
-    def prompt_change(self) -> PromptChange | None:
-        """What changes early in the latest prompts and keeps them from the prefix cache, if there is such a thing."""
-        return self._changes.look()
 
     def explain(self, request_id: str) -> list[Timeline]:
-        """What the scheduler decided about a request, for each of its sequences; empty if unknown or long gone."""
+        """Return what the scheduler decided about each sequence of a request; empty if it is unknown or too old."""
         timelines = []
         for index in range(MAX_N):
             entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
@@ -315,7 +245,7 @@ class Engine:
         return timelines
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a block or a request is lost."""
+        """Raise AssertionError if a KV block or a request is unaccounted for."""
         self.scheduler.check_integrity()
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         assert waiting + running == len(self._streams), f"{len(self._streams)} streams, {running}+{waiting} requests"
@@ -326,8 +256,56 @@ class Engine:
         return self._seeds.getrandbits(63) if self._seeds is not None else secrets.randbits(63)
 
 
+class PrefixAdmin:
+    """What an operator does with the prefix cache of an engine, in the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._kv = engine.scheduler.kv
+        self.changes = PromptChanges(self._kv.prefix_cache.misses.watch, engine.tokenizer, engine.metrics)
+
+    def reset(self) -> None:
+        """Forget the KV of all prompts that are neither running nor pinned."""
+        self._kv.pool.drop_cached()
+        self._engine.update_metrics()
+
+    def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
+        """Compute and keep the KV of the whole blocks of a prefix for `ttl` seconds (None: until unpinned).
+
+        The part that is not cached is computed as a request, which max_queue_size does not limit. Raises RequestError
+        if the prefix has no whole block, if there is no room for it, or if prefix caching is off.
+        """
+        engine = self._engine
+        if not engine.config.enable_prefix_caching:
+            raise RequestError("prefix", "prefix caching is off on this server: nothing can be pinned")
+        sampling = SamplingParams(max_tokens=0)
+        engine.check(token_ids, sampling)
+        engine.scheduler.expire_pins()
+        pin = self._kv.pins.pin(token_ids, cache_salt, ttl, engine.clock())
+        if pin.num_written_tokens < pin.num_tokens:
+            engine.compute_pin(pin, token_ids, sampling, cache_salt)
+        engine.update_metrics()
+        return pin
+
+    def unpin(self, pin_id: str) -> None:
+        """Release a pinned prefix. Raises RequestError if there is no pin of that id."""
+        self._engine.scheduler.unpin(pin_id)
+        self._engine.update_metrics()
+
+    def expire(self) -> float | None:
+        """Release the pins whose time is over; return when the next one expires, by the engine's clock."""
+        self._engine.scheduler.expire_pins()
+        self._engine.update_metrics()
+        return self._kv.pins.next_expiry()
+
+    def pins(self) -> list[PinState]:
+        """Return all pins, oldest first; `expires_at` is a time of the engine's clock."""
+        self._engine.scheduler.expire_pins()
+        return self._kv.pins.states()
+
+
 def _take(stream: OutputStream, update: Update) -> RequestOutput | None:
-    """What the stream makes of a step's result. Whatever goes wrong there must not end the others."""
+    """Return the output that a step adds to a stream; an exception ends this stream with an error, not the engine."""
     try:
         return stream.take(update)
     except Exception as error:
@@ -340,5 +318,5 @@ def _sequence_name(request_id: str, index: int) -> str:
 
 
 def _choice_seed(seed: int, index: int) -> int:
-    """An independent stream for each choice; the first has the request's own seed, so that n does not change it."""
+    """Return the seed of a choice; the first choice has the request's own seed, so that n does not change it."""
     return (seed + index * _GOLDEN_RATIO) & _SEED_MASK

@@ -89,7 +89,7 @@ class OutputStream:
         """Once per sequence; one that ended before it was ever scheduled has none."""
         request = self.request
         if request.first_scheduled_time is not None:
-            metrics.scheduled(request.first_scheduled_time - request.arrival_time)
+            metrics.observe("request_queue_time_seconds", request.first_scheduled_time - request.arrival_time)
 
     def _new_output(self) -> RequestOutput:
         request = self.request

@@ -68,7 +68,7 @@ class PromptChanges:
         self._next_look = self._watch.num_seen + LOOK_EVERY
         found = self._watch.report()
         self.latest = self._in_words(found) if found is not None else None
-        self._metrics.changing_prompts(found.count if found is not None else 0, WINDOW)
+        self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)
         if self.latest is not None and abs(self.latest.position - self._told) >= SPREAD:
             self._told = self.latest.position
             logger.warning("%s", self.latest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from llmsched.engine.kv.misses import MissKind
@@ -14,6 +14,17 @@ from llmsched.engine.scheduler.scheduler import Scheduler
 
 #: Seconds between two looks at how KV memory is used: it takes one at every running request.
 _USE_INTERVAL_S = 0.1
+
+#: Metrics that follow a counter of the scheduler.
+_COUNTED: Mapping[str, str] = {
+    "prefix_cache_queries": "prefix_queried_tokens",
+    "prefix_cache_hits": "prefix_hit_tokens",
+    "num_preemptions": "num_preemptions",
+    "recomputed_tokens": "recomputed_tokens",
+    "num_swapped_out": "num_swapped_out",
+    "num_swapped_in": "num_swapped_in",
+    "headroom_changes": "num_headroom_changes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +81,17 @@ class Accounts:
         """Bring the metrics up to date."""
         scheduler, metrics = self._scheduler, self._metrics
         pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
-        metrics.gauges(len(scheduler.running), len(scheduler.waiting), pool.num_used, pool.num_cached)
-        metrics.pinned(scheduler.kv.pins.num_blocks)
-        metrics.admission(control.headroom, control.max_running)
-        metrics.step_budget(scheduler.pacer.step_budget)
-        metrics.swap_usage((swap.num_blocks - swap.num_free) / max(1, swap.num_blocks))
+        metrics.set("num_requests_running", len(scheduler.running))
+        metrics.set("num_requests_waiting", len(scheduler.waiting))
+        metrics.set("kv_cache_usage_perc", pool.num_used / pool.num_blocks)
+        metrics.set("kv_blocks_cached", pool.num_cached)
+        metrics.set("kv_blocks_pinned", scheduler.kv.pins.num_blocks)
+        metrics.set("kv_headroom_perc", control.headroom)
+        metrics.set("max_running_requests", control.max_running)
+        metrics.set("step_token_budget", scheduler.pacer.step_budget)
+        metrics.set("swap_space_usage_perc", (swap.num_blocks - swap.num_free) / max(1, swap.num_blocks))
         if not scheduler.running or self._clock() >= self._next_use:
-            metrics.kv_use(scheduler.kv_use())
+            metrics.kv_usage(scheduler.kv_use())
             self._next_use = self._clock() + _USE_INTERVAL_S
         if scheduler.counters != self._booked:
             self._book_counters()
@@ -114,18 +129,9 @@ class Accounts:
         )
 
     def _book_counters(self) -> None:
-        before, after = self._booked, self._scheduler.counters
-        self._metrics.prefix(
-            after.prefix_queried_tokens - before.prefix_queried_tokens,
-            after.prefix_hit_tokens - before.prefix_hit_tokens,
-        )
-        self._metrics.preempted(
-            after.num_preemptions - before.num_preemptions, after.recomputed_tokens - before.recomputed_tokens
-        )
-        self._metrics.swapped(
-            after.num_swapped_out - before.num_swapped_out, after.num_swapped_in - before.num_swapped_in
-        )
-        self._metrics.headroom_changed(after.num_headroom_changes - before.num_headroom_changes)
+        after = self._scheduler.counters
+        for metric, counter in _COUNTED.items():
+            self._metrics.add(metric, getattr(after, counter) - getattr(self._booked, counter))
         self._booked = replace(after)
 
     def _book_misses(self) -> None:

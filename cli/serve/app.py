@@ -90,7 +90,7 @@ def _open_routes(engine: AsyncEngine) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(engine.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(engine.core.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
 
@@ -135,7 +135,8 @@ async def _timelines(engine: AsyncEngine, request_id: str) -> list[Timeline]:
 
     The list is empty if the request is unknown or no longer kept.
     """
-    one, *several = await engine.explain([request_id, *engine_ids(request_id, MAX_CHOICES)])
+    names = [request_id, *engine_ids(request_id, MAX_CHOICES)]
+    one, *several = await engine.call(lambda core: [core.explain(name) for name in names])
     if one:
         return one
     n = 1 + max((timeline.index for prompt in several for timeline in prompt), default=0)
@@ -150,10 +151,10 @@ class _ServedModel:
     """The one model that is served: describes it and answers generation requests."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
-        self.preparer = Preparer(engine)
+        self.preparer = Preparer(engine.core)
         self._engine = engine
         self._model_name = model_name
-        self._writer = TokenWriter(engine.tokenizer)
+        self._writer = TokenWriter(engine.core.tokenizer)
         self._created = int(time.time())
 
     def card(self) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class _ServedModel:
             "object": "model",
             "created": self._created,
             "owned_by": "llmsched",
-            "max_model_len": self._engine.config.max_model_len,
+            "max_model_len": self._engine.core.config.max_model_len,
         }
 
     def check_model(self, name: str | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 from llmsched.cli import render
+from llmsched.engine.core import Engine
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
-from llmsched.engine.service import AsyncEngine
 from llmsched.engine.units import human_bytes
 
 _ANY = {"0.0.0.0", "::"}
@@ -20,7 +20,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def show_start(engine: AsyncEngine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
+def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
     """Print the banner to stdout."""
     render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
     url = url_of(listener)
@@ -29,7 +29,7 @@ def show_start(engine: AsyncEngine, model_name: str, listener: socket.socket, *,
     render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
 
 
-def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
+def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
     """Return labels and values, in the order in which they are shown."""
     config, model = engine.config, engine.model
     served = "" if model_name == model.name else f", served as {model_name}"
@@ -47,7 +47,7 @@ def start_rows(engine: AsyncEngine, model_name: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _running(engine: AsyncEngine) -> str:
+def _running(engine: Engine) -> str:
     """Return how many requests may run, and which knob sets that limit."""
     config, most = engine.config, engine.stats().max_running
     limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
@@ -56,7 +56,7 @@ def _running(engine: AsyncEngine) -> str:
     return f"at most {most} requests ({limit}), {config.max_queue_size} waiting"
 
 
-def _preemption(engine: AsyncEngine) -> str:
+def _preemption(engine: Engine) -> str:
     slots, config = engine.stats().swap_slots_total, engine.config
     if not slots:
         return "recompute (swap_space 0)"
@@ -92,7 +92,7 @@ def told(part: Reconciled) -> str:
     return f"{predicted}, {human_bytes(part.actual)} actual{ratio}{', more than planned' if part.exceeds else ''}"
 
 
-def _sampling(engine: AsyncEngine) -> str:
+def _sampling(engine: Engine) -> str:
     """Return the sampling parameters that apply where a request leaves them out."""
     defaults = engine.model.sampling_defaults
     if not defaults:

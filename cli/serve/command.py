@@ -143,7 +143,7 @@ async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: st
         service,
         listener,
         grace_s=grace_s,
-        on_ready=lambda: show_start(service, name, listener, has_key=api_key is not None),
+        on_ready=lambda: show_start(service.core, name, listener, has_key=api_key is not None),
         on_drain=on_drain,
     )
     if code:

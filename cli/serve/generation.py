@@ -14,7 +14,8 @@ from llmsched.cli.serve.api_errors import ApiError, api_error
 from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
 from llmsched.cli.serve.http_body import DONE, event
 from llmsched.engine.request import FinishReason, RequestOutput
-from llmsched.engine.service import AsyncEngine, RequestStream
+from llmsched.engine.request_stream import RequestStream
+from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
 

@@ -34,12 +34,12 @@ def prefix_cache_routes(
 
     @router.get("/v1/cache")
     async def cache() -> Response:
-        change = await engine.prompt_change()
-        return json_response(cache_body(engine.stats(), engine.config.block_size, change))
+        change = await engine.call(lambda core: core.prefixes.changes.look())
+        return json_response(cache_body(engine.stats(), engine.core.config.block_size, change))
 
     @router.get("/v1/prefixes")
     async def prefixes() -> Response:
-        pins = await engine.pinned_prefixes()
+        pins = await engine.call(lambda core: core.prefixes.pins())
         return json_response({"object": "list", "data": [_pin_body(pin) for pin in pins]})
 
     @router.post("/v1/prefixes")
@@ -50,7 +50,8 @@ def prefix_cache_routes(
         check_model(request.model)
         token_ids = await asyncio.to_thread(preparer.prefix, request)
         try:
-            state = await engine.pin_prefix(token_ids, cache_salt=request.cache_salt or "", ttl=request.ttl)
+            salt = request.cache_salt or ""
+            state = await engine.call(lambda core: core.prefixes.pin(token_ids, cache_salt=salt, ttl=request.ttl))
         except RequestError as error:
             given = "prompt" if request.messages is None else "messages"
             raise RequestError(error.param if error.param == "ttl" else given, str(error), error.code) from error
@@ -59,14 +60,14 @@ def prefix_cache_routes(
     @router.delete("/v1/prefixes/{prefix_id}")
     async def unpin(prefix_id: str) -> Response:
         try:
-            await engine.unpin_prefix(prefix_id)
+            await engine.call(lambda core: core.prefixes.unpin(prefix_id))
         except RequestError as error:
             raise ApiError(404, str(error), param="prefix_id", code="prefix_not_found") from error
         return json_response({"id": prefix_id, "object": "prefix", "deleted": True})
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
-        await engine.reset_prefix_cache()
+        await engine.call(lambda core: core.prefixes.reset())
         return json_response({"status": "ok"})
 
     return router
@@ -152,7 +153,7 @@ def pin_prefixes(engine: Engine, files: Sequence[PrefixFile]) -> None:
     for file in files:
         try:
             token_ids = preparer.prefix(file.request)
-            pin = engine.pin_prefix(token_ids, cache_salt=file.request.cache_salt or "", ttl=file.request.ttl)
+            pin = engine.prefixes.pin(token_ids, cache_salt=file.request.cache_salt or "", ttl=file.request.ttl)
         except RequestError as error:
             raise ConfigError("pin_prefix", f"{file.path}: {error.message}") from error
         render.note(f"{file.path}: the first {pin.num_tokens} of {len(token_ids)} tokens are pinned as {pin.pin_id}")

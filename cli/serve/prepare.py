@@ -15,7 +15,7 @@ from llmsched.cli.serve.protocol import (
     PrefixRequest,
     Prompt,
 )
-from llmsched.engine import AsyncEngine, Engine, SamplingParams
+from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 
@@ -35,7 +35,7 @@ class PreparedPrompt:
 class Preparer:
     """Tokenises requests for one model and fills in their defaults. Call it in worker threads, off the event loop."""
 
-    def __init__(self, engine: AsyncEngine | Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)

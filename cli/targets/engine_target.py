@@ -53,11 +53,11 @@ class EngineTarget:
     sample_interval = 0.1
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.name = engine.model.name
-        self.encode: Encode | None = TokenizerEncode(engine.tokenizer)
+        self.name = engine.core.model.name
+        self.encode: Encode | None = TokenizerEncode(engine.core.tokenizer)
         self.meter: KVMeter | None = KVMeter()
         self._engine = engine
-        engine.watch_steps(self.meter)
+        engine.core.on_step = self.meter
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         now = asyncio.get_running_loop().time
@@ -91,7 +91,7 @@ class EngineTarget:
 
     async def state(self) -> TargetState | None:
         try:
-            use = await self._engine.kv_use()
+            use = await self._engine.call(lambda core: core.scheduler.kv_use())
         except EngineDeadError:
             return None
         stats, now = self._engine.stats(), asyncio.get_running_loop().time()
@@ -99,13 +99,14 @@ class EngineTarget:
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
         try:
-            told = await self._engine.explain([record.request_id or "" for record in records])
+            names = [record.request_id or "" for record in records]
+            told = await self._engine.call(lambda core: [core.explain(name) for name in names])
         except EngineDeadError:
             return [None] * len(records)
         return [choices[0] if choices else None for choices in told]
 
     def memory(self) -> MemoryParts | None:
-        return None if self._engine.plan is None else self._engine.plan.parts
+        return None if self._engine.core.plan is None else self._engine.core.plan.parts
 
 
 @asynccontextmanager
@@ -115,17 +116,17 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
 
     warmup = 1 if plan.warmup is None else plan.warmup
     async with running(build_engine(config, progress)) as engine:
-        ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
+        ids, target = usable_ids(engine.core.tokenizer, engine.core.model.vocab_size), EngineTarget(engine)
         await warm_up(target, plan.workload, warmup, ids=ids, timeout=plan.timeout)
 
         async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
             await until_idle(engine)
-            await engine.reset_prefix_cache()
+            await engine.call(lambda core: core.prefixes.reset())
             return await run_workload(
                 target, workload, slo, ids=ids, timeout=plan.timeout, progress=progress, partial=plan.partial
             )
 
-        settings = {name: value for name, value in asdict(engine.config).items() if value is not None}
+        settings = {name: value for name, value in asdict(engine.core.config).items() if value is not None}
         yield OpenTarget(target.name, Provenance("in process"), warmup, measure, settings)
 
 

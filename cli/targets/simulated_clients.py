@@ -69,7 +69,7 @@ class _Clients:
         stop_after: float | None,
         on_end: Callable[[RequestRecord], None],
     ) -> None:
-        start = engine.now
+        start = engine.clock.now
         self.records: list[RequestRecord] = []
         self._start = start
         self._stop = start + stop_after if closed and stop_after is not None else math.inf
@@ -102,7 +102,7 @@ class _Clients:
     def note(self, updates: Sequence[Update]) -> None:
         """Note the tokens and ends of a step."""
         self._end_overdue()
-        now = self._engine.now
+        now = self._engine.clock.now
         chunk = Chunk(now, "", 1)
         for update in updates:
             request = update.request
@@ -118,7 +118,7 @@ class _Clients:
         return max(self._start if self._closed else self._start + planned.offset, self._free[0])
 
     def _send_due(self) -> None:
-        now = self._engine.now
+        now = self._engine.clock.now
         while self._coming and self._free and (due := self._due(self._coming[0])) <= now:
             if due >= self._stop:
                 self._coming.clear()
@@ -149,7 +149,7 @@ class _Clients:
 
     def _end_overdue(self) -> None:
         """End requests that have exceeded the timeout; their later tokens are ignored."""
-        while self._deadlines and self._deadlines[0][0] <= self._engine.now:
+        while self._deadlines and self._deadlines[0][0] <= self._engine.clock.now:
             deadline, name = self._deadlines.popleft()
             if name in self._running:
                 self._engine.abort(self._running[name][1])
@@ -160,7 +160,7 @@ class _Clients:
         record.end, record.failure = now, failure
         record.usage = TokenUsage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
         record.finish_reason = request.finish_reason
-        if entries := self._engine.entries(name):
+        if entries := self._engine.scheduler.ledger.entries(name):
             record.timeline = Timeline(0, entries[0].time, entries)
         heappush(self._free, now)
         self._on_end(record)

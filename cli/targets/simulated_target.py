@@ -108,7 +108,8 @@ def simulate_run(
             on_end=count,
             after_step=sampler.after_step,
         )
-    return RunRecord(records, engine.num_preemptions, None, False, sampler.samples, plan.parts, meter=meter)
+    preemptions = engine.scheduler.counters.num_preemptions
+    return RunRecord(records, preemptions, None, False, sampler.samples, plan.parts, meter=meter)
 
 
 @contextmanager
@@ -168,10 +169,10 @@ class _Sampler:
 
     def after_step(self) -> None:
         """Take a sample if the interval has passed."""
-        now = self._engine.now
+        now = self._engine.clock.now
         if now < self._next:
             return
-        scheduler, usage = self._engine.scheduler, self._engine.kv_use()
+        scheduler, usage = self._engine.scheduler, self._engine.scheduler.kv_use()
         self.samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), usage))
         if len(self.samples) > MOST_SAMPLES:
             del self.samples[1::2]

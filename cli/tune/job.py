@@ -89,8 +89,8 @@ async def tune_engine(model: str, task: Task, options: EngineOptions, progress: 
     runner, engine = await _largest_engine(config, task, refused, progress)
     try:
         return await _run(
-            subject_of(model, open_planner(model, progress), engine),
-            engine.config,
+            subject_of(model, open_planner(model, progress), engine.core),
+            engine.core.config,
             refused,
             runner,
             task,
@@ -177,7 +177,7 @@ async def _largest_engine(
         except ConfigError as problem:
             config = _smaller(config, task, refused, problem)
         else:
-            _tell(refused, engine.config)
+            _tell(refused, engine.core.config)
             return runner, engine
 
 

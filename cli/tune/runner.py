@@ -70,12 +70,12 @@ class EngineRunner:
         assert self._watch is not None
         start = asyncio.get_running_loop().time()
         await until_idle(engine)
-        await engine.reconfigure(**setting.limits())
+        await engine.call(lambda core: core.reconfigure(**setting.limits()))
         target = EngineTarget(engine)
         if setting not in self._warm:
             await warm_up(target, asked.load, 1, ids=asked.ids, timeout=asked.timeout, output_len=_WARMUP_OUTPUT_LEN)
             self._warm.add(setting)
-        await engine.reset_prefix_cache()
+        await engine.call(lambda core: core.prefixes.reset())
         self._watch.reset()
         load = asked.portion(requests, round_index)
         figures = await run_workload(target, load, asked.slo, ids=asked.ids, timeout=asked.timeout, progress=silent)
@@ -85,10 +85,10 @@ class EngineRunner:
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
         """Simulated with what the steps so far took. Preempted requests are taken to be recomputed."""
         cost = None if self._watch is None else self._watch.cost()
-        if self._engine is None or self._engine.plan is None or cost is None:
+        if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}
-        config = replace(self._engine.config, swap_space=0, preemption_mode="recompute")
-        plan = self._engine.plan
+        config = replace(self._engine.core.config, swap_space=0, preemption_mode="recompute")
+        plan = self._engine.core.plan
         return {
             setting: simulated_run(
                 SimulatedEngine(config, plan.num_blocks, cost, layout=plan.layout), setting, requests, 0, self._asked

@@ -50,7 +50,7 @@ def simulated_run(
         timeout=asked.timeout,
         stop_after=load.stop_after,
     )
-    figures = measure(RunRecord(records, engine.num_preemptions), load, asked.slo)
+    figures = measure(RunRecord(records, engine.scheduler.counters.num_preemptions), load, asked.slo)
     seconds = time.perf_counter() - start
     return run_of(setting, round_index, requests, figures, demand=watch.demand(), seconds=seconds)
 

@@ -16,7 +16,7 @@ from llmsched.engine.provenance import Provenance
 from llmsched.profiles.tuned import Scalar
 
 if TYPE_CHECKING:
-    from llmsched.engine.service import AsyncEngine
+    from llmsched.engine.core import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Subject:
     provenance: Provenance = Provenance("in process")
 
 
-def subject_of(name: str, planner: ModelPlanner, engine: AsyncEngine) -> Subject:
+def subject_of(name: str, planner: ModelPlanner, engine: Engine) -> Subject:
     """The model and device of an engine."""
     return Subject(
         name,

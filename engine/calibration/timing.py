@@ -211,7 +211,7 @@ async def _serve(engine: AsyncEngine, num_seqs: int, num_tokens: int) -> None:
     engine.start()
 
     async def read(number: int) -> None:
-        prompt = [(number * 31 + position) % engine.model.vocab_size for position in range(2)]
+        prompt = [(number * 31 + position) % engine.core.model.vocab_size for position in range(2)]
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         async with engine.submit(str(number), prompt, sampling) as stream:
             async for _ in stream:

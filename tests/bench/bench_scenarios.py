@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
 from configs import resolved
+from simulated_run import SimulatedTimes, simulate
 
 from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.manager import KVManager
@@ -26,7 +27,6 @@ from llmsched.engine.request import Request, SamplingParams
 from llmsched.engine.scheduler import admission as door
 from llmsched.engine.scheduler import waiting
 from llmsched.engine.scheduler.policies import make_scheduler
-from llmsched.engine.simulated_engine import SimulatedTimes, simulate
 
 COST = LinearCost(8e-3, 25e-6, 30e-6, 40e-9)
 BLOCK = 16

@@ -80,9 +80,9 @@ def measured(engine: Engine, workload: Workload) -> Measurement:
 
     async def run() -> Measurement:
         async with running(engine_beside(engine)) as service:
-            ids, target = usable_ids(service.tokenizer, service.model.vocab_size), EngineTarget(service)
+            ids, target = usable_ids(service.core.tokenizer, service.core.model.vocab_size), EngineTarget(service)
             await warm_up(target, workload, 1, ids=ids, timeout=None, output_len=4)
-            await service.reset_prefix_cache()
+            await service.call(lambda core: core.prefixes.reset())
             return await run_workload(target, workload, Slo(), ids=ids, timeout=None, progress=silent)
 
     return asyncio.run(run())

@@ -35,7 +35,7 @@ def make_work(vocab_size: int) -> Work:
 
 def run_engine(engine: Engine, work: Work, concurrency: int) -> float:
     """Seconds for the work in a closed loop."""
-    engine.reset_prefix_cache()
+    engine.prefixes.reset()
     pending = [(f"r{i}", *item) for i, item in enumerate(work)][::-1]
     running = 0
     start = time.perf_counter()

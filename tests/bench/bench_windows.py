@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from configs import resolved
 from fakes import make_request
+from simulated_run import simulate
 
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
 from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
@@ -26,7 +27,6 @@ from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.policies import make_scheduler
-from llmsched.engine.simulated_engine import simulate
 
 BLOCK = 16
 MEMORY = 60_000

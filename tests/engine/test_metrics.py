@@ -105,8 +105,10 @@ def test_a_prompt_of_several_choices_counts_once(metrics: EngineMetrics) -> None
 
 
 def test_work_done_again_is_no_prefix_hit(metrics: EngineMetrics) -> None:  # D15
-    metrics.prefix(queried_tokens=64, hit_tokens=48)
-    metrics.preempted(requests=1, recomputed_tokens=64)
+    metrics.add("prefix_cache_queries", 64)
+    metrics.add("prefix_cache_hits", 48)
+    metrics.add("num_preemptions")
+    metrics.add("recomputed_tokens", 64)
     found = samples(metrics)
     assert found["llmsched:prefix_cache_queries_total"] == 64
     assert found["llmsched:prefix_cache_hits_total"] == 48
@@ -115,8 +117,10 @@ def test_work_done_again_is_no_prefix_hit(metrics: EngineMetrics) -> None:  # D1
 
 
 def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
-    metrics.gauges(running=3, waiting=2, used_blocks=25, cached_blocks=10)
-    metrics.gauges(running=0, waiting=0, used_blocks=0, cached_blocks=35)
+    state = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks_cached")
+    for values in ((3, 2, 0.25, 10), (0, 0, 0, 35)):
+        for gauge, value in zip(state, values, strict=True):
+            metrics.set(gauge, value)
     found = samples(metrics)
     assert (found["llmsched:num_requests_running"], found["llmsched:num_requests_waiting"]) == (0, 0)
     assert (found["llmsched:kv_cache_usage_perc"], found["llmsched:kv_blocks_cached"]) == (0, 35)
@@ -124,11 +128,11 @@ def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
 
 def test_memory_is_told_in_bytes_once_it_is_divided() -> None:
     metrics = EngineMetrics("demo", 16, 100)
-    metrics.kv_use(KVUsage(held=160, empty=16, cached=320, total=1600))
+    metrics.kv_usage(KVUsage(held=160, empty=16, cached=320, total=1600))
     assert not any("bytes" in name and name.startswith("llmsched:") for name in samples(metrics))
-    metrics.divided(MemoryParts(weights=5000, activations=700, other=30, kv=3200), KVUsage(0, 0, 0, 1600))
+    metrics.add_memory(MemoryParts(weights=5000, activations=700, other=30, kv=3200), KVUsage(0, 0, 0, 1600))
     assert samples(metrics)["llmsched:kv_cache_used_bytes"] == 0
-    metrics.kv_use(KVUsage(held=160, empty=16, cached=320, total=1600))
+    metrics.kv_usage(KVUsage(held=160, empty=16, cached=320, total=1600))
     found = samples(metrics)
     assert [found[f"llmsched:memory_{name}_bytes"] for name in ("weights", "activations", "other")] == [5000, 700, 30]
     kv = [found[f"llmsched:kv_cache_{name}bytes"] for name in ("", "used_", "empty_", "cached_")]

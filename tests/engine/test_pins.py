@@ -33,11 +33,11 @@ def cached(engine: Engine, token_ids: list[int]) -> int:
 def test_pinned_prefix_survives_a_flood_and_others_do_not() -> None:
     engine = make_engine(**POOL)
     other = prompt(100, seed=78)
-    pin = engine.pin_prefix(PINNED)
+    pin = engine.prefixes.pin(PINNED)
     assert (pin.num_tokens, pin.num_written_tokens, pin.expires_at) == (96, 0, None)
     Collector(engine).run()
     generate_busy(engine, other)
-    assert engine.pinned_prefixes()[0].num_written_tokens == 96
+    assert engine.prefixes.pins()[0].num_written_tokens == 96
     flood(engine)
     assert cached(engine, [*PINNED[:96], 5, 6]) == 96
     assert cached(engine, other) == 0
@@ -47,7 +47,7 @@ def test_pinned_prefix_survives_a_flood_and_others_do_not() -> None:
 
 def test_tokens_behind_a_pinned_prefix_are_those_of_an_engine_without() -> None:
     engine = make_engine(**POOL)
-    engine.pin_prefix(PINNED)
+    engine.prefixes.pin(PINNED)
     Collector(engine).run()
     flood(engine)
     choice = generate_busy(engine, [*PINNED, 9]).all("0")[0]
@@ -58,10 +58,10 @@ def test_tokens_behind_a_pinned_prefix_are_those_of_an_engine_without() -> None:
 def test_cap_leaves_room_for_the_longest_request() -> None:
     engine = make_engine(**POOL)
     assert engine.stats().max_blocks_pinned == 8
-    engine.pin_prefix(PINNED)
+    engine.prefixes.pin(PINNED)
     with pytest.raises(RequestError, match="takes 3 more blocks of 16; 6 are pinned, and at most 8 may be"):
-        engine.pin_prefix(prompt(48, seed=79))
-    engine.pin_prefix(prompt(32, seed=79))
+        engine.prefixes.pin(prompt(48, seed=79))
+    engine.prefixes.pin(prompt(32, seed=79))
     Collector(engine).run()
     collector = Collector(engine)
     engine.add_request("longest", prompt(300, seed=80), sampling(max_tokens=20))
@@ -73,12 +73,12 @@ def test_cap_leaves_room_for_the_longest_request() -> None:
 def test_time_to_live_counts_while_nothing_runs() -> None:
     now = 100.0
     engine = make_engine(**POOL, clock=lambda: now)
-    assert engine.pin_prefix(PINNED, ttl=30.0).expires_at == 130.0
+    assert engine.prefixes.pin(PINNED, ttl=30.0).expires_at == 130.0
     Collector(engine).run()
     now = 129.9
-    assert len(engine.pinned_prefixes()) == 1
+    assert len(engine.prefixes.pins()) == 1
     now = 130.0
-    assert engine.pinned_prefixes() == []
+    assert engine.prefixes.pins() == []
     assert engine.stats().blocks_used == 0
     engine.check_integrity()
     flood(engine)
@@ -87,33 +87,33 @@ def test_time_to_live_counts_while_nothing_runs() -> None:
 
 def test_unpinning_lets_go() -> None:
     engine = make_engine(**POOL)
-    pin = engine.pin_prefix(PINNED)
+    pin = engine.prefixes.pin(PINNED)
     Collector(engine).run()
-    engine.unpin_prefix(pin.pin_id)
+    engine.prefixes.unpin(pin.pin_id)
     assert engine.stats().blocks_pinned == engine.stats().blocks_used == 0
     assert engine.stats().blocks_cached == 6
     flood(engine)
     assert cached(engine, [*PINNED, 9]) == 0
     with pytest.raises(RequestError, match="no pin 'pin-1'"):
-        engine.unpin_prefix(pin.pin_id)
+        engine.prefixes.unpin(pin.pin_id)
 
 
 def test_pinning_twice_computes_once_and_a_full_queue_does_not_matter() -> None:
     engine = make_engine(**POOL, max_queue_size=1)
     engine.add_request("waiting", prompt(20), sampling())
-    first, second = engine.pin_prefix(PINNED), engine.pin_prefix(PINNED, ttl=60)
+    first, second = engine.prefixes.pin(PINNED), engine.prefixes.pin(PINNED, ttl=60)
     assert first.pin_id == second.pin_id
     assert engine.stats().num_waiting == 2
     Collector(engine).run()
     assert engine.stats().prompt_tokens == 20 + 96
-    assert engine.pin_prefix(PINNED).num_written_tokens == 96
+    assert engine.prefixes.pin(PINNED).num_written_tokens == 96
     assert not engine.has_work()
 
 
 def test_without_a_prefix_cache_nothing_is_pinned() -> None:
     engine = make_engine(**POOL, enable_prefix_caching=False)
     with pytest.raises(RequestError, match="prefix caching is off on this server"):
-        engine.pin_prefix(PINNED)
+        engine.prefixes.pin(PINNED)
     assert not engine.has_work()
 
 
@@ -121,5 +121,5 @@ def test_what_is_no_prompt_is_no_prefix() -> None:
     engine = make_engine(**POOL)
     for token_ids, message in (([], "no tokens"), ([10**6], "allowed is from 0"), (prompt(321), "320 tokens")):
         with pytest.raises(RequestError, match=message):
-            engine.pin_prefix(token_ids)
-    assert engine.pinned_prefixes() == []
+            engine.prefixes.pin(token_ids)
+    assert engine.prefixes.pins() == []

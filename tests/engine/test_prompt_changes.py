@@ -41,7 +41,7 @@ def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it(
     (line,) = [record.getMessage() for record in caplog.records]
     position = len(tokenizer().encode(SYSTEM))
     assert line.startswith(f"prompts change at token {position}: ")
-    change = engine.prompt_change()
+    change = engine.prefixes.changes.look()
     assert change is not None
     assert (change.position, change.window, change.private) == (position, WINDOW, False)
     assert change.count >= WINDOW - 1
@@ -59,7 +59,7 @@ def test_the_log_tells_again_only_what_is_elsewhere(caplog: pytest.LogCaptureFix
         ask(engine, LOOK_EVERY + 5)
         assert caplog.records == [], "too few had come when it looked"
         for _ in range(3):
-            assert engine.prompt_change() is not None
+            assert engine.prefixes.changes.look() is not None
     assert len(caplog.records) == 1
 
 
@@ -68,14 +68,14 @@ def test_prompts_that_are_alike_are_none_of_it(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="llmsched"):
         for _ in range(WINDOW):
             generate(engine, (tokenizer().encode(SYSTEM + REST), sampling(max_tokens=1)))
-    assert engine.prompt_change() is None
+    assert engine.prefixes.changes.look() is None
     assert caplog.records == []
 
 
 def test_text_of_salted_requests_is_marked() -> None:
     engine = make_engine()
     ask(engine, WINDOW, cache_salt="tenant")
-    change = engine.prompt_change()
+    change = engine.prefixes.changes.look()
     assert change is not None
     assert change.private
 

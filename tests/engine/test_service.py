@@ -22,7 +22,8 @@ from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
-from llmsched.engine.service import MAX_PENDING_OUTPUTS, AsyncEngine, RequestStream
+from llmsched.engine.request_stream import MAX_PENDING_OUTPUTS, RequestStream
+from llmsched.engine.service import AsyncEngine
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ async def read(stream: RequestStream) -> list[RequestOutput]:
 
 async def settled(service: AsyncEngine) -> None:
     """Wait until the engine has done all that was asked of it so far."""
-    await patient(service.reset_prefix_cache())
+    await patient(service.call(lambda core: core.prefixes.reset()))
 
 
 # -- streams --------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ async def test_a_slow_reader_gets_everything_in_few_outputs() -> None:
         assert len(outputs) == MAX_PENDING_OUTPUTS
         tokens = [token for output in outputs for token in output.token_ids]
         assert tokens == [97 + position % 26 for position in range(count)]
-        assert "".join(o.text for o in outputs) == it.service.tokenizer.decode(tokens)
+        assert "".join(o.text for o in outputs) == it.service.core.tokenizer.decode(tokens)
         assert [entry.token_id for o in outputs for entry in o.logprobs or []] == tokens
         assert "".join(piece for o in outputs for piece in o.pieces) == "".join(o.text for o in outputs)
         assert outputs[-1].num_output_tokens == count
@@ -310,7 +311,7 @@ async def test_pins_end_in_time_though_nothing_runs_and_nobody_asks() -> None:
     now = 100.0
     async with running(clock=lambda: now) as it:
         it.executor.run_freely()
-        await it.service.pin_prefix(list(range(40)), ttl=0.02)
+        await it.service.call(lambda core: core.prefixes.pin(list(range(40)), ttl=0.02))
         await until(lambda: it.service.stats().blocks_pinned == 2)
         await asyncio.sleep(0.05)
         assert it.service.stats().blocks_pinned == 2, "it is the engine's clock that counts"
@@ -418,7 +419,7 @@ async def test_drain_gives_up_in_time_and_stop_fails_what_is_left() -> None:
         with pytest.raises(EngineDeadError, match="has shut down"):
             await read(stream)
         with pytest.raises(EngineDeadError):
-            await it.service.reset_prefix_cache()
+            await it.service.call(lambda core: core.prefixes.reset())
         assert not it.service.healthy
 
 
@@ -444,7 +445,7 @@ async def test_a_failure_ends_every_stream_and_health() -> None:
         with pytest.raises(EngineDeadError, match="scripted failure"):
             it.submit("d")
         with pytest.raises(EngineDeadError, match="scripted failure"):
-            await it.service.reconfigure(max_num_seqs=1)
+            await it.service.call(lambda core: core.reconfigure(max_num_seqs=1))
         streams[0].abort()
         assert await patient(it.service.drain(PATIENCE_S))
 
@@ -454,7 +455,7 @@ async def test_a_failure_ends_calls_that_wait_for_the_engine() -> None:
     async with running() as it:
         stream = it.submit("a")
         await it.begun()
-        call = asyncio.create_task(it.service.reset_prefix_cache())
+        call = asyncio.create_task(it.service.call(lambda core: core.prefixes.reset()))
         await asyncio.sleep(0)
         it.executor.script.fail_at_step = 0
         it.executor.allow()
@@ -483,14 +484,14 @@ async def test_the_fault_of_one_row_ends_that_request_alone() -> None:
 async def test_limits_change_within_what_was_planned() -> None:
     async with running() as it:
         it.executor.run_freely()
-        await it.service.reconfigure(max_num_batched_tokens=8, max_num_seqs=1)
+        await it.service.call(lambda core: core.reconfigure(max_num_batched_tokens=8, max_num_seqs=1))
         await read(it.submit("a", length=20))
         first = await it.begun()
         assert first.num_tokens == 8
-        await it.service.reconfigure(max_num_batched_tokens=64, max_num_seqs=2)
+        await it.service.call(lambda core: core.reconfigure(max_num_batched_tokens=64, max_num_seqs=2))
         for settings in ({"max_num_batched_tokens": 65}, {"max_num_seqs": 3}, {"max_num_seqs": 0}):
             with pytest.raises(ConfigError, match="allowed is from 1 to"):
-                await it.service.reconfigure(**settings)
+                await it.service.call(lambda core, limits=settings: core.reconfigure(**limits))
         assert it.service.healthy
 
 
@@ -498,13 +499,13 @@ async def test_limits_change_within_what_was_planned() -> None:
 async def test_headroom_and_target_change_too() -> None:
     async with running() as it:
         it.executor.run_freely()
-        await it.service.reconfigure(headroom=0.2, target_itl=0.05)
+        await it.service.call(lambda core: core.reconfigure(headroom=0.2, target_itl=0.05))
         assert it.service.stats().headroom == 0.2
-        await it.service.reconfigure(target_itl=None)
+        await it.service.call(lambda core: core.reconfigure(target_itl=None))
         assert it.service.stats().headroom == 0.2
         for settings, reason in (({"headroom": 0.4}, "above max_headroom"), ({"target_itl": 0.0}, "allowed is from")):
             with pytest.raises(ConfigError, match=reason):
-                await it.service.reconfigure(**settings)
+                await it.service.call(lambda core, limits=settings: core.reconfigure(**limits))
         assert it.service.stats().headroom == 0.2
         assert it.service.healthy
 
@@ -514,7 +515,7 @@ async def test_limits_do_not_change_under_running_requests() -> None:
     async with running() as it:
         stream = it.submit("a")
         await it.begun()
-        call = asyncio.create_task(it.service.reconfigure(max_num_seqs=1))
+        call = asyncio.create_task(it.service.call(lambda core: core.reconfigure(max_num_seqs=1)))
         await asyncio.sleep(0)
         it.executor.allow()
         with pytest.raises(ConfigError, match="while requests run"):
@@ -529,6 +530,6 @@ async def test_forgetting_prefixes() -> None:
         it.executor.run_freely()
         await read(it.submit("a", length=40))
         assert it.service.stats().blocks_cached == 2
-        await it.service.reset_prefix_cache()
+        await it.service.call(lambda core: core.prefixes.reset())
         assert (await read(it.submit("b", length=40)))[-1].num_cached_tokens == 0
         assert (await read(it.submit("c", length=40)))[-1].num_cached_tokens == 32

@@ -11,7 +11,6 @@ import torch
 
 from llmsched.cli.profiles.apply import profile_settings, store_ratios
 from llmsched.cli.serve.banner import start_rows, told
-from llmsched.engine import AsyncEngine
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
@@ -89,7 +88,7 @@ def test_how_a_part_is_told(part: Reconciled, text: str) -> None:
 
 
 def test_the_banner_tells_it(engine: Engine) -> None:
-    rows = dict(start_rows(AsyncEngine(engine), "m"))
+    rows = dict(start_rows(engine, "m"))
     assert "predicted" in rows["weights"]
     assert "actual" in rows["weights"]
     assert rows["KV"].endswith("(1.000 of it)")
@@ -99,7 +98,7 @@ def test_the_banner_counts_tokens_in_all_groups_of_layers(engine: Engine, monkey
     assert engine.plan is not None
     plan = replace(engine.plan, layout=KVLayout(engine.plan.block_size, 1, 2, 40))
     monkeypatch.setattr(engine, "plan", plan)
-    told_tokens = dict(start_rows(AsyncEngine(engine), "m"))["KV cache"]
+    told_tokens = dict(start_rows(engine, "m"))["KV cache"]
     assert f", {plan.num_blocks // 3 * plan.block_size} tokens in all layers; " in told_tokens
 
 

@@ -148,7 +148,7 @@ def test_url(host: str, shown: str) -> None:
 
 def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
     server = make_server(sampling_defaults={"temperature": 0.6, "top_k": 64})
-    rows = dict(banner.start_rows(server.service, "scripted"))
+    rows = dict(banner.start_rows(server.engine, "scripted"))
     assert rows["sampling"] == "temperature 0.6, top_k 64 unless the request says otherwise"
 
 
@@ -162,4 +162,4 @@ def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
 )
 def test_what_limits_how_many_run_is_told(make_server: Any, knobs: dict[str, Any], told: str) -> None:
     server = make_server(max_queue_size=9, **knobs)
-    assert dict(banner.start_rows(server.service, "scripted"))["running"] == told
+    assert dict(banner.start_rows(server.engine, "scripted"))["running"] == told

@@ -56,15 +56,15 @@ class VariantEngines:
     async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
         """Run a workload (see `RunVariant`). Raises ModelError and ConfigError."""
         async with self.running(name) as engine:
-            ids, target = usable_ids(engine.tokenizer, engine.model.vocab_size), EngineTarget(engine)
+            ids, target = usable_ids(engine.core.tokenizer, engine.core.model.vocab_size), EngineTarget(engine)
             await warm_up(target, workload, plan.warmup, ids=ids, timeout=plan.timeout)
-            await engine.reset_prefix_cache()
+            await engine.call(lambda core: core.prefixes.reset())
             run = await send_workload(target, workload, ids=ids, timeout=plan.timeout, progress=progress)
-            settings = {knob: value for knob, value in asdict(engine.config).items() if value is not None}
-            assert engine.plan is not None
+            settings = {knob: value for knob, value in asdict(engine.core.config).items() if value is not None}
+            assert engine.core.plan is not None
             origin = Provenance("in process")
             experiment = Experiment(target.name, origin, plan.workload, plan.slo, plan.warmup, settings)
-            return VariantRun(replace(run, memory=_needed_memory(engine.plan)), experiment)
+            return VariantRun(replace(run, memory=_needed_memory(engine.core.plan)), experiment)
 
     @asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[AsyncEngine]:

@@ -343,10 +343,13 @@ def told(metrics: EngineMetrics) -> ServerMetrics:
 @pytest.mark.parametrize("prefix", ["llmsched", "vllm"])
 def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
     metrics = EngineMetrics("m", 16, 100, prefix=prefix)
-    metrics.gauges(running=3, waiting=2, used_blocks=50, cached_blocks=25)
+    metrics.set("num_requests_running", 3)
+    metrics.set("num_requests_waiting", 2)
+    metrics.set("kv_cache_usage_perc", 0.5)
+    metrics.set("kv_blocks_cached", 25)
     assert told(metrics).sample(1.0) == TargetState(1.0, 3, 2, kv_held=0.5)
     parts = MemoryParts(weights=5000, activations=700, other=30, kv=6400)
-    metrics.divided(parts, KVUsage(held=800, empty=100, cached=400, total=1600))
+    metrics.add_memory(parts, KVUsage(held=800, empty=100, cached=400, total=1600))
     assert told(metrics).memory() == parts
     assert told(metrics).sample(1.0) == TargetState(1.0, 3, 2, kv_held=0.5, kv_empty=0.0625, kv_cached=0.25)
 

@@ -190,5 +190,5 @@ def test_preempted_requests_end_with_all_their_tokens() -> None:
     config = replace(CONFIG, **knobs)
     engine = SimulatedEngine(config, 10, COST)
     records = simulate_load(planned, engine, closed=False, max_concurrency=None, timeout=None)
-    assert engine.num_preemptions > 0
+    assert engine.scheduler.counters.num_preemptions > 0
     assert [len(record.chunks) for record in records] == [40] * 4

@@ -1,0 +1,144 @@
+"""Streams that carry the outputs of requests to their readers on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.request import RequestOutput
+
+#: Unread outputs of a request, beyond which new ones are merged into the last of their choice.
+MAX_PENDING_OUTPUTS = 256
+
+
+class RequestStream:
+    """Asynchronous iterator over the outputs of one request; ends when all its choices have ended.
+
+    Raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
+    after `submit` returned. Leaving the stream early (`aclose`, `async with`) aborts the request. Used on the event
+    loop only.
+    """
+
+    def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._unfinished = num_choices
+        self._abort = abort
+        self._pending: deque[RequestOutput] = deque()
+        self._error: LlmschedError | None = None
+        self._ready = asyncio.Event()
+
+    def deliver(self, output: RequestOutput) -> None:
+        """Add an output without blocking. With MAX_PENDING_OUTPUTS unread, merge it into the last one of its choice."""
+        if output.finished:
+            self._unfinished -= 1
+        if len(self._pending) >= MAX_PENDING_OUTPUTS and (last := self._last_pending(output.index)) is not None:
+            _merge(last, output)
+        else:
+            self._pending.append(output)
+        self._ready.set()
+
+    def _last_pending(self, index: int) -> RequestOutput | None:
+        return next((output for output in reversed(self._pending) if output.index == index), None)
+
+    def fail(self, error: LlmschedError) -> None:
+        """End the stream with an error, which the reader gets after the pending outputs."""
+        self._error = error
+        self._ready.set()
+
+    @property
+    def finished(self) -> bool:
+        """True if all choices have ended or the stream has failed; outputs may still be unread."""
+        return self._unfinished == 0 or self._error is not None
+
+    def abort(self) -> None:
+        """End the request, whatever its state."""
+        if not self.finished:
+            self._abort(self.request_id)
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self._unfinished == 0:
+                raise StopAsyncIteration
+            self._ready.clear()
+            await self._ready.wait()
+        return self._pending.popleft()
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended."""
+        self.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class OpenStreams:
+    """Streams of the requests that have not ended, by request id. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RequestStream] = {}
+        #: Set while no stream is open.
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def add(self, stream: RequestStream) -> None:
+        """Add a new stream."""
+        self._streams[stream.request_id] = stream
+        self.idle.clear()
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """Give each output to the stream of its request, if that is still open."""
+        for output in outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.deliver(output)
+                self._close_if_finished(stream)
+
+    def fail(self, request_id: str, error: LlmschedError) -> None:
+        """End the stream of a request with an error, if it is still open."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.fail(error)
+            self._close_if_finished(stream)
+
+    def fail_all(self, reason: str) -> None:
+        """End all streams with EngineDeadError."""
+        for request_id in list(self._streams):
+            self.fail(request_id, EngineDeadError(reason))
+
+    def _close_if_finished(self, stream: RequestStream) -> None:
+        if stream.finished:
+            del self._streams[stream.request_id]
+            if not self._streams:
+                self.idle.set()
+
+
+def _merge(into: RequestOutput, new: RequestOutput) -> None:
+    """Append a later output of the same choice to `into`."""
+    into.text += new.text
+    into.token_ids += new.token_ids
+    into.pieces += new.pieces
+    if new.logprobs is not None:
+        into.logprobs = (into.logprobs or []) + new.logprobs
+    if new.prompt_logprobs is not None:
+        into.prompt_logprobs = new.prompt_logprobs
+    into.num_output_tokens = new.num_output_tokens
+    into.num_cached_tokens = new.num_cached_tokens
+    into.finish_reason, into.stop_reason, into.error = new.finish_reason, new.stop_reason, new.error

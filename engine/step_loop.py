@@ -1,0 +1,98 @@
+"""The step loop that the real and the simulated engine share: schedule, execute, observe, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Unpack
+
+from llmsched.engine.config import Limits, ResolvedConfig, check_limits
+from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
+from llmsched.engine.executor.base import Executor, StepPlan
+from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.pool import KVUsage
+from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.scheduler import Update
+
+
+class StepLoop:
+    """Base of Engine and SimulatedEngine: a scheduler that decides steps and an executor that computes them.
+
+    `swap` is the host memory that the executor has for preempted requests. `layout` is the layout of its KV cache; by
+    default every layer keeps all tokens.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        num_blocks: int,
+        executor: Executor,
+        clock: Callable[[], float],
+        *,
+        swap: SwapSpace | None = None,
+        layout: KVLayout | None = None,
+    ) -> None:
+        self.config = config
+        self.executor = executor
+        self.clock = clock
+        self.scheduler = make_scheduler(make_kv(config, num_blocks, swap, layout), config, clock)
+        #: Called after each step with the KV usage before finished requests free their blocks.
+        self.on_step: Callable[[KVUsage], None] | None = None
+
+    def has_work(self) -> bool:
+        """Return whether any request is running or waiting."""
+        return self.scheduler.has_work()
+
+    def idle_until(self) -> float | None:
+        """Return the time until which the engine waits for more requests to batch (see schedule_window), if it does."""
+        return self.scheduler.idle_until()
+
+    def reconfigure(self, **limits: Unpack[Limits]) -> None:
+        """Change the limits of a step while no request runs.
+
+        Raises ConfigError while requests run, and for limits above those that memory was reserved for.
+        """
+        if self.scheduler.running:
+            raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
+        check_limits(self.config, limits)
+        self.scheduler.configure(**limits)
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise RequestError for a request that exceeds the context length or all KV blocks together."""
+        asked = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}"
+        if num_prompt_tokens + max_tokens > self.config.max_model_len:
+            raise RequestError(
+                "max_tokens" if num_prompt_tokens < self.config.max_model_len else "prompt",
+                f"the context of this server is {self.config.max_model_len} tokens; {asked}, "
+                f"{num_prompt_tokens + max_tokens} in all; shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        if not self.scheduler.fits_alone(num_prompt_tokens, max_tokens):
+            kv = self.scheduler.kv
+            raise RequestError(
+                "max_tokens",
+                f"{asked}: that needs more than the {kv.pool.num_blocks} KV blocks of {kv.block_size} tokens "
+                f"({kv.layout.longest(kv.pool.num_blocks)} tokens) that this server has",
+                code="context_length_exceeded",
+            )
+
+    def check_queue(self, num_waiting: int, num_new: int) -> None:
+        """Raise QueueFullError if `num_new` more requests would exceed max_queue_size."""
+        if num_waiting + num_new > self.config.max_queue_size:
+            message = f"{num_waiting} requests are waiting; at most {self.config.max_queue_size} may"
+            raise QueueFullError(message, self.retry_after())
+
+    def retry_after(self) -> float:
+        """Return the seconds after which a refused request may be sent again."""
+        return 1.0
+
+    def run_step(self) -> tuple[StepPlan, list[Update]]:
+        """Schedule a step, compute it and update the scheduler; return the plan and what each request gained."""
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
+        result = self.executor.execute(plan)
+        if self.on_step is not None:
+            self.on_step(self.scheduler.kv_use(plan))
+        return plan, self.scheduler.update(plan, result)

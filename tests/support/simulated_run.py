@@ -1,0 +1,54 @@
+"""Serving a list of requests on a scheduler and a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from llmsched.engine.executor.base import StepPlan
+from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
+from llmsched.engine.request import Request
+from llmsched.engine.scheduler.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class SimulatedTimes:
+    """Times of one request in virtual seconds: arrival, and each token."""
+
+    request: Request
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.request.arrival_time
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+def simulate(
+    requests: Iterable[Request],
+    scheduler: Scheduler,
+    executor: SimulatedExecutor,
+    clock: VirtualClock,
+    after_step: Callable[[StepPlan], None] = lambda _: None,
+) -> list[SimulatedTimes]:
+    """Run `requests`, each from its arrival_time on, until all have ended. `scheduler` tells time by `clock`."""
+    pending = sorted(requests, key=lambda request: request.arrival_time, reverse=True)
+    times = {request.request_id: SimulatedTimes(request) for request in pending}
+    while pending or scheduler.has_work():
+        if not scheduler.has_work():
+            clock.now = max(clock.now, pending[-1].arrival_time)
+        while pending and pending[-1].arrival_time <= clock.now:
+            scheduler.add(pending.pop())
+        if (until := scheduler.idle_until()) is not None:
+            clock.now = min([until, *(request.arrival_time for request in pending[-1:])])
+            continue
+        plan = scheduler.schedule()
+        updates = scheduler.update(plan, executor.execute(plan))
+        for update in updates:
+            if update.result.token_id is not None:
+                times[update.request.request_id].token_times.append(clock.now)
+        after_step(plan)
+    return list(times.values())
