@@ -13,8 +13,8 @@ from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.measure import measured_memory, tensor_bytes
-from llmsched.engine.memory.budget import plan_memory
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import plan_memory
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import OpenModel, open_model
 from llmsched.engine.out_of_memory import within_memory
@@ -133,5 +133,5 @@ def _swap(config: EngineConfig, plan: MemoryPlan) -> SwapSpace:
     """Swap space lies in host memory; on a CPU that is what the plan is about as well."""
     free = cpu_memory().free
     if plan.device.kind == "cpu":
-        free -= plan.fixed_bytes + plan.num_blocks * plan.block_bytes
+        free -= plan.fixed_bytes + plan.kv_bytes
     return plan_swap(config.swap_space, plan.block_bytes, free)

@@ -30,7 +30,7 @@ def within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
         parts = {
             "weights": plan.weights_bytes,
             "activations": plan.activation_bytes,
-            "KV": plan.num_blocks * plan.block_bytes,
+            "KV": plan.kv_bytes,
             "the CUDA context": plan.context_bytes,
         }
         planned = ", ".join(f"{human_bytes(count)} for {part}" for part, count in parts.items() if count)

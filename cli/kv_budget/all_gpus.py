@@ -9,7 +9,6 @@ from llmsched.cli.kv_budget.analysis import Findings
 from llmsched.cli.options.engine import flag
 from llmsched.cli.render import human_bytes
 from llmsched.engine.errors import spell
-from llmsched.engine.memory.changes import replicas
 from llmsched.profiles.gpus import GpuSpec
 
 Compared = tuple[GpuSpec, Findings]
@@ -36,7 +35,7 @@ def _gpu_json(spec: GpuSpec, found: Findings) -> dict[str, Any]:
         "total_bytes": spec.memory,
         "fits": found.fits,
         "problem": None if found.problem is None else spell(found.problem, flag),
-        "replicas": replicas(plan, found.demand),
+        "replicas": found.demand.num_replicas(plan),
         "dtype": found.dtype,
         "kv_cache_dtype": found.kv_dtype,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
@@ -64,9 +63,9 @@ def show(compared: list[Compared]) -> None:
 
 
 def _row(spec: GpuSpec, found: Findings) -> tuple[str, ...]:
-    plan, count = found.plan, replicas(found.plan, found.demand)
+    plan, count = found.plan, found.demand.num_replicas(found.plan)
     kv_type = "" if found.kv_dtype == found.dtype else f", KV {found.kv_dtype}"
-    room = (human_bytes(plan.num_blocks * plan.block_bytes), f"{plan.num_tokens:,}") if plan.num_blocks else ("-", "-")
+    room = (human_bytes(plan.kv_bytes), f"{plan.num_tokens:,}") if plan.num_blocks else ("-", "-")
     return (
         spec.key,
         human_bytes(spec.memory),

@@ -84,7 +84,7 @@ class Findings:
     @cached_property
     def problem(self) -> str | None:
         """Why the plan does not serve what was asked for, None if it does."""
-        return whatif.shortfall(self.plan, self.demand)
+        return self.demand.shortfall(self.plan)
 
     @property
     def fits(self) -> bool:

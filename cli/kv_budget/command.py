@@ -32,7 +32,7 @@ from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting
-from llmsched.engine.memory.changes import MemoryDemand, asked_for, longest_context
+from llmsched.engine.memory.changes import MemoryDemand, config_for_demand, longest_context
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.support import refusal
 from llmsched.engine.units import human_bytes
@@ -142,7 +142,7 @@ def kv_budget(
       llmsched kv-budget Qwen/Qwen3-8B --simulate h100 --users 64 --context 4k
     """
     spec = resolve_model(model)
-    config = asked_for(engine_options.config(spec), engine_options.given, users, context)
+    config = config_for_demand(engine_options.config(spec), engine_options.given, users, context)
     if emit is not None and gpu == _ALL:
         raise ConfigError("emit", "is for one GPU; name it with --gpu instead of all")
     if emit is not None and quantization is not None:

@@ -63,7 +63,7 @@ def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
         "activation_bytes": plan.activation_bytes,
         "context_bytes": plan.context_bytes,
         "state_bytes": plan.state_bytes,
-        "kv_bytes": plan.num_blocks * plan.block_bytes,
+        "kv_bytes": plan.kv_bytes,
         "headroom": plan.headroom,
         "headroom_blocks": plan.headroom_blocks,
         "max_num_seqs_admitted": plan.num_admitted_at(plan.max_model_len),

@@ -57,5 +57,5 @@ def _sglang(found: Findings) -> Iterator[str]:
     if plan.device.kind == "cpu" or config.kv_cache_memory_bytes or config.num_gpu_blocks_override:
         yield from ("--max-total-tokens", str(plan.num_tokens))
     else:
-        static = plan.weights_bytes + plan.num_blocks * plan.block_bytes
+        static = plan.weights_bytes + plan.kv_bytes
         yield from ("--mem-fraction-static", f"{static / plan.device.total:.3f}")

@@ -147,7 +147,7 @@ def _parts(plan: MemoryPlan) -> list[tuple[str, int]]:
         "activations": plan.activation_bytes,
         "CUDA context": plan.context_bytes,
         "state": plan.state_bytes,
-        "KV": plan.num_blocks * plan.block_bytes,
+        "KV": plan.kv_bytes,
         "others": plan.device.used_by_others,
     }
     return [(name, count) for name, count in parts.items() if count]

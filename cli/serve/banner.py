@@ -70,7 +70,7 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         *_planned_parts(plan),
         (
             "KV cache",
-            f"{human_bytes(plan.num_blocks * plan.block_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
+            f"{human_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
             f"{plan.num_tokens} tokens{' in all layers' if plan.layout.window_groups else ''}; "
             f"{plan.max_num_seqs} requests of {plan.max_model_len} tokens",
         ),

@@ -73,7 +73,9 @@ class Pins:
         positive, a prefix of less than a block, or one that exceeds `max_blocks`.
         """
         if ttl is not None and not (0 < ttl < math.inf):
-            raise RequestError("ttl", f"ttl must be more than 0 seconds, not {ttl}; leave it out to pin until deleted")
+            raise RequestError(
+                "ttl", f"ttl must be finite and more than 0 seconds, not {ttl}; leave it out to pin until deleted"
+            )
         num_blocks = len(token_ids) // self._prefixes.block_size
         if num_blocks == 0:
             raise RequestError(

@@ -1,6 +1,6 @@
-"""The most memory that one step needs besides weights and KV, as a function of its tokens, sequences and context.
+"""Peak memory of one step besides weights and KV, as a function of its tokens, sequences and context.
 
-A step is in an MLP, in attention or in its sampler, never in two of them, so it is the largest of
+A step runs MLPs, attention and the sampler one after the other, so the peak is the largest of
 
     MLP        tokens x (4 x hidden + 3 x inner + 2 x head_dim) x dtype
                (residual, its normed copy and attention's; gate, up and their product; rotary tables)
@@ -8,8 +8,8 @@ A step is in an MLP, in attention or in its sampler, never in two of them, so it
                + context x one layer's keys and values of one sequence, gathered
     sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 32 MiB)
 
-Attention counts on a CPU only: a GPU's kernel reads KV where it is. The terms are what torch counts for this engine;
-tests hold them against it. CUDA graphs are not captured, so nothing is set aside for them.
+Attention counts on a CPU only: the GPU kernel reads KV in place. Tests compare these terms with what torch allocates.
+CUDA graphs are not captured, so they take nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from llmsched.engine.architecture.geometry import LayerGroup
 if TYPE_CHECKING:
     from llmsched.engine.architecture.shape import ModelShape
 
-#: Bound of one fp32 copy of logits: sampling and log-probabilities take as many rows at a time as stay below it.
+#: Most bytes of one fp32 copy of logits: sampling and log-probabilities process so many rows at a time.
 LOGITS_BYTES = 32 << 20
 
-#: fp32 copies of those logits that are alive at once where every row's nucleus must be sorted in full (13.3 to 17.3).
+#: fp32 copies of those logits that exist at once when top-p must sort every row in full (measured 13.3 to 17.3).
 SAMPLER_COPIES = 18
 
-#: Queries for which the CPU's kernel holds a mask, and scores where it must, at one time.
+#: Queries for which the CPU kernel holds a mask, and scores if it must, at one time.
 CHUNK_TILE = 128
-#: Copies of scores where they exist as a whole: themselves and their softmax.
+#: Copies of scores, where they are materialised: themselves and their softmax.
 _SCORE_COPIES = 2
 
 _FLOAT32 = 4
@@ -44,7 +44,7 @@ def activation_bytes(
     kind: Literal["cuda", "cpu"] = "cuda",
     context: int = 0,
 ) -> int:
-    """Bytes of the largest step of `num_tokens` tokens and `num_seqs` sequences, the longest of `context` tokens."""
+    """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens."""
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     mlp = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
     logits = num_seqs * shape.vocab_size
@@ -57,7 +57,7 @@ def activation_bytes(
 
 
 def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtype_bytes: int, context: int) -> int:
-    """Attention of one layer on a CPU, while it gathers the context of one sequence."""
+    """Return the bytes of one layer's attention on a CPU, while it gathers the context of one sequence."""
     keys, values = group.kv_widths
     queries = 2 * shape.hidden_size + 3 * shape.query_size + keys + values + 2 * group.head_dim_k
     visible = context if group.window is None else min(context, group.window + num_tokens)
@@ -66,6 +66,6 @@ def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtyp
         scores = _SCORE_COPIES * shape.heads * CHUNK_TILE * _FLOAT32
         gathered = (keys + values) * dtype_bytes + converted + scores + CHUNK_TILE
     else:
-        masks = CHUNK_TILE * (1 + dtype_bytes)  # as booleans, and as torch adds them to scores
+        masks = CHUNK_TILE * (1 + dtype_bytes)  # as booleans, and in the dtype that is added to scores
         gathered = max((keys + 2 * values) * dtype_bytes, (keys + values) * dtype_bytes + masks)
     return num_tokens * (queries * dtype_bytes + 2 * shape.query_size * _FLOAT32) + visible * gathered

@@ -1,12 +1,12 @@
-"""How many sequences of mixed lengths a pool of blocks serves, and how likely they need more blocks than it has.
+"""Concurrency of requests with mixed lengths: how many a pool of blocks serves, and the probability of preemption.
 
-The model: the running sequences are independent, and each is seen at a random step of its life. A request of p prompt
-and o output tokens holds p, p + 1, ... p + o - 1 tokens in its o steps, so long outputs are seen more often: in
-proportion to o. Prefill is one step, no prefix is shared. The blocks that n sequences hold are then a sum of n
-independent draws, whose distribution is computed exactly by convolution: no sampling, no normal approximation.
+The model: running sequences are independent, and each is at a random step of its life. A request of p prompt and o
+output tokens holds p, p + 1, ... p + o - 1 tokens in its o steps, so it is found running in proportion to o. Prefill is
+one step, and no prefix is shared. The blocks that n sequences hold are then a sum of n independent draws, whose
+distribution is computed exactly by convolution, without sampling or a normal approximation.
 
-Where only total lengths are known, a sequence holds all of its tokens from its first step on, and every request is seen
-equally often: that errs on the side of too few sequences.
+If only total lengths are known, a sequence holds all of its tokens from its first step on, and every request is found
+equally often. That errs on the side of too few sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_UNITS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Tokens of each request. Where prompts and outputs are not told apart, `outputs` is None and `prompts` all."""
+    """Tokens of each request. If only totals are known, they are in `prompts` and `outputs` is None."""
 
     source: str
     prompts: Counts
@@ -52,11 +52,11 @@ class LengthDistribution:
         return float(self.totals.std() / self.totals.mean())
 
     def percentile(self, percent: float) -> int:
-        """The least length that so many percent of requests do not exceed."""
+        """Return the smallest length that `percent` of the requests do not exceed."""
         return int(np.quantile(self.totals, percent / 100, method="inverted_cdf"))
 
     def within(self, limit: int) -> LengthDistribution | None:
-        """Those of at most `limit` tokens, None if there are none."""
+        """Return the requests of at most `limit` tokens; None if there are none."""
         kept = self.totals <= limit
         if not kept.any():
             return None
@@ -64,7 +64,10 @@ class LengthDistribution:
 
 
 def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
-    """Totals of a log-normal distribution, at 4096 points of equal probability; `variation` is deviation / mean."""
+    """Return total lengths of a log-normal distribution, as 4096 equally probable values.
+
+    `variation` is the coefficient of variation: standard deviation / mean.
+    """
     sigma = math.sqrt(math.log1p(variation**2))
     normal = NormalDist(math.log(mean) - sigma**2 / 2, max(sigma, 1e-12))
     points = [normal.inv_cdf((index + 0.5) / _POINTS) for index in range(_POINTS)]
@@ -73,17 +76,17 @@ def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
 
 
 class Occupancy:
-    """What sequences of some lengths hold of a pool of `num_blocks` blocks."""
+    """Distribution of the blocks that running sequences hold, in a pool of `num_blocks` blocks."""
 
     def __init__(self, lengths: LengthDistribution, layout: KVLayout, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         unit = max(1, -(-num_blocks // _MAX_UNITS))
         self._units = num_blocks // unit
-        #: Powers of two of the distribution of one sequence, cut off above the pool: [k] is that of 2^k sequences.
+        #: [k] is the distribution for 2^k sequences, cut off above the pool.
         self._doubled = [_cut(_in_units(_held(lengths, layout), unit), self._units)]
 
     def preemption_probability(self, num_seqs: int) -> float:
-        """The probability that `num_seqs` running sequences need more blocks than the pool has."""
+        """Return the probability that `num_seqs` running sequences need more blocks than the pool has."""
         total = _nothing(self._units)
         for power in range(num_seqs.bit_length()):
             if num_seqs >> power & 1:
@@ -91,7 +94,7 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """The most sequences, up to `limit`, whose preemption probability is at most `probability`."""
+        """Return the most sequences, up to `limit`, whose preemption probability is at most `probability`."""
         total, count = _nothing(self._units), 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
@@ -106,9 +109,9 @@ class Occupancy:
 
 
 def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
-    """Probability that one sequence, at a random step of its life, holds 0, 1, 2, ... blocks."""
+    """Return the probabilities that one sequence, at a random step of its life, holds 0, 1, 2, ... blocks."""
     outputs = np.ones_like(lengths.prompts) if lengths.outputs is None else lengths.outputs
-    # The last token of a sequence is sampled and never computed, so it takes no room.
+    # The last token of a sequence is sampled but never computed, so its KV takes no space.
     first = np.maximum(1, lengths.prompts - 1) if lengths.outputs is None else lengths.prompts
     changes = np.zeros(int((first + outputs).max()) + 1, dtype=np.int64)
     np.add.at(changes, first, 1)
@@ -121,7 +124,7 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
 
 
 def _in_units(masses: Masses, unit: int) -> Masses:
-    """The distribution in units of `unit` blocks; what lies between two is shared so that the mean stays."""
+    """Return the distribution in units of `unit` blocks, with masses between two units divided to keep the mean."""
     if unit == 1:
         return masses
     whole, part = np.divmod(np.arange(len(masses)), unit)
@@ -132,7 +135,7 @@ def _in_units(masses: Masses, unit: int) -> Masses:
 
 
 def _cut(masses: Masses, most: int) -> Masses:
-    """[0] to [most] of the distribution; what is above is left out, and so counts as too much."""
+    """Return [0] to [most] of the distribution; the missing mass is the probability of more."""
     return np.pad(masses[: most + 1], (0, max(0, most + 1 - len(masses))))
 
 
@@ -143,13 +146,13 @@ def _nothing(most: int) -> Masses:
 
 
 def _sum(one: Masses, other: Masses) -> Masses:
-    """The distribution of the sum of two, cut off like them: exact, since no mass can come down from above the cut."""
+    """Return the distribution of the sum of two, cut off like them; exact, because masses above the cut only add up."""
     size = 1 << (2 * len(one) - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
     return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
 
 
 def _missing(masses: Masses) -> float:
-    """The mass above the cut; rounding of the transforms is about 1e-15."""
+    """Return the mass above the cut; less than 1e-12 is rounding error of the transforms."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

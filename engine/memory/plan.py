@@ -1,4 +1,4 @@
-"""The result of planning memory: what goes where, and how much that serves."""
+"""Result of planning memory: bytes of each part, KV blocks, how many sequences they serve; and what was measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.kv.layout import KVLayout
 
 
 class MemoryParts(NamedTuple):
-    """Bytes that an engine's memory is divided into while it serves: what is reserved, used or not."""
+    """Bytes reserved for each part of an engine's memory while it serves, whether in use or not."""
 
     weights: int
     activations: int
@@ -23,7 +23,7 @@ class MemoryParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Bytes that the parts of an engine really take; None where the device does not tell."""
+    """Bytes that each part of an engine was measured to take; None where the device does not report them."""
 
     weights: int
     kv: int
@@ -33,13 +33,12 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What goes where, in bytes. `problem` is the reason why it cannot be served, None if it can. `measured`
-    is what was really taken, once an engine has started by this plan.
+    """Plan of a device's memory, in bytes. `problem` says why it does not fit, None if it fits. `measured` is set once
+    an engine has started by this plan.
 
-    kv_bytes_per_token counts layers whose KV grows for ever, kv_bytes_per_token_window those that read only the last
-    `window` tokens. `layout` says in which groups the layers are cached: a block holds block_size tokens of one of
-    them. `state_bytes` is reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission
-    leaves free. max_model_len is the resolved one.
+    kv_bytes_per_token counts full-attention layers, kv_bytes_per_token_window layers that attend to the last `window`
+    tokens. A block holds block_size tokens of the layers of one group of `layout`. `state_bytes` of recurrent state are
+    reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
     """
 
     device: DeviceMemory
@@ -74,16 +73,32 @@ class MemoryPlan:
         return self.problem is None
 
     @property
+    def fixed_parts(self) -> dict[str, int]:
+        """Names and bytes of all parts but KV; parts that take nothing are left out."""
+        parts = {
+            "weights": self.weights_bytes,
+            "activations": self.activation_bytes,
+            "CUDA context": self.context_bytes,
+            "recurrent state": self.state_bytes,
+        }
+        return {name: count for name, count in parts.items() if count}
+
+    @property
     def fixed_bytes(self) -> int:
-        """Everything but KV blocks."""
+        """Bytes of all parts but KV."""
         return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV blocks."""
+        return self.num_blocks * self.block_bytes
+
+    @property
     def parts(self) -> MemoryParts:
-        """What memory is divided into: weights as measured where they were, all else as planned."""
+        """Bytes of each part: weights as measured if the engine has started, all else as planned."""
         weights = self.measured.weights if self.measured else self.weights_bytes
         other = self.context_bytes + self.state_bytes
-        return MemoryParts(weights, self.activation_bytes, other, self.num_blocks * self.block_bytes)
+        return MemoryParts(weights, self.activation_bytes, other, self.kv_bytes)
 
     @property
     def block_size(self) -> int:
@@ -92,7 +107,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV all blocks hold in every layer; with windows, long sequences can have more than that."""
+        """Tokens whose KV fits in every layer; with sliding windows, long sequences can have more than that."""
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
@@ -118,18 +133,18 @@ class MemoryPlan:
         return ResolvedConfig(**knobs)
 
     def blocks_for(self, length: int) -> int:
-        """Blocks of a sequence that ends with `length` tokens, prompt and output."""
+        """Return the blocks of a sequence that ends with `length` tokens, prompt and output."""
         return self.layout.num_blocks(max(1, length - 1))
 
     def num_seqs_at(self, length: int) -> int:
-        """Sequences of `length` tokens each that fit at the same time; recurrent state bounds them as well."""
+        """Return how many sequences of `length` tokens fit at the same time, in KV blocks and recurrent state."""
         fitting = self.num_blocks // self.blocks_for(length)
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
-        """Sequences that admission lets in together when each brings all of its `length` tokens as its prompt.
+        """Return how many sequences admission starts together if their prompts alone are `length` tokens.
 
-        It keeps the headroom and max_num_seqs_limit; what fits alone always comes in.
+        Admission keeps the headroom and max_num_seqs_limit; a sequence that runs alone needs no headroom.
         """
         fitting = self.num_seqs_at(length)
         above = (self.num_blocks - self.headroom_blocks) // self.blocks_for(length)
@@ -138,7 +153,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """One part: bytes as planned and as measured."""
+    """One part of an engine's memory: bytes as planned and as measured."""
 
     part: str
     predicted: int
@@ -146,21 +161,21 @@ class Reconciled:
 
     @property
     def ratio(self) -> float | None:
-        """actual / predicted; None where either is missing."""
+        """Actual / predicted bytes; None if either is missing."""
         return None if self.actual is None or not self.predicted else self.actual / self.predicted
 
     @property
     def exceeds(self) -> bool:
-        """Whether more was taken than planned, beyond rounding."""
+        """Whether the part takes more than planned, beyond rounding."""
         return self.ratio is not None and self.ratio > 1.02
 
 
 def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
-    """Weights, activations, KV and, on a GPU, the CUDA context."""
+    """Return weights, activations, KV and, on a GPU, the CUDA context, each as planned and as measured."""
     parts = [
         Reconciled("weights", plan.weights_bytes, measured.weights),
         Reconciled("activations", plan.activation_bytes, measured.activations),
-        Reconciled("KV", plan.num_blocks * plan.block_bytes, measured.kv),
+        Reconciled("KV", plan.kv_bytes, measured.kv),
     ]
     if plan.context_bytes:
         parts.append(Reconciled("CUDA context", plan.context_bytes, measured.context))
@@ -168,10 +183,9 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """actual / predicted of each part that was measured, as a profile keeps them; nothing before the engine started."""
+    """Return actual / predicted of each measured part under its key in a profile; empty before the engine started."""
     if plan.measured is None:
         return {}
-    names = {"weights": "weights_ratio", "activations": "activations_ratio", "KV": "kv_ratio"}
-    names["CUDA context"] = "context_ratio"
+    names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}
     parts = reconcile(plan, plan.measured)
-    return {names[each.part]: round(each.ratio, 4) for each in parts if each.ratio is not None}
+    return {f"{names[each.part]}_ratio": round(each.ratio, 4) for each in parts if each.ratio is not None}

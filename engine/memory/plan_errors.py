@@ -1,4 +1,4 @@
-"""What to say when memory does not suffice: the figures, and changes that would really make it fit."""
+"""Errors for a memory plan that does not fit: the figures, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.units import human_bytes
 
-#: Utilisation beyond which fragmentation and other programs make running out of memory likely: never advised.
+#: Highest gpu_memory_utilization that is advised; beyond it, fragmentation makes running out of memory likely.
 MAX_ADVISED_UTILISATION = 0.95
 
 
 def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """Not a single token's blocks are left beside weights and activations."""
+    """Return the error of a plan in which no block is left for KV."""
     blocks = plan.blocks_for(config.max_model_len or 1)
     need = plan.fixed_bytes + blocks * plan.block_bytes
     figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
@@ -25,7 +25,7 @@ def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
 
 
 def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigError:
-    """KV of a size that was asked for does not fit into free memory."""
+    """Return the error of a plan in which KV of `wanted` bytes, as asked for, does not fit into free memory."""
     need, free = plan.fixed_bytes + wanted, human_bytes(plan.device.free)
     figures = f"{_parts(plan, wanted)} need {human_bytes(need)}, {free} is free on {plan.device.name}"
     if plan.num_blocks == 0:
@@ -37,7 +37,7 @@ def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigErro
 
 
 def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """One request of max_model_len tokens does not fit into the KV memory."""
+    """Return the error of a plan in which one request of max_model_len tokens does not fit into the KV memory."""
     blocks = plan.blocks_for(plan.max_model_len)
     need = blocks * plan.block_bytes
     figures = (
@@ -56,33 +56,26 @@ def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
 
 
 def beyond_model(max_model_len: int, max_position: int) -> ConfigError:
-    """More tokens than the model has positions."""
+    """Return the error of a max_model_len that exceeds the model's positions."""
     return ConfigError(
         "max_model_len", f"{max_model_len} is beyond the {max_position} positions that the model can be served with"
     )
 
 
 def _parts(plan: MemoryPlan, kv_bytes: int) -> str:
-    parts = {
-        "weights": plan.weights_bytes,
-        "activations": plan.activation_bytes,
-        "CUDA context": plan.context_bytes,
-        "recurrent state": plan.state_bytes,
-        "KV": kv_bytes,
-    }
-    return " + ".join(f"{name} {human_bytes(count)}" for name, count in parts.items() if count)
+    return " + ".join(f"{name} {human_bytes(count)}" for name, count in (*plan.fixed_parts.items(), ("KV", kv_bytes)))
 
 
 def _budget(plan: MemoryPlan) -> str:
-    """Where the budget of a GPU comes from."""
+    """Return how the budget of a GPU is computed."""
     share = f"{plan.utilisation:g} of {human_bytes(plan.device.total)}"
     if plan.budget_bytes < math.floor(plan.device.total * plan.utilisation):
-        return f"{share}, but others hold {human_bytes(plan.device.used_by_others)}"
+        return f"{share}, but other programs hold {human_bytes(plan.device.used_by_others)}"
     return share
 
 
 def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
-    """Ways to give a GPU's plan `need` bytes."""
+    """Return ways to give a GPU's plan `need` bytes."""
     device = plan.device
     utilisation = math.ceil(100 * need / device.total) / 100
     remedies = []
@@ -91,7 +84,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
             remedies.append(f"raise {setting('gpu_memory_utilization')} to at least {utilisation:.2f}")
         if need > device.free:
             names = ", ".join(f"{holder.name} {holder.pid}" for holder in device.holders)
-            remedies.append(f"free memory that others hold{f' ({names})' if names else ''}")
+            remedies.append(f"free memory that other programs hold{f' ({names})' if names else ''}")
         return [" and ".join(remedies)]
     room = MAX_ADVISED_UTILISATION * device.total - (need - plan.activation_bytes)
     if room > 0:
@@ -102,7 +95,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """A narrower type, if that makes `need` fit, and the last resort."""
+    """Return a 16-bit dtype as a remedy if that makes `need` bytes fit, and a smaller model as the last resort."""
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

@@ -1,12 +1,25 @@
-"""Plans of one model for any settings and any device: what kv-budget asks again and again."""
+"""The memory model: what a device must hold, what is left for KV blocks, and how many sequences that serves.
+
+    GPU   budget    = min(total x gpu_memory_utilization, total - what other programs hold)
+          KV        = budget - weights - activations - context - recurrent state
+    CPU   KV        = kv_cache_memory_bytes, else min(4 GiB, a quarter of the available memory)
+    both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
+
+A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is never computed.
+Where layers are cached in groups (engine/kv/layout.py), it needs as many in each full-attention group, and at most
+ceil((window - 1) / block_size) + 1 in each sliding-window group. All blocks are usable; none is set aside.
+
+kv-budget prints this plan and serve allocates by it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +30,142 @@ from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.errors import ModelError
-from llmsched.engine.memory.budget import plan_memory
+from llmsched.engine.errors import ModelError, setting
+from llmsched.engine.kv.layout import group_layers
+from llmsched.engine.memory import plan_errors
+from llmsched.engine.memory.activations import activation_bytes
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import fetch_config, locate
 from llmsched.engine.progress import Progress, silent
 
+#: max_num_batched_tokens if it is not set, by kind of device.
+DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
+
+#: The CUDA context with kernel code and cuBLAS workspaces; measured 0.3 to 0.5 GiB on cards from L4 to H100.
+CONTEXT_BYTES = 400 << 20
+
+#: Most KV memory on a CPU if kv_cache_memory_bytes is not set.
+DEFAULT_CPU_KV_BYTES = 4 << 30
+
+
+def token_budget(config: EngineConfig, kind: str) -> int:
+    """Return max_num_batched_tokens, or its default on a device of `kind` (cuda or cpu)."""
+    return config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[kind]
+
+
+def plan_memory(
+    shape: ModelShape,
+    config: EngineConfig,
+    device: DeviceMemory,
+    *,
+    dtype_bytes: int,
+    kv_dtype_bytes: int | None = None,
+) -> MemoryPlan:
+    """Return the memory plan, with its `problem` if it does not fit.
+
+    `dtype_bytes` is the size of one number of weights and activations, `kv_dtype_bytes` of KV (default: the same).
+    num_gpu_blocks_override decides the number of blocks, else kv_cache_memory_bytes, else what the budget leaves. If
+    max_model_len is not set, it is the model's limit, or less where less fits.
+
+    Raises ConfigError for a max_model_len beyond the model's positions, ModelError for a model without attention.
+    """
+    limit = shape.max_position
+    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
+        raise plan_errors.beyond_model(config.max_model_len, limit)
+    if not shape.geometry.caches_kv:
+        raise ModelError("the model has no attention layers: there is no KV to plan, and it cannot be served")
+    kv_bytes = kv_dtype_bytes or dtype_bytes
+    plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
+    if device.kind == "cpu" and config.max_model_len is None:
+        # On a CPU attention needs memory in proportion to the context, which leaves less for KV. The context of the
+        # first plan is the longest possible, so planning for it is on the safe side.
+        plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, plan.max_model_len)
+    return plan
+
+
+def _plan_for_context(
+    shape: ModelShape, config: EngineConfig, device: DeviceMemory, dtype_bytes: int, kv_dtype_bytes: int, context: int
+) -> MemoryPlan:
+    """Return the plan in which activations are counted for sequences of at most `context` tokens."""
+    geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
+    grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
+    share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
+    plan = MemoryPlan(
+        device=device,
+        utilisation=config.gpu_memory_utilization,
+        budget_bytes=min(share, device.free),
+        weights_bytes=shape.weights.count,
+        activation_bytes=activation_bytes(
+            shape, tokens, config.max_num_seqs, dtype_bytes, kind=device.kind, context=context
+        ),
+        context_bytes=CONTEXT_BYTES if on_gpu else 0,
+        state_bytes=config.max_num_seqs * geometry.state_bytes_per_seq,
+        available_kv_bytes=0,
+        dtype_bytes=dtype_bytes,
+        kv_dtype_bytes=kv_dtype_bytes,
+        layout=grouping.layout,
+        block_bytes=config.block_size * grouping.bytes_per_token(kv_dtype_bytes),
+        num_blocks=0,
+        headroom=config.headroom if config.scheduling_policy == "fair" else 0.0,
+        kv_bytes_per_token=geometry.kv_bytes_per_token(kv_dtype_bytes),
+        kv_bytes_per_token_window=geometry.kv_bytes_per_token_window(kv_dtype_bytes),
+        window=geometry.window,
+        state_bytes_per_seq=geometry.state_bytes_per_seq,
+        max_position=shape.max_position,
+        max_model_len=config.max_model_len or shape.max_position or 0,
+        max_num_batched_tokens=tokens,
+        max_num_seqs_limit=config.max_num_seqs,
+        confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
+        notes=(*geometry.notes, *shape.weights.notes, *shape.notes),
+    )
+    return _with_length(_with_blocks(plan, config), config)
+
+
+def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
+    """Divide what is left for KV into blocks."""
+    room = plan.device.free - plan.fixed_bytes
+    if config.num_gpu_blocks_override is not None:
+        wanted = config.num_gpu_blocks_override * plan.block_bytes
+    elif config.kv_cache_memory_bytes is not None:
+        wanted = config.kv_cache_memory_bytes
+    elif plan.device.kind == "cpu":
+        wanted = min(DEFAULT_CPU_KV_BYTES, plan.device.free // 4, room)
+    else:
+        wanted = plan.budget_bytes - plan.fixed_bytes
+    available = max(0, min(wanted, room))
+    plan = replace(plan, available_kv_bytes=available, num_blocks=available // plan.block_bytes)
+    if wanted > room:
+        return replace(plan, problem=plan_errors.too_large(plan, config, wanted))
+    if plan.num_blocks < plan.blocks_for(1):
+        return replace(plan, problem=plan_errors.no_room(plan, config))
+    return plan
+
+
+def _with_length(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
+    """Check that one request of max_model_len fits, or lower max_model_len to what fits if the user did not set it."""
+    if config.max_model_len is not None:
+        if plan.blocks_for(config.max_model_len) > plan.num_blocks:
+            return replace(plan, problem=plan.problem or plan_errors.too_long(plan, config))
+        return plan
+    if plan.longest == 0:
+        return plan
+    if plan.max_position is None:
+        reason = f"the config states no context length; {setting('max_model_len')} is"
+    elif plan.blocks_for(plan.max_position) <= plan.num_blocks:
+        return plan
+    else:
+        reason = f"{setting('max_model_len')} is lowered from {plan.max_position} to"
+    reason += " what the KV memory holds for one request"
+    return replace(plan, max_model_len=plan.longest, notes=(*plan.notes, reason))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanner:
-    """A model by the content of its config.json, and by its weights: `given`, of files in `directory`, or counted.
+    """Plans of one model for any settings and devices, from the `content` of its config.json.
 
-    `cache` keeps, for the next planner of the same content, what takes long to find out.
+    The size of its weights is `given`, or read from the files in `directory`, or counted from the config. `cache` keeps
+    results that take long to compute for later planners of the same content.
     """
 
     content: Mapping[str, Any]
@@ -40,15 +176,12 @@ class ModelPlanner:
 
     @property
     def digest(self) -> str:
-        """Stands for the content of config.json: equal for models of the same shape."""
+        """Hash of the content of config.json: equal for models of the same shape."""
         text = json.dumps(self.content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def plan(self, config: EngineConfig, device: DeviceMemory) -> MemoryPlan:
-        """The plan for these settings on this device, with its `problem` if it does not fit.
-
-        Raises ConfigError for a max_model_len beyond the model's positions, ModelError for a model without attention.
-        """
+        """Return the plan for these settings on this device; see `plan_memory`."""
         return plan_memory(
             self.shape(config, device),
             config,
@@ -58,7 +191,7 @@ class ModelPlanner:
         )
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
-        """The model in the type that these settings mean. Raises ModelError when its config does not say enough."""
+        """Return the model's shape in the dtype of these settings. Raises ModelError if its config says too little."""
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             self._shapes[dtype_bytes] = model_shape(
@@ -67,17 +200,17 @@ class ModelPlanner:
         return self._shapes[dtype_bytes]
 
     def dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
-        """The type of weights and activations."""
+        """Return the dtype of weights and activations."""
         return planned_dtype(config, computes_bf16=device.computes_bf16)
 
     def kv_dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
-        """The type of KV."""
+        """Return the dtype of KV."""
         dtype = self.dtype(config, device)
         return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
 
 
 def model_name(spec: str) -> str:
-    """What a model is called that is not loaded: the name of its directory or file, or the hub id."""
+    """Return the name of a model that is not loaded: of its directory or file, or its hub id."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return path.resolve().name
@@ -89,9 +222,12 @@ def model_name(spec: str) -> str:
 def open_planner(
     spec: str, progress: Progress = silent, weights: Weights | None = None, quantization: str | None = None
 ) -> ModelPlanner:
-    """The model that `spec` means: a directory, a config.json, a .gguf file, demo, or a hub id, of which only
-    config.json is fetched. `weights` are taken as given. With `quantization` it is a checkpoint of the same model in
-    one of QUANTIZATIONS, whatever files there are. Raises ModelError, and ConfigError for a form that it cannot have.
+    """Return the planner of a model: a directory, a config.json, a .gguf file, demo, or a hub id.
+
+    Of a hub id only config.json is fetched. `weights` overrides the size of the weights. `quantization`, one of
+    QUANTIZATIONS, plans for a checkpoint of the same model in that format, whatever files exist.
+
+    Raises ModelError for a model that cannot be read, ConfigError for a quantization that it cannot have.
     """
     content, directory = _read_model(spec, progress)
     if quantization is not None:
@@ -100,7 +236,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
-    """What config.json says, and the directory in which weights may lie."""
+    """Return the content of config.json, and the directory that may contain the weights."""
     path = Path(os.path.expanduser(spec))
     if path.suffix == ".json" or path.is_dir():
         return read_config_file(path), path if path.is_dir() else None

@@ -17,7 +17,7 @@ from llmsched.engine.architecture.fields import read_config_file
 from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.memory.budget import plan_memory
+from llmsched.engine.memory.planner import plan_memory
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")

@@ -118,7 +118,7 @@ def test_what_is_refused_changes_nothing() -> None:
     for ttl in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(RequestError, match="ttl must be"):
             driver.kv.pins.pin(tokens(16), "", ttl, now=0.0)
-    with pytest.raises(RequestError, match="no pin 'pin-9'; there are none"):
+    with pytest.raises(RequestError, match="no pin 'pin-9'; existing pins: none"):
         driver.kv.pins.delete("pin-9")
     assert driver.kv.pins.states() == []
     assert driver.kv.pins.num_waiting == 0

@@ -16,11 +16,9 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.changes import (
     Change,
     MemoryDemand,
-    asked_for,
     changes,
+    config_for_demand,
     longest_context,
-    replicas,
-    shortfall,
     step_sizes,
 )
 from llmsched.engine.memory.planner import ModelPlanner
@@ -36,7 +34,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-DRAFT = ModelPlanner(LLAMA_8B)
+PLANNER = ModelPlanner(LLAMA_8B)
 GPUS = [("small", DeviceMemory("cuda", "small", 20 * GIB)), ("large", DeviceMemory("cuda", "large", 80 * GIB))]
 
 
@@ -49,8 +47,8 @@ def cpu(available_gib: float) -> DeviceMemory:
 
 
 def search(device: DeviceMemory, users: int, context: int, **knobs: Any) -> list[Change]:
-    config = asked_for(EngineConfig(**knobs), knobs, users, context)
-    return changes(DRAFT, config, device, MemoryDemand(users, context), GPUS)
+    config = config_for_demand(EngineConfig(**knobs), knobs, users, context)
+    return changes(PLANNER, config, device, MemoryDemand(users, context), GPUS)
 
 
 def first(found: list[Change], name: str) -> Change:
@@ -60,25 +58,25 @@ def first(found: list[Change], name: str) -> Change:
 def check(found: list[Change], device: DeviceMemory, users: int, context: int, **knobs: Any) -> None:
     """Every change that keeps the demand meets it when it is really made."""
     demand = MemoryDemand(users, context)
-    config = asked_for(EngineConfig(**knobs), knobs, users, context)
+    config = config_for_demand(EngineConfig(**knobs), knobs, users, context)
     for change in found:
         if change.settings.keys() & {"gpu", "max_num_seqs"} or not change.settings:
             continue
         made = replace(config, **change.settings)
         wanted = replace(demand, context=min(context, change.plan.max_model_len))
-        assert wanted.met_by(DRAFT.plan(made, device)), change.what
+        assert wanted.met_by(PLANNER.plan(made, device)), change.what
 
 
 def test_a_demand_that_is_met() -> None:
-    plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(80))
+    plan = PLANNER.plan(config_for_demand(EngineConfig(), {}, 32, 8192), gpu(80))
     assert MemoryDemand(32, 8192).met_by(plan)
-    assert shortfall(plan, MemoryDemand(32, 8192)) is None
+    assert MemoryDemand(32, 8192).shortfall(plan) is None
     assert (plan.max_num_seqs_limit, plan.max_model_len) == (32, 8192)
 
 
 def test_a_demand_that_is_not_met_is_told_in_blocks() -> None:
-    plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(24))
-    message = shortfall(plan, MemoryDemand(32, 8192))
+    plan = PLANNER.plan(config_for_demand(EngineConfig(), {}, 32, 8192), gpu(24))
+    message = MemoryDemand(32, 8192).shortfall(plan)
     assert message is not None
     assert message.startswith("32 requests of 8,192 tokens need 32 x 512 = 16,384 blocks (32.0 GiB), there are ")
 
@@ -89,8 +87,8 @@ def test_utilisation_is_the_cheapest_and_the_least_that_suffices() -> None:
     share = cheapest.settings["gpu_memory_utilization"]
     assert 0.8 < share <= 0.95
     check(found, gpu(24), 4, 8192, gpu_memory_utilization=0.8)
-    less = asked_for(EngineConfig(gpu_memory_utilization=share - 0.01), {}, 4, 8192)
-    assert not MemoryDemand(4, 8192).met_by(DRAFT.plan(less, gpu(24)))
+    less = config_for_demand(EngineConfig(gpu_memory_utilization=share - 0.01), {}, 4, 8192)
+    assert not MemoryDemand(4, 8192).met_by(PLANNER.plan(less, gpu(24)))
 
 
 def test_smaller_steps_where_activations_are_the_trouble() -> None:
@@ -98,8 +96,8 @@ def test_smaller_steps_where_activations_are_the_trouble() -> None:
     found = search(gpu(24), 6, 8192, **knobs)
     assert found[0].settings.keys() == {"max_num_batched_tokens"}
     step = found[0].settings["max_num_batched_tokens"]
-    larger = asked_for(EngineConfig(**knobs | {"max_num_batched_tokens": 2 * step}), {}, 6, 8192)
-    assert step == 16384 or not MemoryDemand(6, 8192).met_by(DRAFT.plan(larger, gpu(24)))
+    larger = config_for_demand(EngineConfig(**knobs | {"max_num_batched_tokens": 2 * step}), {}, 6, 8192)
+    assert step == 16384 or not MemoryDemand(6, 8192).met_by(PLANNER.plan(larger, gpu(24)))
     check(found, gpu(24), 6, 8192, **knobs)
 
 
@@ -130,8 +128,8 @@ def test_a_shorter_context_is_the_longest_that_fits() -> None:
     found = search(gpu(24), 8, 8192)
     context = first(found, "max_model_len").settings["max_model_len"]
     for length, wanted in ((context, True), (context + 16, False)):
-        config = asked_for(EngineConfig(), {}, 8, length)
-        assert MemoryDemand(8, length).met_by(DRAFT.plan(config, gpu(24))) == wanted
+        config = config_for_demand(EngineConfig(), {}, 8, length)
+        assert MemoryDemand(8, length).met_by(PLANNER.plan(config, gpu(24))) == wanted
     check(found, gpu(24), 8, 8192)
 
 
@@ -150,12 +148,12 @@ def test_less_than_half_the_context_comes_after_hardware() -> None:
 
 def test_replicas_and_fewer_users() -> None:
     found = search(gpu(24), 32, 8192)
-    plan = DRAFT.plan(asked_for(EngineConfig(), {}, 32, 8192), gpu(24))
+    plan = PLANNER.plan(config_for_demand(EngineConfig(), {}, 32, 8192), gpu(24))
     each = plan.num_seqs_at(8192)
     assert any(change.what == f"run {-(-32 // each)} of test GPU" for change in found)
     assert first(found, "max_num_seqs").settings == {"max_num_seqs": each}
-    assert replicas(plan, MemoryDemand(32, 8192)) == -(-32 // each)
-    assert replicas(DRAFT.plan(EngineConfig(), gpu(8)), MemoryDemand(2, 8)) is None
+    assert MemoryDemand(32, 8192).num_replicas(plan) == -(-32 // each)
+    assert MemoryDemand(2, 8).num_replicas(PLANNER.plan(EngineConfig(), gpu(8))) is None
 
 
 def test_explicit_sizes_are_raised_themselves() -> None:
@@ -168,27 +166,27 @@ def test_explicit_sizes_are_raised_themselves() -> None:
 
 
 def test_a_model_that_does_not_fit_at_all_gets_what_would_hold_it() -> None:
-    found = changes(DRAFT, EngineConfig(), gpu(12), MemoryDemand(), GPUS)
+    found = changes(PLANNER, EngineConfig(), gpu(12), MemoryDemand(), GPUS)
     assert [change.settings for change in found] == [{"gpu": "small"}]
-    tight = changes(DRAFT, EngineConfig(gpu_memory_utilization=0.5), gpu(24), MemoryDemand(), GPUS)
+    tight = changes(PLANNER, EngineConfig(gpu_memory_utilization=0.5), gpu(24), MemoryDemand(), GPUS)
     assert tight[0].settings.keys() == {"gpu_memory_utilization"}
-    assert DRAFT.plan(EngineConfig(**tight[0].settings), gpu(24)).fits
-    assert changes(DRAFT, EngineConfig(), gpu(8), MemoryDemand(), []) == []
+    assert PLANNER.plan(EngineConfig(**tight[0].settings), gpu(24)).fits
+    assert changes(PLANNER, EngineConfig(), gpu(8), MemoryDemand(), []) == []
 
 
 def test_the_longest_context_for_so_many_users() -> None:
-    context = longest_context(DRAFT, EngineConfig(max_num_seqs=32), gpu(80), 32)
+    context = longest_context(PLANNER, EngineConfig(max_num_seqs=32), gpu(80), 32)
     assert context is not None
     for length, wanted in ((context, True), (context + 16, False)):
-        plan = DRAFT.plan(EngineConfig(max_num_seqs=32, max_model_len=length), gpu(80))
+        plan = PLANNER.plan(EngineConfig(max_num_seqs=32, max_model_len=length), gpu(80))
         assert MemoryDemand(32, length).met_by(plan) == wanted
-    assert longest_context(DRAFT, EngineConfig(), gpu(80), 1) == 131072
-    assert longest_context(DRAFT, EngineConfig(), gpu(8), 1) is None
-    assert longest_context(DRAFT, EngineConfig(), gpu(80), 1, below=100) == 99
+    assert longest_context(PLANNER, EngineConfig(), gpu(80), 1) == 131072
+    assert longest_context(PLANNER, EngineConfig(), gpu(8), 1) is None
+    assert longest_context(PLANNER, EngineConfig(), gpu(80), 1, below=100) == 99
 
 
 def test_larger_steps_cost_blocks() -> None:
-    plans = step_sizes(DRAFT, EngineConfig(max_num_batched_tokens=3000), gpu(24))
+    plans = step_sizes(PLANNER, EngineConfig(max_num_batched_tokens=3000), gpu(24))
     sizes = [plan.max_num_batched_tokens for plan in plans]
     assert sizes == [256, 512, 1024, 2048, 3000, 4096, 8192, 16384]
     assert all(more.num_blocks <= less.num_blocks for less, more in pairwise(plans))
@@ -198,10 +196,10 @@ def test_larger_steps_cost_blocks() -> None:
 
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"context: 9000 tokens are beyond max_model_len 8192"):
-        asked_for(EngineConfig(max_model_len=8192), {}, None, 9000)
+        config_for_demand(EngineConfig(max_model_len=8192), {}, None, 9000)
     with pytest.raises(ConfigError, match=r"users: 64 are beyond max_num_seqs 32"):
-        asked_for(EngineConfig(max_num_seqs=32), {"max_num_seqs": 32}, 64, None)
-    assert asked_for(EngineConfig(max_num_seqs=64), {"max_num_seqs": 64}, 32, None).max_num_seqs == 64
+        config_for_demand(EngineConfig(max_num_seqs=32), {"max_num_seqs": 32}, 64, None)
+    assert config_for_demand(EngineConfig(max_num_seqs=64), {"max_num_seqs": 64}, 32, None).max_num_seqs == 64
 
 
 @settings(max_examples=60, deadline=None)
@@ -218,8 +216,8 @@ def test_whatever_is_proposed_works(
 ) -> None:
     device = gpu(gib) if on_gpu else cpu(min(gib, 64))
     knobs: dict[str, Any] = {"gpu_memory_utilization": utilisation, "dtype": dtype}
-    config = asked_for(EngineConfig(**knobs), knobs, users, context)
+    config = config_for_demand(EngineConfig(**knobs), knobs, users, context)
     demand = MemoryDemand(users, context)
-    if demand.met_by(DRAFT.plan(config, device)):
+    if demand.met_by(PLANNER.plan(config, device)):
         return
     check(search(device, users, context, **knobs), device, users, context, **knobs)

@@ -108,7 +108,7 @@ def _needed_memory(plan: MemoryPlan) -> MemoryParts:
 def _with_budget(config: EngineConfig) -> EngineConfig:
     """Return `config` with max_num_batched_tokens filled in, so that no variant takes its default from another's."""
     from llmsched.engine.device import device_memory
-    from llmsched.engine.memory.budget import token_budget
+    from llmsched.engine.memory.planner import token_budget
 
     return replace(config, max_num_batched_tokens=token_budget(config, device_memory(config.device).kind))
 

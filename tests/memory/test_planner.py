@@ -20,9 +20,8 @@ from llmsched.engine.device import DeviceMemory, Holder
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES, activation_bytes
-from llmsched.engine.memory.budget import CONTEXT_BYTES, plan_memory, token_budget
 from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.planner import ModelPlanner
+from llmsched.engine.memory.planner import CONTEXT_BYTES, ModelPlanner, plan_memory, token_budget
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -149,8 +148,8 @@ def test_memory_that_others_hold_is_not_planned() -> None:
     alone, shared = planned(gpu(24)), planned(gpu(24, others=4 * GIB))
     assert shared.budget_bytes == 20 * GIB < alone.budget_bytes
     full = planned(gpu(24, others=10 * GIB, holders=(Holder(4711, "python", 10 * GIB),)))
-    assert "but others hold 10.0 GiB" in str(full.problem)
-    assert "free memory that others hold (python 4711)" in str(full.problem)
+    assert "but other programs hold 10.0 GiB" in str(full.problem)
+    assert "free memory that other programs hold (python 4711)" in str(full.problem)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0, float("nan")])
