@@ -14,7 +14,7 @@ from llmsched.cli.options.engine import MEMORY_KNOBS, EngineOptions, ModelArgume
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
-from llmsched.profiles.tuned import ProfileError, check_directory
+from llmsched.profiles.toml_files import ProfileError, check_directory
 
 if TYPE_CHECKING:
     from llmsched.engine.calibration.timing import Measured

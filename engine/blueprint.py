@@ -20,9 +20,9 @@ from llmsched.engine.model.support import refusal
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import SimulatedEngine
 from llmsched.profiles.calibrated import calibration_name, load_calibration
-from llmsched.profiles.engines import UnknownEngineError, find_engine
-from llmsched.profiles.gpus import UnknownGpuError, find_gpu
-from llmsched.profiles.tuned import ProfileError
+from llmsched.profiles.engines import find_engine
+from llmsched.profiles.gpus import find_gpu
+from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     gpu_name, colon, engine_name = name.partition(":")
     try:
         gpu, engine = find_gpu(gpu_name), find_engine(engine_name if colon else "default")
-    except (UnknownGpuError, UnknownEngineError) as unknown:
+    except UnknownNameError as unknown:
         raise ConfigError("simulate", str(unknown)) from unknown
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")

@@ -1,29 +1,29 @@
-"""Calibrations: what steps cost on a device that `llmsched calibrate` has measured, in TOML files beside the profiles.
+"""Calibrations: costs of steps that `llmsched calibrate` measured on a device, in TOML files beside the profiles.
 
 created = 2026-01-31T12:00:00+00:00
-error = 0.031                    median relative error on steps that were not fitted to
+error = 0.031                    median relative error on steps left out of the fit
 swap_seconds_per_byte = 1e-10
 steps = [ { step = "4 decodes of 512", measured_ms = 34.1, ... }, ... ]
 
 [cost]                           coefficients, by their names in FittedCost
-[model]  [device]  [engine]  [versions]       what they are good for
+[model]  [device]  [engine]  [versions]       what was measured
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from llmsched.profiles.tuned import ProfileError, Scalar, profile_dir, read_file, write_file
+from llmsched.profiles.toml_files import ProfileError, Scalar, created_in, names_in, now, read_toml, write_file
+from llmsched.profiles.tuned import profile_dir
 
-#: What --simulate takes for the device of this machine.
+#: Value of --simulate that means this machine's device.
 LOCAL = "local"
 
 _TABLES = ("cost", "model", "device", "engine", "versions")
@@ -37,10 +37,10 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients of a step's cost and what they were measured on.
+    """Coefficients of a step's cost, and what they were measured on.
 
-    `error` is a share, `steps` has one mapping per measured step. `model` has at least name and digest, `device` kind
-    and name, `engine` dtype and kv_cache_dtype. `created` is in UTC.
+    `error` is a share, `steps` has one mapping for each measured step. `model` has at least name and digest, `device`
+    kind and name, `engine` dtype and kv_cache_dtype. `created` is in UTC.
     """
 
     cost: Mapping[str, float]
@@ -51,48 +51,41 @@ class Calibration:
     engine: Mapping[str, Scalar]
     versions: Mapping[str, Scalar] = field(default_factory=dict)
     steps: tuple[Mapping[str, Scalar], ...] = ()
-    created: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+    created: datetime = field(default_factory=now)
 
     @property
     def name(self) -> str:
-        return calibration_name(
-            str(self.model["name"]),
-            str(self.device["name"]),
-            str(self.engine["dtype"]),
-            str(self.engine["kv_cache_dtype"]),
-        )
+        names = (self.model["name"], self.device["name"], self.engine["dtype"], self.engine["kv_cache_dtype"])
+        return calibration_name(*map(str, names))
 
 
 def calibration_dir() -> Path:
-    """Where calibrations live: a directory beside the profiles that are called by name."""
+    """Return the directory of calibrations, inside that of the profiles."""
     return profile_dir() / "calibrated"
 
 
 def calibration_name(model: str, device: str, dtype: str, kv_dtype: str) -> str:
-    """What a calibration is called: one for each model, device, type of weights and type of KV."""
+    """Return the name of the calibration for a model, a device, a type of weights and a type of KV."""
     kinds = dtype if kv_dtype == dtype else f"{dtype}-{kv_dtype}"
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{Path(model).name}-{device}-{kinds}").strip("-.")
 
 
 def list_calibrations() -> list[str]:
-    """Names of all calibrations, sorted."""
-    return sorted(path.stem for path in calibration_dir().glob("*.toml"))
+    """Return the names of all calibrations, sorted."""
+    return names_in(calibration_dir())
 
 
 def load_calibration(name: str) -> Calibration | None:
-    """The calibration of that name, None if there is none. Raises ProfileError for a file that is not one."""
+    """Read the calibration `name`; None if there is none. Raises ProfileError for a file that is not a calibration."""
     path = calibration_dir() / f"{name}.toml"
     try:
-        content = tomllib.loads(read_file(path))
+        return _validated(path, read_toml(path, "calibration"))
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
-        raise ProfileError(f"calibration {path}: {' '.join(str(problem).split())}") from problem
-    return _validated(path, content)
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its name, replacing an older one. Returns its path; raises ProfileError."""
+    """Write a calibration under its name, replacing an older one, and return its path. Raises ProfileError."""
     path = calibration_dir() / f"{calibration.name}.toml"
     content: dict[str, Any] = {
         name: getattr(calibration, name) for name in ("created", "error", "swap_seconds_per_byte")
@@ -104,29 +97,24 @@ def save_calibration(calibration: Calibration) -> Path:
 
 
 def _validated(path: Path, content: Mapping[str, Any]) -> Calibration:
+    where = f"calibration {path}"
     for table in _NEEDED:
         if not isinstance(content.get(table), dict):
-            raise ProfileError(f"calibration {path}: the table [{table}] is missing; run `llmsched calibrate` again")
-    error, per_byte = content.get("error"), content.get("swap_seconds_per_byte")
-    for name, value in {"error": error, "swap_seconds_per_byte": per_byte, **content["cost"]}.items():
+            raise ProfileError(f"{where}: the table [{table}] is missing; run `llmsched calibrate` again")
+    numbers = {name: content.get(name) for name in ("error", "swap_seconds_per_byte")}
+    for name, value in {**numbers, **content["cost"]}.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-            raise ProfileError(f"calibration {path}: {name} is {value!r}; a number of 0 or more is understood")
+            raise ProfileError(f"{where}: {name} is {value!r}; it must be a number of 0 or more")
     for table, keys in _NEEDED.items():
         if missing := [key for key in keys if key not in content[table]]:
-            raise ProfileError(f"calibration {path}: {table}.{missing[0]} is missing; run `llmsched calibrate` again")
-    steps, created = content.get("steps", []), content.get("created", datetime.fromtimestamp(0, UTC))
+            raise ProfileError(f"{where}: {table}.{missing[0]} is missing; run `llmsched calibrate` again")
+    steps = content.get("steps", [])
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ProfileError(f"calibration {path}: steps is not a list of tables")
-    if not isinstance(created, datetime):
-        raise ProfileError(f"calibration {path}: created is not a date and time such as 2026-01-31T12:00:00Z")
+        raise ProfileError(f"{where}: steps is not a list of tables")
     return Calibration(
-        cost=content["cost"],
+        **{table: content.get(table, {}) for table in _TABLES},
         error=float(content["error"]),
         swap_seconds_per_byte=float(content["swap_seconds_per_byte"]),
-        model=content["model"],
-        device=content["device"],
-        engine=content["engine"],
-        versions=content.get("versions", {}),
         steps=tuple(steps),
-        created=created,
+        created=created_in(where, content),
     )

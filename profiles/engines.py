@@ -1,23 +1,21 @@
-"""What classes of engines reach of a GPU, and what their steps cost besides: constants from engines.toml."""
+"""Classes of engines, from engines.toml: shares of a GPU's figures that they reach, and costs of their steps."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from llmsched.profiles.gpus import GpuSpec, gpus
+from llmsched.profiles.toml_files import find_entry, shipped_table
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches; engines.toml says of what.
+    """Shares of a GPU's datasheet figures that an engine reaches; engines.toml says of which figures.
 
-    `error` is the median relative error of TPOT on published measurements that were held back, None where there were
-    none.
+    `error` is the median relative error of TPOT on published results left out of the fit; None if there were none.
     """
 
     matrix: float
@@ -33,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A class of engines: seconds per step, per layer and per row of a step, and shares by kind of GPU."""
+    """A class of engines: seconds per step, per layer and per row of a step, and shares by GPU or architecture."""
 
     key: str
     step_seconds: float
@@ -42,35 +40,28 @@ class EngineSpec:
     shares: Mapping[str, Efficiency]
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """What it reaches on this GPU, or else on its architecture, or else on any."""
+        """Return the shares for this GPU, or else for its architecture, or else the default shares."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
-
-
-class UnknownEngineError(LookupError):
-    """No engine class of that name is listed; the message names those that are."""
 
 
 @cache
 def engines() -> dict[str, EngineSpec]:
-    """All engine classes of engines.toml by key."""
-    table = tomllib.loads(files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
+    """Return all engine classes of engines.toml by key."""
+    table = shipped_table("engines.toml")
     default = table["default"]
     return {key: engine_spec(key, entry, None if key == "default" else default) for key, entry in table.items()}
 
 
 def find_engine(name: str) -> EngineSpec:
-    """The engine class of that name. Raises UnknownEngineError."""
-    found = engines().get(name.lower())
-    if found is None:
-        raise UnknownEngineError(f"{name!r} is not a known engine class; known are {', '.join(engines())}")
-    return found
+    """Return the engine class called `name`, in any case. Raises UnknownNameError."""
+    return find_entry(engines(), name.lower(), "engine class")
 
 
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
-    """One table of engines.toml, which states only what differs from the table of the `default` class.
+    """Build a class from its table in engines.toml, which states only what differs from the `default` class.
 
-    Of a kind of GPU the most special word holds: of typical shares, its architecture's, the class's own ones there,
-    then those of the GPU itself, likewise.
+    The most specific share applies: the GPU's own before its architecture's before the typical ones, and at each of
+    these levels the class's before the default class's.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}
@@ -84,7 +75,7 @@ def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] |
 
 
 def _efficiency(kind: str, own: Mapping[str, Any], common: Mapping[str, Any]) -> Efficiency:
-    """Shares for a kind of GPU; their error is that of the class's own table."""
+    """Return the shares for `kind`, a GPU, an architecture or "default"; their error is from the class's own table."""
     shares: dict[str, float] = {}
     for name in ("default", gpus()[kind].architecture if kind in gpus() else kind, kind):
         shares |= common.get(name, {}) | own.get(name, {})

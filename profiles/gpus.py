@@ -1,22 +1,22 @@
-"""GPUs by name: memory, bandwidth and arithmetic from gpus.toml."""
+"""GPUs by name, from gpus.toml: memory, bandwidth and arithmetic."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
+
+from llmsched.profiles.toml_files import UnknownNameError, shipped_table
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One GPU. `memory` is in bytes, as CUDA offers it; bandwidth in bytes/s, the rest in FLOP/s (dense, fp32 sums).
+    """One GPU: `memory` in bytes that CUDA offers, bandwidths in bytes/s, rates in FLOP/s (dense, summed in float32).
 
-    `driver_name` is what its driver calls it, `architecture` the generation in lower case ("hopper"), `host_bandwidth`
-    that of the link to host memory, in bytes/s one way. fp8_flops is 0 where there are no fp8 units. `sustained` is the
-    share of the rates of tensor cores that the card's power allows for long.
+    `driver_name` is its name in the driver, `architecture` its generation in lower case ("hopper"), `host_bandwidth`
+    that of the link to host memory in one direction. fp8_flops is 0 if it has no fp8 units. `sustained` is the share of
+    the tensor cores' rate that the card's power limit allows in continuous use.
     """
 
     key: str
@@ -33,21 +33,16 @@ class GpuSpec:
     sustained: float = 1.0
 
 
-class UnknownGpuError(LookupError):
-    """No GPU of that name is listed; the message names the nearest ones."""
-
-
 @cache
 def gpus() -> dict[str, GpuSpec]:
-    """All GPUs of gpus.toml by key."""
-    table = tomllib.loads(files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
-    return {key: _spec(key, entry) for key, entry in table.items()}
+    """Return all GPUs of gpus.toml by key."""
+    return {key: _spec(key, entry) for key, entry in shipped_table("gpus.toml").items()}
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """The GPU that `name` means: case, blanks and dashes do not matter ("H100", "RTX 4090", "a100-80gb").
+    """Return the GPU that `name` means, whatever its case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
 
-    Raises UnknownGpuError, also for a name that could be several ("a100").
+    Raises UnknownNameError, also for a name that fits several ("a100").
     """
     wanted = _bare(name)
     listed = {_bare(key): spec for key, spec in gpus().items()}
@@ -57,12 +52,12 @@ def find_gpu(name: str) -> GpuSpec:
     if len(begun) == 1:
         return gpus()[begun[0]]
     near = begun or [listed[bare].key for bare in get_close_matches(wanted, listed, cutoff=0.6)]
-    hint = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(gpus())}"
-    raise UnknownGpuError(f"{name!r} is not a known GPU; {hint}?" if near else f"{name!r} is not a known GPU; {hint}")
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(gpus())}"
+    raise UnknownNameError(f"{name!r} is not a known GPU; {hint}")
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Whether two names of a device are the same, or the listed name of one GPU and its driver's."""
+    """Return whether two device names are equal, or are the listed name and the driver's name of one GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 

@@ -1,20 +1,21 @@
-"""Loads by name: traces that are shipped, and settings of synthetic ones."""
+"""Workloads by name, from workloads/workloads.toml: traces, and settings of synthetic loads."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llmsched.profiles.toml_files import find_entry, shipped_table
+
 _FOLDER = Path(__file__).parent / "workloads"
 
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """A load: the `file` of a trace, or, where that is None, `settings` by the names of their flags."""
+    """A workload: the `file` of a trace, or if that is None the `settings` by the names of flags."""
 
     name: str
     about: str
@@ -22,22 +23,15 @@ class ShippedWorkload:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class UnknownWorkloadError(LookupError):
-    """No load of that name is shipped; the message lists all."""
-
-
 @cache
 def workloads() -> Mapping[str, ShippedWorkload]:
-    """All loads of workloads.toml by name."""
-    table = tomllib.loads((_FOLDER / "workloads.toml").read_text(encoding="utf-8"))
-    return {name: _workload(name, entry) for name, entry in table.items()}
+    """Return all workloads of workloads.toml by name."""
+    return {name: _workload(name, entry) for name, entry in shipped_table("workloads/workloads.toml").items()}
 
 
 def find_workload(name: str) -> ShippedWorkload:
-    """The load called `name`. Raises UnknownWorkloadError."""
-    if (found := workloads().get(name)) is None:
-        raise UnknownWorkloadError(f"no load is called so; there are {', '.join(workloads())}")
-    return found
+    """Return the workload called `name`. Raises UnknownNameError."""
+    return find_entry(workloads(), name, "workload")
 
 
 def _workload(name: str, entry: dict[str, Any]) -> ShippedWorkload:

@@ -1,27 +1,25 @@
-"""Tuned profiles: the settings that `tune` found, in a TOML file that a person can read and `serve --profile` loads.
+"""Tuned profiles: settings that `tune` found, in TOML files that `serve --profile` loads.
 
 created = 2026-01-31T12:00:00+00:00
 measured = true            false: found by simulation
 reason = "256 gives the most tokens per second of the values that meet the SLOs"
-trials = [ { max_num_batched_tokens = 128, ... }, ... ]     the whole curve
+trials = [ { max_num_batched_tokens = 128, ... }, ... ]     all values that were tried
 
 [engine]                   fields of EngineConfig, by their names
 max_num_batched_tokens = 256
 
-[slo]  [workload]  [model]  [device]  [versions]            what the choice is good for
-[memory]                   actual / predicted bytes, written by `tune`, and by `serve --profile` when it starts
+[slo]  [workload]  [model]  [device]  [versions]            what the settings were found for
+[memory]                   actual / predicted bytes, written by `tune` and by `serve --profile` when it starts
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +27,31 @@ import platformdirs
 import tomli_w
 
 from llmsched.profiles.gpus import same_gpu
-
-Scalar = str | int | float | bool
+from llmsched.profiles.toml_files import (
+    ProfileError,
+    Scalar,
+    check_table,
+    created_in,
+    names_in,
+    now,
+    read_toml,
+    write_file,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory")
-#: The table [memory] up to the next one.
+#: Lines of the table [memory], up to the next table.
 _MEMORY = re.compile(r"^\[memory\][ \t]*(?:#.*)?\n(?:(?!\[).*\n?)*", re.MULTILINE)
 _KEYS = {"created", "measured", "reason", "trials", *_TABLES}
 
 
-class ProfileError(ValueError):
-    """A profile cannot be found, read or written; the message is one line for a person."""
-
-
 @dataclass(frozen=True, slots=True)
 class TunedProfile:
-    """Settings and what they were found for. Only `engine` is binding, the rest is for people and for warnings.
+    """Settings, and what they were found for. Only `engine` is applied; the rest is for people and for warnings.
 
     `engine` maps field names of EngineConfig to values. `slo` is in milliseconds (ttft_ms, itl_ms, ...), `memory` holds
-    actual / predicted bytes (weights_ratio, ...), `trials` one mapping per measured setting. `created` is in UTC.
-    Values are never None: what is unknown is left out.
+    actual / predicted bytes (weights_ratio, ...), `trials` has one mapping for each value that was tried. `created` is
+    in UTC. Unknown values are left out, never None.
     """
 
     engine: Mapping[str, Scalar]
@@ -62,20 +64,20 @@ class TunedProfile:
     trials: tuple[Mapping[str, Scalar], ...] = ()
     reason: str = ""
     measured: bool = True
-    created: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+    created: datetime = field(default_factory=now)
 
 
 def profile_dir() -> Path:
-    """Where profiles live that are called by name: LLMSCHED_PROFILES, else the user's configuration directory."""
+    """Return the directory of profiles that have a name: $LLMSCHED_PROFILES, or else one in the user's config."""
     if given := os.environ.get("LLMSCHED_PROFILES"):
         return Path(os.path.expanduser(given))
     return Path(platformdirs.user_config_dir("llmsched")) / "profiles"
 
 
 def profile_path(name_or_path: str) -> Path:
-    """The file of a profile: a path if it has a slash or ends in .toml, else a name in profile_dir().
+    """Return the file of a profile: a path if it has a slash or ends in .toml, else a name in profile_dir().
 
-    Raises ProfileError for a name that could not be a file's.
+    Raises ProfileError for a name with other characters than a file name may have.
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(os.path.expanduser(name_or_path))
@@ -85,18 +87,18 @@ def profile_path(name_or_path: str) -> Path:
 
 
 def list_profiles() -> list[str]:
-    """Names of the profiles in profile_dir(), sorted."""
-    return sorted(path.stem for path in profile_dir().glob("*.toml"))
+    """Return the names of the profiles in profile_dir(), sorted."""
+    return names_in(profile_dir())
 
 
 def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Whether two tables [model] are of one: by the digest of its config.json where both know it, else by its name."""
+    """Return whether two tables [model] mean the same model: by the digest of its config.json, or else by its name."""
     key = "digest" if "digest" in one and "digest" in other else "name"
     return one.get(key) == other.get(key)
 
 
 def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Whether two tables [device] are of one; the number of cores matters on a CPU only."""
+    """Return whether two tables [device] mean the same device; the number of cores matters only on a CPU."""
     keys = ("kind", "cores") if one.get("kind") == "cpu" else ("kind",)
     return all(one.get(key) == other.get(key) for key in keys) and same_gpu(
         str(one.get("name")), str(other.get("name"))
@@ -104,9 +106,9 @@ def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 
 
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
-    """Name and content of the newest profile in profile_dir() that was found for a model on a device.
+    """Return the newest profile in profile_dir() for this model and device, with its name; None if there is none.
 
-    A file there that is no profile is passed over.
+    Files that are not profiles are skipped.
     """
     found = []
     for name in list_profiles():
@@ -120,20 +122,17 @@ def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) ->
 
 
 def load_profile(name_or_path: str) -> TunedProfile:
-    """Read a profile. Raises ProfileError when it is not there or not a profile, naming the key."""
+    """Read a profile. Raises ProfileError if the file is missing or not a profile, naming the wrong key."""
     path = profile_path(name_or_path)
     try:
-        content = tomllib.loads(read_file(path))
+        return _validated(path, read_toml(path, "profile"))
     except FileNotFoundError as missing:
         known = ", ".join(list_profiles()) or "none yet; `llmsched tune` writes one"
         raise ProfileError(f"profile {name_or_path!r}: no file {path} (profiles by name: {known})") from missing
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
-        raise ProfileError(f"profile {path}: {_one_line(problem)}") from problem
-    return _validated(path, content)
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, replacing an older one at once or not at all. Returns its path; raises ProfileError."""
+    """Write a profile, replacing an older one, and return its path. Raises ProfileError."""
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
@@ -143,7 +142,7 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
 
 
 def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
-    """Set the table [memory] of a profile that is there; all else of the file stays as it is, comments as well.
+    """Replace the table [memory] in the file of a profile and keep everything else, comments included.
 
     Raises ProfileError.
     """
@@ -155,87 +154,27 @@ def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
     try:
         tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise ProfileError(f"profile {path}: its memory is not written as a table [memory] of its own") from problem
+        raise ProfileError(f"profile {path}: its memory is not written as a table [memory]") from problem
     write_file(path, text)
 
 
-def check_writable(path: Path) -> None:
-    """Raise ProfileError, before the work and not after it, where `write_file` could not write; makes the directory."""
-    _check_kind(path)
-    check_directory(path.parent)
-
-
-def check_directory(path: Path) -> None:
-    """Raise ProfileError where no file can be written in a directory, which is made."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as problem:
-        raise ProfileError(f"no profile can be written in {path}: {problem.strerror}") from problem
-
-
-def read_file(path: Path) -> str:
-    """The text of a file. Raises OSError, also for what is no file and may have no end (a pipe, a device)."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is not a regular file")
-    return path.read_text(encoding="utf-8")
-
-
-def _check_kind(path: Path) -> None:
-    """Raise ProfileError for what is there and is no file: to replace a device would be to remove it."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ProfileError(f"profile {path} cannot be written: is no file")
-    except OSError as problem:
-        raise ProfileError(f"profile {path} cannot be written: {problem.strerror}") from problem
-
-
-def write_file(path: Path, text: str) -> None:
-    """Replace a file at once or not at all. Raises ProfileError."""
-    _check_kind(path)
-    part = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
-            part.write(text)
-        os.chmod(part.name, 0o644)
-        os.replace(part.name, path)
-    except OSError as problem:
-        if part is not None:
-            Path(part.name).unlink(missing_ok=True)
-        raise ProfileError(f"profile {path} cannot be written: {_one_line(problem)}") from problem
-
-
 def _validated(path: Path, content: Mapping[str, Any]) -> TunedProfile:
+    where = f"profile {path}"
     if unknown := sorted(content.keys() - _KEYS):
-        raise ProfileError(f"profile {path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+        raise ProfileError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
     if "engine" not in content:
-        raise ProfileError(f"profile {path}: the table [engine] with the settings is missing")
-    for table in _TABLES:
-        _check_table(path, table, content.get(table, {}))
-    trials = content.get("trials", [])
-    if not isinstance(trials, list):
-        raise ProfileError(f"profile {path}: trials is not a list of tables")
-    for index, trial in enumerate(trials):
-        _check_table(path, f"trials[{index}]", trial)
-    reason, created = content.get("reason", ""), content.get("created", datetime.fromtimestamp(0, UTC))
-    if not isinstance(reason, str):
-        raise ProfileError(f"profile {path}: reason is not a text")
-    if not isinstance(measured := content.get("measured", True), bool):
-        raise ProfileError(f"profile {path}: measured is neither true nor false")
-    if not isinstance(created, datetime):
-        raise ProfileError(f"profile {path}: created is not a date and time such as 2026-01-31T12:00:00Z")
+        raise ProfileError(f"{where}: the table [engine] with the settings is missing")
     tables = {table: content.get(table, {}) for table in _TABLES}
+    for name, table in tables.items():
+        check_table(f"{where}: {name}", table)
+    trials, reason, measured = content.get("trials", []), content.get("reason", ""), content.get("measured", True)
+    if not isinstance(trials, list):
+        raise ProfileError(f"{where}: trials is not a list of tables")
+    for index, trial in enumerate(trials):
+        check_table(f"{where}: trials[{index}]", trial)
+    if not isinstance(reason, str):
+        raise ProfileError(f"{where}: reason is not a text")
+    if not isinstance(measured, bool):
+        raise ProfileError(f"{where}: measured is neither true nor false")
+    created = created_in(where, content)
     return TunedProfile(**tables, trials=tuple(trials), reason=reason, measured=measured, created=created)
-
-
-def _check_table(path: Path, name: str, table: Any) -> None:
-    if not isinstance(table, dict):
-        raise ProfileError(f"profile {path}: {name} is not a table")
-    for key, value in table.items():
-        if not isinstance(value, Scalar):
-            raise ProfileError(f"profile {path}: {name}.{key} is neither a text, a number nor true/false")
-
-
-def _one_line(problem: Exception) -> str:
-    return " ".join(str(problem).split())

@@ -37,7 +37,8 @@ from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.support import refusal
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.calibrated import LOCAL
-from llmsched.profiles.gpus import GpuSpec, UnknownGpuError, find_gpu, gpus
+from llmsched.profiles.gpus import GpuSpec, find_gpu, gpus
+from llmsched.profiles.toml_files import UnknownNameError
 
 if TYPE_CHECKING:
     from llmsched.engine.memory.concurrency import LengthDistribution
@@ -258,7 +259,7 @@ def _known_gpu(field: str, name: str, besides: str = "") -> GpuSpec:
     """The GPU of that name; `besides` is what else the flag takes. Raises ConfigError."""
     try:
         return find_gpu(name)
-    except UnknownGpuError as unknown:
+    except UnknownNameError as unknown:
         raise ConfigError(field, f"{unknown}{besides}") from unknown
 
 

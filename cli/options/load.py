@@ -15,7 +15,8 @@ from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.options.engine import with_options
 from llmsched.cli.options.load_flags import LoadFlags
 from llmsched.engine.errors import ConfigError, LlmschedError, setting
-from llmsched.profiles.shipped_workloads import UnknownWorkloadError, find_workload
+from llmsched.profiles.shipped_workloads import find_workload
+from llmsched.profiles.toml_files import UnknownNameError
 
 R = TypeVar("R")
 
@@ -81,8 +82,8 @@ def _shipped(wanted: str) -> tuple[Path | None, str | None, Mapping[str, Any]]:
     """The file of a load that comes with llmsched, its name, and the settings of one that has no file."""
     try:
         found = find_workload(wanted)
-    except UnknownWorkloadError as problem:
-        raise ConfigError("workload", f"{wanted!r}: {problem}") from problem
+    except UnknownNameError as problem:
+        raise ConfigError("workload", str(problem)) from problem
     return found.file, found.name, found.settings
 
 

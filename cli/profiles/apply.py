@@ -15,8 +15,9 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.plan import MemoryPlan, ratios
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import LOCAL
-from llmsched.profiles.gpus import UnknownGpuError, find_gpu, same_gpu
-from llmsched.profiles.tuned import ProfileError, Scalar, TunedProfile, load_profile, same_model, store_memory
+from llmsched.profiles.gpus import find_gpu, same_gpu
+from llmsched.profiles.toml_files import ProfileError, Scalar, UnknownNameError
+from llmsched.profiles.tuned import TunedProfile, load_profile, same_model, store_memory
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
@@ -84,7 +85,7 @@ def _gpu_table(simulate: str) -> dict[str, Scalar]:
     """A simulated GPU as profiles name it; empty for one that is not known, which is refused elsewhere."""
     try:
         return {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
-    except UnknownGpuError:
+    except UnknownNameError:
         return {}
 
 

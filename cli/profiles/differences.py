@@ -7,7 +7,8 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.engine.errors import LlmschedError
-from llmsched.profiles.tuned import ProfileError, Scalar, TunedProfile, load_profile
+from llmsched.profiles.toml_files import ProfileError, Scalar
+from llmsched.profiles.tuned import TunedProfile, load_profile
 
 _TABLES = ("engine", "slo", "workload", "model", "device", "versions")
 #: What the chosen setting gave.

@@ -9,7 +9,8 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.profiles.calibrated import calibration_dir, list_calibrations, load_calibration
-from llmsched.profiles.tuned import ProfileError, TunedProfile, list_profiles, load_profile, profile_dir
+from llmsched.profiles.toml_files import ProfileError
+from llmsched.profiles.tuned import TunedProfile, list_profiles, load_profile, profile_dir
 
 
 @dataclass(frozen=True, slots=True)

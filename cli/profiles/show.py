@@ -9,7 +9,8 @@ from typing import Any
 from llmsched.cli import render
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.calibrated import list_calibrations, load_calibration
-from llmsched.profiles.tuned import ProfileError, load_profile, profile_path
+from llmsched.profiles.toml_files import ProfileError
+from llmsched.profiles.tuned import load_profile, profile_path
 
 _TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory", "cost")
 

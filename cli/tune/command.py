@@ -23,7 +23,8 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.planner import model_name
-from llmsched.profiles.tuned import ProfileError, check_writable, profile_path, save_profile
+from llmsched.profiles.toml_files import ProfileError, check_writable
+from llmsched.profiles.tuned import profile_path, save_profile
 
 _SEARCH = "Search"
 _ROUNDS = 3

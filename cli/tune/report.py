@@ -18,7 +18,8 @@ from llmsched.cli.tune.knobs import KNOBS, knob_in_words
 from llmsched.cli.tune.subject import versions_table
 from llmsched.cli.tune.trials import Trial, TrialHistory, explain
 from llmsched.engine.latency import DEFINITIONS, Slo
-from llmsched.profiles.tuned import Scalar, TunedProfile, profile_dir
+from llmsched.profiles.toml_files import Scalar
+from llmsched.profiles.tuned import TunedProfile, profile_dir
 
 
 def as_json(outcome: Outcome, profile: Path | None) -> dict[str, Any]:

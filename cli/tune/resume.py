@@ -13,7 +13,7 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import TrialRunner
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run, from_json, to_json
 from llmsched.engine.errors import LlmschedError
-from llmsched.profiles.tuned import read_file
+from llmsched.profiles.toml_files import read_file
 
 
 def state_path(profile: Path) -> Path:

@@ -13,7 +13,7 @@ from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.memory.plan import ratios
 from llmsched.engine.memory.planner import ModelPlanner, model_name
 from llmsched.engine.provenance import Provenance
-from llmsched.profiles.tuned import Scalar
+from llmsched.profiles.toml_files import Scalar
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.families import FAMILIES
 from llmsched.engine.errors import ModelError, one_line
+from llmsched.profiles.toml_files import replace_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,13 +67,7 @@ class ConfigCache:
 
     def _save(self) -> None:
         try:
-            text = json.dumps(self._answers)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._path.parent, suffix=".part", encoding="utf-8", delete=False
-            ) as part:
-                part.write(text)
-            os.replace(part.name, self._path)
+            replace_file(self._path, json.dumps(self._answers))
         except (OSError, TypeError) as problem:
             logger.debug("%s cannot be written: %s", self._path, problem)
 

@@ -10,7 +10,8 @@ from command_line import CommandLine
 
 from llmsched.cli.output_files import check_file
 from llmsched.engine.errors import LlmschedError
-from llmsched.profiles.tuned import ProfileError, TunedProfile, check_writable, save_profile
+from llmsched.profiles.toml_files import ProfileError, check_writable
+from llmsched.profiles.tuned import TunedProfile, save_profile
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_what_is_no_file_is_not_replaced_by_a_profile(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for write in (lambda: check_writable(pipe), lambda: save_profile(TunedProfile(engine={}), str(pipe))):
-        with pytest.raises(ProfileError, match="is no file"):
+        with pytest.raises(ProfileError, match="is not a regular file"):
             write()
     assert pipe.is_fifo()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from published_lines import RefusedError, read_file, read_line, read_rows
 
-from llmsched.profiles.gpus import UnknownGpuError
+from llmsched.profiles.toml_files import UnknownNameError
 
 LINE: dict[str, Any] = {
     "id": "there-1",
@@ -83,7 +83,7 @@ def test_what_cannot_be_predicted_is_refused_with_the_reason(change: dict[str, A
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with pytest.raises(UnknownGpuError, match="abacus"):
+    with pytest.raises(UnknownNameError, match="abacus"):
         read_line(LINE | {"gpu": "abacus"})
     assert read_line(LINE | {"gpu": "b200"}).gpu.key == "b200"
 

@@ -17,7 +17,8 @@ from llmsched.profiles.calibrated import (
     load_calibration,
     save_calibration,
 )
-from llmsched.profiles.tuned import ProfileError, list_profiles
+from llmsched.profiles.toml_files import ProfileError
+from llmsched.profiles.tuned import list_profiles
 
 CALIBRATION = Calibration(
     cost={"knee": 16.0, "step": 0.01, "token": 1e-4},
@@ -62,7 +63,7 @@ def test_none_is_none() -> None:
     ("old", "new", "words"),
     [
         ("[cost]", "[coast]", r"the table \[cost\] is missing"),
-        ("error = 0.03", "error = -0.03", "error is -0.03; a number of 0 or more"),
+        ("error = 0.03", "error = -0.03", "error is -0.03; it must be a number of 0 or more"),
         ("step = 0.01", "step = nan", "step is nan"),
         ("token = 0.0001", 'token = "much"', "token is 'much'"),
         ("token = 0.0001", "", "cost.token is missing"),

@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from llmsched.profiles.engines import UnknownEngineError, engine_spec, engines, find_engine
+from llmsched.profiles.engines import engine_spec, engines, find_engine
 from llmsched.profiles.gpus import find_gpu, gpus
+from llmsched.profiles.toml_files import UnknownNameError
 
 
 def test_every_constant_is_plausible() -> None:
@@ -58,5 +59,5 @@ def test_the_most_special_word_holds() -> None:
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UnknownEngineError, match=r"'vlm' is not a known engine class; known are default, .*vllm"):
+    with pytest.raises(UnknownNameError, match=r"'vlm' is not a known engine class; known are default, .*vllm"):
         find_engine("vlm")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmsched.profiles.gpus import UnknownGpuError, find_gpu, gpus
+from llmsched.profiles.gpus import find_gpu, gpus
+from llmsched.profiles.toml_files import UnknownNameError
 
 
 def test_every_entry_is_plausible() -> None:
@@ -42,5 +43,5 @@ def test_spelling_does_not_matter(name: str, key: str) -> None:
     [("a100", "a100-40gb or a100-80gb"), ("h10", "did you mean"), ("abacus", "known are t4"), ("", "known are t4")],
 )
 def test_an_unclear_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(UnknownGpuError, match=hint):
+    with pytest.raises(UnknownNameError, match=hint):
         find_gpu(name)

@@ -11,7 +11,8 @@ import pytest
 from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.load.traces.read import read_trace
-from llmsched.profiles.shipped_workloads import UnknownWorkloadError, find_workload, workloads
+from llmsched.profiles.shipped_workloads import find_workload, workloads
+from llmsched.profiles.toml_files import UnknownNameError
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_synthetic_ones_are_settings_of_a_workload() -> None:
 
 
 def test_an_unknown_one_lists_all() -> None:
-    with pytest.raises(UnknownWorkloadError, match=r"azure-code, .*, batch"):
+    with pytest.raises(UnknownNameError, match=r"azure-code, .*, batch"):
         find_workload("azure")
 
 

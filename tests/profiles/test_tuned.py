@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsched.profiles.tuned import (
-    ProfileError,
-    TunedProfile,
-    list_profiles,
-    load_profile,
-    profile_path,
-    save_profile,
-    store_memory,
-)
+from llmsched.profiles.toml_files import ProfileError
+from llmsched.profiles.tuned import TunedProfile, list_profiles, load_profile, profile_path, save_profile, store_memory
 
 PROFILE = TunedProfile(
     engine={"max_num_batched_tokens": 256, "max_num_seqs": 16, "enable_prefix_caching": True},

@@ -19,7 +19,8 @@ from published import DATA, Row
 
 from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
-from llmsched.profiles.gpus import UnknownGpuError, find_gpu
+from llmsched.profiles.gpus import find_gpu
+from llmsched.profiles.toml_files import UnknownNameError
 
 #: Files of model_configs by a part of the model's name, the more special ones first.
 MODELS = {
@@ -116,13 +117,13 @@ def read_file(path: Path) -> tuple[list[Row], list[Refused]]:
             rows.append(read_line(line, path.parent))
         except json.JSONDecodeError as problem:
             refused.append(Refused(name, f"is not JSON ({problem})"))
-        except (RefusedError, UnknownGpuError, LlmschedError) as problem:
+        except (RefusedError, UnknownNameError, LlmschedError) as problem:
             refused.append(Refused(name, str(problem)))
     return rows, refused
 
 
 def read_line(line: Mapping[str, Any], directory: Path = DATA) -> Row:
-    """One line as a row; a `config` is looked for from `directory`. Raises RefusedError and UnknownGpuError."""
+    """One line as a row; a `config` is looked for from `directory`. Raises RefusedError and UnknownNameError."""
     if _number(line, "num_gpus", 1) != 1:
         raise RefusedError(f"is of {line['num_gpus']} GPUs; one is predicted")
     gpu = _text(line, "gpu")

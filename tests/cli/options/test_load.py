@@ -86,7 +86,7 @@ def test_a_shipped_shape_can_be_changed() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"workload": "nothing"}, "--workload: 'nothing': no load is called so; there are azure-code, "),
+        ({"workload": "nothing"}, "--workload: 'nothing' is not a known workload; known are azure-code, "),
         ({"workload": "chat", "trace": Path("x")}, "--trace and --workload both name a load"),
         ({"workload": "chat", "speedup": 2.0}, "--speedup: only has an effect with --trace"),
         (

@@ -26,7 +26,8 @@ from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
 from llmsched.kernels import dispatch
-from llmsched.profiles.gpus import UnknownGpuError, find_gpu
+from llmsched.profiles.gpus import find_gpu
+from llmsched.profiles.toml_files import UnknownNameError
 
 BLOCK = 16
 
@@ -152,7 +153,7 @@ def limits_of(device: str, bandwidth: float, flops: float) -> Limits:
     if device == "cuda":
         try:
             spec = find_gpu(torch.cuda.get_device_name())
-        except UnknownGpuError:
+        except UnknownNameError:
             return Limits(bandwidth, flops, "measured, not listed")
         return Limits(spec.bandwidth, spec.bf16_flops or flops, f"datasheet, {spec.key}")
     return Limits(bandwidth, flops, "measured")

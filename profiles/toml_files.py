@@ -1,0 +1,127 @@
+"""TOML files: tables that are shipped with llmsched, and files that commands write and read back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+Scalar = str | int | float | bool
+Entry = TypeVar("Entry")
+
+
+class UnknownNameError(LookupError):
+    """A name is in no shipped table; the message lists the names that are."""
+
+
+class ProfileError(ValueError):
+    """A profile cannot be found, read or written; the message is one line for a person."""
+
+
+def shipped_table(name: str) -> dict[str, Any]:
+    """Read a TOML file of this package."""
+    return tomllib.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
+    """Return the entry called `name`. Raises UnknownNameError, which calls the entry a `kind`."""
+    if name not in entries:
+        raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
+    return entries[name]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names of the TOML files in a directory, sorted."""
+    return sorted(path.stem for path in directory.glob("*.toml"))
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """Read a file, called a `kind` in messages. Raises FileNotFoundError and, for all other failures, ProfileError."""
+    try:
+        return tomllib.loads(read_file(path))
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
+        raise ProfileError(f"{kind} {path}: {' '.join(str(problem).split())}") from problem
+
+
+def check_table(where: str, table: Any) -> None:
+    """Raise ProfileError unless `table` maps names to texts, numbers and booleans. `where` begins the message."""
+    if not isinstance(table, dict):
+        raise ProfileError(f"{where} is not a table")
+    for key, value in table.items():
+        if not isinstance(value, Scalar):
+            raise ProfileError(f"{where}.{key} must be a text, a number, true or false")
+
+
+def created_in(where: str, content: Mapping[str, Any]) -> datetime:
+    """Return the time at which a file says it was created, 1970 if it does not say. Raises ProfileError."""
+    created = content.get("created", datetime.fromtimestamp(0, UTC))
+    if not isinstance(created, datetime):
+        raise ProfileError(f"{where}: created is not a date and time such as 2026-01-31T12:00:00Z")
+    return created
+
+
+def now() -> datetime:
+    """Return the time in UTC, in whole seconds."""
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def check_directory(path: Path) -> None:
+    """Create a directory. Raises ProfileError if no file can be written in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as problem:
+        raise ProfileError(f"no profile can be written in {path}: {problem.strerror}") from problem
+
+
+def check_writable(path: Path) -> None:
+    """Create the directory of `path`. Raises ProfileError if `write_file` could not write the file."""
+    _check_regular(path)
+    check_directory(path.parent)
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a regular file. Raises OSError for pipes and devices too, whose content may have no end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, replacing an older one completely or not at all. Raises ProfileError."""
+    _check_regular(path)
+    try:
+        replace_file(path, text)
+    except OSError as problem:
+        raise ProfileError(f"profile {path} cannot be written: {' '.join(str(problem).split())}") from problem
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file beside `path` and rename it, so that readers see the old or the new text. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
+        try:
+            part.write(text)
+            part.close()
+            os.chmod(part.name, 0o644)
+            os.replace(part.name, path)
+        except OSError:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+
+
+def _check_regular(path: Path) -> None:
+    """Raise ProfileError if `path` is there and is not a regular file: replacing a device would remove it."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ProfileError(f"profile {path} cannot be written: it is not a regular file")
+    except OSError as problem:
+        raise ProfileError(f"profile {path} cannot be written: {problem.strerror}") from problem
