@@ -1,7 +1,9 @@
-"""From a configuration to an engine that is ready to serve: locate, plan, load, allocate, warm up."""
+"""Building an engine from its configuration: plan memory, load the weights, reserve KV blocks, warm up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,37 +12,40 @@ from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig, ResolvedConfig, check_knob
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
-from llmsched.engine.errors import ConfigError, setting
+from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
-from llmsched.engine.measure import measured_memory, tensor_bytes
-from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.planner import plan_memory
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import OpenModel, open_model
-from llmsched.engine.out_of_memory import within_memory
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.units import human_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
-#: Knobs that say what is loaded and reserved; all others only say what is decided.
+#: Knobs that decide what is loaded and reserved; all others only affect scheduling.
 RESERVING = frozenset(
     {
         *("model", "dtype", "kv_cache_dtype", "device", "max_model_len", "block_size", "gpu_memory_utilization"),
         *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space"),
     }
 )
-#: Knobs that memory is reserved by, and that may be less than that.
+#: Knobs that memory is reserved for, and that may be lowered afterwards.
 LIMITS = frozenset({"max_num_batched_tokens", "max_num_seqs"})
 
-#: The knob that bounds the memory of KV blocks, by the kind of device.
+#: What torch's messages contain if it has no exception type for it: its allocators of CPU and pinned memory.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory")
+#: The knob that limits the memory of KV blocks, by kind of device.
 _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
-    """Load `config.model` and reserve its memory; what can be refused is refused before the weights are read.
+    """Load `config.model` and reserve its memory.
 
-    The engine's config has every value filled in. Raises ModelError, ConfigError.
+    Raises ModelError and ConfigError, if possible before the weights are read.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -65,9 +70,10 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
 
 
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
-    """An engine with other settings and nothing cached on the executor of `engine`, which must not be used any more.
+    """Return an engine with other settings and an empty cache that takes over the executor of `engine`.
 
-    Raises ConfigError for a knob of RESERVING, and for a limit above what memory is reserved for.
+    `engine` must not be used afterwards. Raises ConfigError for a knob of RESERVING, and for a limit above what memory
+    is reserved for.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "decides what is loaded and reserved; that takes an engine built anew")
@@ -90,14 +96,14 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """The executor, warmed up, and the plan with what it has really taken."""
+    """Return the executor, warmed up, and the plan with the memory that was really taken."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
-    with within_memory(plan, "loading the weights", "free memory that others use, or choose a smaller model or dtype"):
+    with _within_memory(plan, "loading the weights", "free memory that others use, or choose a smaller model or dtype"):
         model = opened.load(progress)
-    with within_memory(
+    with _within_memory(
         plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or {setting('swap_space')})"
     ):
         executor = TorchExecutor(
@@ -112,10 +118,57 @@ def _load(
         )
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
     progress("warming up", 0, 1)
-    with within_memory(plan, "computing the largest steps", remedy):
+    with _within_memory(plan, "computing the largest steps", remedy):
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
     progress("warming up", 1, 1)
-    return executor, replace(plan, measured=measured_memory(tensor_bytes(model), executor, plan, peak))
+    return executor, replace(plan, measured=_measured(tensor_bytes(model), executor, plan, peak))
+
+
+@contextmanager
+def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
+    """Turn a failed allocation into a ModelError that names what was planned and the `remedy`."""
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not any(word in str(error) for word in _OUT_OF_MEMORY):
+            raise
+        parts = {
+            "weights": plan.weights_bytes,
+            "activations": plan.activation_bytes,
+            "KV": plan.kv_bytes,
+            "the CUDA context": plan.context_bytes,
+        }
+        planned = ", ".join(f"{human_bytes(count)} for {part}" for part, count in parts.items() if count)
+        raise ModelError(
+            f"out of memory while {doing}; planned on {plan.device.name} were {planned}, "
+            f"of {human_bytes(plan.budget_bytes)}; {remedy}"
+        ) from error
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers, counting shared storage once."""
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _measured(weights: int, executor: TorchExecutor, plan: MemoryPlan, peak_activations: int | None) -> MeasuredMemory:
+    """Return the memory that an engine takes after its warm-up, in bytes.
+
+    The CUDA context is what the driver counts beyond torch's memory and what other processes held during planning.
+    """
+    context = None
+    if executor.device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(executor.device)
+        context = max(0, total - free - torch.cuda.memory_reserved(executor.device) - plan.device.used_by_others)
+    return MeasuredMemory(weights, executor.kv_cache_bytes, peak_activations, context)
 
 
 def _plan(opened: OpenModel, config: EngineConfig, dtype: str, kv_dtype: str) -> MemoryPlan:
@@ -130,7 +183,7 @@ def _plan(opened: OpenModel, config: EngineConfig, dtype: str, kv_dtype: str) ->
 
 
 def _swap(config: EngineConfig, plan: MemoryPlan) -> SwapSpace:
-    """Swap space lies in host memory; on a CPU that is what the plan is about as well."""
+    """Return the swap space. It lies in host memory, which on a CPU also holds what the plan reserves."""
     free = cpu_memory().free
     if plan.device.kind == "cpu":
         free -= plan.fixed_bytes + plan.kv_bytes

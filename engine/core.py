@@ -74,7 +74,7 @@ class Engine(StepLoop):
         self.plan = plan
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
         if plan is not None:
-            self.metrics.add_memory(plan.parts, self.scheduler.kv_use())
+            self.metrics.add_memory(plan.parts, self.scheduler.kv_usage())
         self.prefixes = PrefixAdmin(self)
         self._accounts = Accounts(self.scheduler, self.metrics, clock)
         self._streams: dict[str, OutputStream] = {}

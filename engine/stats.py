@@ -91,7 +91,7 @@ class Accounts:
         metrics.set("step_token_budget", scheduler.pacer.step_budget)
         metrics.set("swap_space_usage_perc", (swap.num_blocks - swap.num_free) / max(1, swap.num_blocks))
         if not scheduler.running or self._clock() >= self._next_use:
-            metrics.kv_usage(scheduler.kv_use())
+            metrics.kv_usage(scheduler.kv_usage())
             self._next_use = self._clock() + _USE_INTERVAL_S
         if scheduler.counters != self._booked:
             self._book_counters()

@@ -94,5 +94,5 @@ class StepLoop:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
         result = self.executor.execute(plan)
         if self.on_step is not None:
-            self.on_step(self.scheduler.kv_use(plan))
+            self.on_step(self.scheduler.kv_usage(plan))
         return plan, self.scheduler.update(plan, result)

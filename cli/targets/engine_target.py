@@ -91,7 +91,7 @@ class EngineTarget:
 
     async def state(self) -> TargetState | None:
         try:
-            use = await self._engine.call(lambda core: core.scheduler.kv_use())
+            use = await self._engine.call(lambda core: core.scheduler.kv_usage())
         except EngineDeadError:
             return None
         stats, now = self._engine.stats(), asyncio.get_running_loop().time()

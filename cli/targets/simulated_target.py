@@ -172,7 +172,7 @@ class _Sampler:
         now = self._engine.clock.now
         if now < self._next:
             return
-        scheduler, usage = self._engine.scheduler, self._engine.scheduler.kv_use()
+        scheduler, usage = self._engine.scheduler, self._engine.scheduler.kv_usage()
         self.samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), usage))
         if len(self.samples) > MOST_SAMPLES:
             del self.samples[1::2]

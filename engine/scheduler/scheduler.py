@@ -101,7 +101,7 @@ class Scheduler:
         self.kv.pins.delete(pin_id)
         self.admission.changed()
 
-    def kv_use(self, computed: StepPlan | None = None) -> KVUsage:
+    def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
         """Return how KV memory is used.
 
         With `computed`, a plan that has been computed but not yet passed to `update`: count its tokens as written, and

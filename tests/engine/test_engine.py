@@ -442,7 +442,7 @@ def test_what_kv_memory_holds_is_told_after_each_step_before_it_is_given_back() 
     while engine.has_work():
         engine.step()
     assert [(use.held, use.empty, use.total) for use in seen] == [(32, 12, 128), (32, 11, 128), (32, 10, 128)]
-    assert engine.scheduler.kv_use().held == 0
+    assert engine.scheduler.kv_usage().held == 0
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
@@ -457,7 +457,7 @@ def test_what_is_told_of_a_step_is_what_holds_after_it(arch: str, policy: str) -
     while engine.has_work():
         before = len(engine.scheduler.running)
         engine.step()
-        after = engine.scheduler.kv_use()
+        after = engine.scheduler.kv_usage()
         assert 0 <= seen[-1].empty <= seen[-1].held
         if before == len(engine.scheduler.running) and seen[-1].held == after.held:
             assert seen[-1] == after

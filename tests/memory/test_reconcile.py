@@ -11,11 +11,10 @@ import torch
 
 from llmsched.cli.profiles.apply import profile_settings, store_ratios
 from llmsched.cli.serve.banner import start_rows, told
-from llmsched.engine.build import build_engine
+from llmsched.engine.build import build_engine, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.measure import tensor_bytes
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan, Reconciled, ratios, reconcile
 from llmsched.engine.request import SamplingParams
 from llmsched.profiles.tuned import TunedProfile, load_profile, save_profile
