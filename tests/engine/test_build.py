@@ -12,7 +12,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.model import open as opening
+from llmsched.engine.model import loader as opening
 from llmsched.engine.model.paged import KVCache
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.scheduler.policies import StaticScheduler
