@@ -91,6 +91,16 @@ class Load(Protocol):
         ...
 
 
+def plan_first(
+    load: Load, count: int | None, ids: Sequence[int] | None, encode: Encode | None = None
+) -> tuple[list[PlannedRequest], float | None]:
+    """Return the first `count` requests of a load (None: all) and their share of its `stop_after`; see `Load.plan`."""
+    planned, stop_after = load.plan(ids, encode), load.stop_after
+    if count is None:
+        return planned, stop_after
+    return planned[:count], None if stop_after is None else stop_after * count / load.num_requests
+
+
 #: Sends a request and notes on the record what happens; raises RequestFailed if it is not served.
 Send = Callable[[PlannedRequest, RequestRecord], Awaitable[None]]
 

@@ -1,4 +1,4 @@
-"""A tuned profile as settings of an engine: what it sets, what it was found for, what its memory turned out to be."""
+"""Use of a tuned profile: its settings for an engine, warnings where it does not fit, and its memory ratios."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmsched.profiles.tuned import TunedProfile, load_profile, same_model, stor
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """The flags, with the profile's settings for those that were left out. Raises ConfigError as `profile_settings`."""
+    """Add the profile's settings for flags that were not given. Raises ConfigError as `profile_settings`."""
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)
@@ -30,12 +30,15 @@ def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOpti
 
 
 def profile_settings(name_or_path: str) -> dict[str, Any]:
-    """Fields of EngineConfig that the profile sets. Raises ConfigError when it cannot be read or sets anything else."""
+    """Return the fields of EngineConfig that the profile sets.
+
+    Raises ConfigError if the profile cannot be read, or if it sets an unknown field or a value of the wrong type.
+    """
     profile = _load(name_or_path)
     known, types = {f.name for f in fields(EngineConfig)} - {"model"}, get_type_hints(EngineConfig)
     for name, value in profile.engine.items():
         if name not in known:
-            raise ConfigError("profile", f"{name_or_path} sets {name!r}, which is no setting of the engine")
+            raise ConfigError("profile", f"{name_or_path} sets {name!r}, which is not an engine setting")
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
@@ -45,14 +48,14 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 
 
 def found_for_others(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
-    """Warnings where the profile was found for another model or device than those of `config`, or by simulation.
+    """Return a warning for each way in which the profile does not fit `config`: model, device, or simulated.
 
-    `simulate` is the device that is simulated, as `--simulate` takes it, None if it is this machine's. What the profile
-    does not say is taken to be the same. Raises ConfigError when it cannot be read, ModelError without such a model.
+    `simulate` is the value of `--simulate`; None means that the engine runs on this machine. What the profile does not
+    state counts as equal. Raises ConfigError if the profile cannot be read, ModelError if the model cannot.
     """
     profile = _load(name_or_path)
     found = [
-        f"profile {name_or_path} was found for another {what}: {was}, and this is {now}; `llmsched tune` finds one"
+        f"profile {name_or_path} was tuned for another {what}: {was}, not {now}; run `llmsched tune` for this one"
         for what, was, now in (*_other_model(profile, config.model), *_other_device(profile, config.device, simulate))
     ]
     if not profile.measured and simulate is None:
@@ -82,7 +85,7 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
 
 
 def _gpu_table(simulate: str) -> dict[str, Scalar]:
-    """A simulated GPU as profiles name it; empty for one that is not known, which is refused elsewhere."""
+    """Return the table [device] of a simulated GPU; empty for an unknown GPU, which is refused elsewhere."""
     try:
         return {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
     except UnknownNameError:
@@ -90,14 +93,15 @@ def _gpu_table(simulate: str) -> dict[str, Scalar]:
 
 
 def device_table(device: str) -> dict[str, Scalar]:
-    """This machine's device of a kind ("auto", "cpu" or "cuda"), as profiles name it. Raises ConfigError."""
+    """Return the table [device] of this machine's "cpu" or "cuda" device, or "auto". Raises ConfigError."""
     memory = device_memory(device)
     return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
 
 
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:
-    """Write actual / predicted memory into the profile, unless it was found for another model or device than those of
-    `config`. Returns why that cannot be done, None if it can.
+    """Write the ratios of actual to predicted memory into the profile if it is for the model and device of `config`.
+
+    Return the reason if the file cannot be written, else None.
     """
     try:
         profile = load_profile(name_or_path)

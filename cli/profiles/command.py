@@ -1,4 +1,4 @@
-"""`llmsched profiles`: list, show and compare what `tune` and `calibrate` have written."""
+"""`llmsched profiles`: list, show and compare the profiles of `tune` and the calibrations of `calibrate`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.profiles import differences, listing
-from llmsched.cli.profiles import show as one
+from llmsched.cli.profiles import profile_views
 from llmsched.engine.errors import LlmschedError
 
 profiles = typer.Typer(
@@ -33,37 +32,39 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def _list(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         if as_json:
-            raise LlmschedError(f"--json belongs behind {context.invoked_subcommand}, whose output it is about")
+            raise LlmschedError(f"put --json after {context.invoked_subcommand}")
         return
-    found = listing.everything()
+    found = profile_views.list_entries()
     if as_json:
-        render.emit_json(listing.as_json(found))
+        render.emit_json(profile_views.entries_json(found))
     else:
-        listing.show(found)
+        profile_views.show_entries(found)
 
 
 @profiles.command("show")
 def _show(
-    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A profile by name or path, or a calibration.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|PATH", help="Name or path of a profile, or name of a calibration.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Show one: its settings, what they are good for, and the curve that they were chosen from."""
-    found = one.load(name)
+    """Show one profile: its settings, the load, model and device they are for, and the trials they were chosen from."""
+    found = profile_views.load_content(name)
     if as_json:
         render.emit_json(found)
     else:
-        one.show(name, found)
+        profile_views.show_content(name, found)
 
 
 @profiles.command("diff")
 def _diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A profile by name or path.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    first: Annotated[str, typer.Argument(metavar="A", help="Name or path of a profile.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Name or path of another profile.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two: settings, SLOs, load, model, device, versions and what the chosen setting gave."""
-    found = differences.between(first, second)
+    """Compare two profiles: settings, SLOs, load, model, device, versions and the results of the chosen settings."""
+    found = profile_views.compare_profiles(first, second)
     if as_json:
         render.emit_json(found)
     else:
-        differences.show(first, second, found)
+        profile_views.show_differences(first, second, found)

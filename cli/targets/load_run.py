@@ -12,7 +12,7 @@ from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.figures.token_times import CountTokens
-from llmsched.cli.load.load import Load, run_load
+from llmsched.cli.load.load import Load, plan_first, run_load
 from llmsched.cli.targets.interface import Target
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
@@ -34,9 +34,12 @@ async def run_workload(
     progress: Progress,
     count_tokens: CountTokens | None = None,
     partial: bool = False,
+    first: int | None = None,
 ) -> Measurement:
     """Send a load to a target and measure it (see send_workload)."""
-    run = await send_workload(target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial)
+    run = await send_workload(
+        target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial, first=first
+    )
     return measure(run, workload, slo, count_tokens)
 
 
@@ -48,13 +51,14 @@ async def send_workload(
     timeout: float | None,
     progress: Progress,
     partial: bool = False,
+    first: int | None = None,
 ) -> RunRecord:
-    """Send a load to a target. Random prompts consist of token `ids`, or of words if None.
+    """Send a load to a target, or only its `first` requests. Random prompts consist of token `ids`, else of words.
 
     `partial`: a cancellation (Ctrl-C) ends the load, and the requests that have ended are the run, if there are any.
     """
-    planned = workload.plan(ids, target.encode)
-    total = 0 if workload.stop_after else len(planned)
+    planned, stop_after = plan_first(workload, first, ids, target.encode)
+    total = 0 if stop_after else len(planned)
     ended: list[RequestRecord] = []
     untold: list[RequestRecord] = []
     live = LiveFigures(asyncio.get_running_loop().time)
@@ -82,7 +86,7 @@ async def send_workload(
                     closed=workload.closed,
                     max_concurrency=workload.max_concurrency,
                     timeout=timeout,
-                    stop_after=workload.stop_after,
+                    stop_after=stop_after,
                     on_end=count,
                 )
                 interrupted = False

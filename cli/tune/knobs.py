@@ -1,7 +1,8 @@
-"""What is searched: a setting, its knobs, and the values of a knob that can make a difference. Pure."""
+"""Knobs that tune searches, and the values of each that can make a difference. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -11,17 +12,18 @@ from llmsched.engine.latency import Slo
 
 _DEFAULT = EngineConfig()
 
-#: Shares of blocks kept free that are tried where KV is scarce.
+#: Headroom values tried if KV memory is scarce (shares of blocks that admission keeps free).
 HEADROOMS = (0.02, 0.05, 0.1, 0.2)
-#: KV may be scarce when more than this share of what headroom leaves was in use: whole requests are let in or not.
+#: KV is scarce if more than this share of what headroom leaves was in use. It is below 1 because admission takes
+#: whole requests and so leaves a remainder.
 SCARCE = 0.75
-#: Gaps that steps are sized to, as shares of the SLO: its P99 lies above what a step aims at.
+#: Values of target_itl tried, as shares of the SLO: the P99 of ITL is above the target that steps are sized to.
 TARGETS = (1.0, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One point of the search; the fields are knobs of EngineConfig that an engine can change while it lives."""
+    """Values of all knobs: one point of the search. The fields are settings that a running engine can change."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -29,7 +31,7 @@ class Setting:
     target_itl: float | None = _DEFAULT.target_itl
 
     def limits(self) -> Limits:
-        """The setting for `Engine.reconfigure`."""
+        """Return the setting as arguments of `Engine.reconfigure`."""
         return Limits(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
@@ -38,17 +40,17 @@ class Setting:
         )
 
     def known(self) -> dict[str, int | float]:
-        """The knobs that are set, for a profile."""
+        """Return the knobs that are not None, for a profile."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-#: The knobs in the order in which they are searched.
+#: Names of the knobs, in search order.
 KNOBS = tuple(f.name for f in fields(Setting))
 
 
 @dataclass(frozen=True, slots=True)
 class PeakDemand:
-    """What the load asked of the engine at its peak: running requests, and the share of KV blocks in use."""
+    """Most requests that ran in one step, largest share of KV memory held, and whether a request was preempted."""
 
     running: int
     kv_share: float
@@ -56,41 +58,43 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """The knobs of a list with commas, in the order of KNOBS. Raises LlmschedError naming the one that is none."""
+    """Parse a comma-separated list of knobs, in the order of KNOBS. Raises LlmschedError naming an unknown one."""
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
-        raise LlmschedError(f"--knobs: {unknown[0]!r} is none of {', '.join(KNOBS)}")
+        raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")
     if not given:
         raise LlmschedError(f"--knobs names no knob; choose from {', '.join(KNOBS)}")
     return tuple(name for name in KNOBS if name in given)
 
 
 def powers_of_two(low: int, high: int) -> list[int]:
-    """Both bounds and the powers of two between them, ascending, each once.
+    """Return both bounds and the powers of two between them, ascending, without duplicates.
 
     Raises LlmschedError unless 1 <= low <= high.
     """
     if not 1 <= low <= high:
-        raise LlmschedError(f"the sweep from {low} to {high} is empty; the lower bound is 1 or more, the upper no less")
+        raise LlmschedError(
+            f"cannot sweep from {low} to {high}: the lower bound must be at least 1 and at most the upper bound"
+        )
     between = (1 << power for power in range(low.bit_length(), high.bit_length()))
     return sorted({low, *between, high})
 
 
 def largest_useful(concurrency: int, input_len: int) -> int:
-    """The power of two that holds all prompts of a load at once: a larger step would find nothing to fill it with."""
+    """Return the power of two that holds all concurrent prompts of a load; a larger step could not be filled."""
     return 1 << (concurrency * input_len - 1).bit_length()
 
 
 def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
-    """`setting` itself, then the same with each other value of one knob."""
+    """Return `setting`, then copies of it with each other value of one knob."""
     others = [replace(setting, **{knob: value}) for value in values]
     return [setting, *(other for other in others if other != setting)]
 
 
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
-    """Other caps of running requests: powers of two from an eighth of what ran at the peak to below it.
+    """Return settings with other max_num_seqs: powers of two from an eighth of the peak to below it.
 
-    More than the peak changes nothing, unless it was the cap that ended it: then up to `most`.
+    A cap above the peak changes nothing, unless the present cap limited the peak; then values up to `most` are tried.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
@@ -99,16 +103,16 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
 
 
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
-    """Other shares of blocks kept free, up to `most`, if admission ever came near them."""
+    """Return settings with other headrooms up to `most` if KV memory was scarce, else only the present setting."""
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return neighbours(setting, "headroom", [share for share in HEADROOMS if share <= most] if scarce else [])
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Steps sized to the gap that the SLOs allow between tokens, under this token budget and under the largest.
+    """Return settings whose target_itl follows from the SLOs, under the present token budget and the largest.
 
-    The largest as well because with a target the budget is only the ceiling of what steps are sized to. Where there is
-    a target already, none is tried too.
+    With a target the budget is only an upper limit of the step size, so the largest may be better. A setting that has a
+    target is also tried without one.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")
@@ -120,18 +124,18 @@ def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     return [setting, *(other for other in aimed if other != setting)]
 
 
-def describe(setting: Setting, others: list[Setting]) -> str:
-    """The setting in words: its token budget, and what else is not the same in all of `others`."""
-    parts = [f"max_num_batched_tokens {setting.max_num_batched_tokens}"]
-    for knob in KNOBS[1:]:
-        if len({getattr(other, knob) for other in others}) > 1:
-            value = getattr(setting, knob)
-            parts.append(f"{knob} {knob_in_words(knob, value)}")
-    return ", ".join(parts)
+def varied_knobs(settings: Sequence[Setting]) -> list[str]:
+    """Return max_num_batched_tokens and the other knobs that differ among the settings."""
+    return [knob for knob in KNOBS if knob == KNOBS[0] or len({getattr(each, knob) for each in settings}) > 1]
+
+
+def describe(setting: Setting, others: Sequence[Setting]) -> str:
+    """Describe a setting by its token budget and the knobs that differ among `others`."""
+    return ", ".join(f"{knob} {knob_in_words(knob, getattr(setting, knob))}" for knob in varied_knobs(others))
 
 
 def knob_in_words(knob: str, value: int | float | None) -> str:
-    """A knob's value for a person."""
+    """Format the value of a knob for a person."""
     if value is None:
         return "off"
-    return f"{value * 1e3:g} ms" if knob == "target_itl" else f"{value:g}"
+    return f"{value * 1e3:g} ms" if knob == "target_itl" else f"{value:g}" if isinstance(value, float) else str(value)

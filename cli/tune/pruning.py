@@ -1,7 +1,7 @@
-"""Settings that a cost model says are hopeless. Pure.
+"""Pruning of settings that a cost model predicts to be far from the best. Pure.
 
-The model is held to what it said of the settings that were measured: its common error is taken out, and the more its
-errors differ the more it is forgiven.
+The predictions are calibrated with the settings measured so far: their common error is corrected, and the remaining
+error widens the margin.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name, judge
 
-#: How far behind the best, or beyond a limit, a prediction must be to count, as a share, for a model without errors.
+#: Share by which a prediction must be behind the best, or above an SLO, if the model had no error.
 MARGIN = 0.15
-#: Beyond this the model is not believed at all.
+#: Error (a log ratio) above which the predictions are ignored.
 MOST_ERROR = 0.5
 
 
 class ModelBias(NamedTuple):
-    """How measured figures lie to predicted ones: the logarithm of their typical ratio, and the worst share off it."""
+    """Log ratio of measured to predicted figures: its mean, and the largest deviation from it."""
 
     shift: float
     error: float
@@ -30,12 +30,12 @@ class ModelBias(NamedTuple):
 def hopeless(
     settings: Sequence[Setting], predicted: Mapping[Setting, TrialRun], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Which of the settings need not be measured, with the reason. `predicted` has measured settings as well.
+    """Return the settings that need not be measured, with the reason. `predicted` includes measured settings.
 
-    What is compared is throughput, which bounds goodput: near a limit a small error in latency turns all goodput into
-    none, and latencies are held against the limits on their own.
+    Settings are compared by throughput, which bounds goodput: near an SLO, a small error in latency would turn all
+    goodput into none. Latencies are compared with the SLOs separately.
     """
-    table = history.throughput()
+    table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
     bias = _bias([table.effects[s] - _log(predicted[s].throughput) for s in known])
     if bias is None or bias.error > MOST_ERROR:
@@ -44,7 +44,7 @@ def hopeless(
     late = _late(settings, trials, known, history)
     rates = {setting: _log(run.throughput) + bias.shift for setting, run in predicted.items()}
     rates |= {setting: table.effects[setting] for setting in known}
-    # What is fast and misses an SLO is no reason to leave out what is slower.
+    # A fast setting that misses an SLO must not rule out a slower one.
     rivals = [trial for s in predicted if (trial := _as_known(s, trials, history)).feasible and s not in late]
     best = max((rates[t.setting] + _log(t.attainment.get("all", 1.0)) for t in rivals), default=-math.inf)
     found = dict(late)
@@ -58,7 +58,7 @@ def hopeless(
 def _late(
     settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Settings predicted to miss an SLO by more than the model is off in that figure."""
+    """Return the settings predicted to miss an SLO by more than the model's error in that figure."""
     found: dict[Setting, str] = {}
     for name, limit in history.slo.given().items():
         pairs = [(history.trial(s).held.get(name), trials[s].held.get(name)) for s in known]
@@ -74,7 +74,7 @@ def _late(
 
 
 def _as_known(setting: Setting, predicted: Mapping[Setting, Trial], history: TrialHistory) -> Trial:
-    """A setting as it was measured, else as it is predicted."""
+    """Return the measured trial of a setting, else the predicted one."""
     return history.trial(setting) if history.runs.get(setting) else predicted[setting]
 
 

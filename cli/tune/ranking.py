@@ -1,8 +1,8 @@
-"""Which settings are ahead and how surely, from runs taken in rounds on a machine that drifts. Pure.
+"""Ranking of settings from runs taken in rounds on a machine whose speed drifts. Pure.
 
-Every setting of a round had the same requests at nearly the same time, so what a round has in common is taken out: log
-score = setting + round + noise, by least squares weighted with the requests of a run (a two-way layout with empty
-cells; Scheffe, The Analysis of Variance, 1959).
+All settings of a round served the same requests at nearly the same time, so the effect of the round is removed:
+log score = setting + round + noise, fitted by least squares weighted with the requests of each run (a two-way layout
+with empty cells; Scheffe, The Analysis of Variance, 1959).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
 
-#: Scores closer than the first share are equal; uncertainty may raise it to the second.
+#: Scores count as equal within a share that uncertainty raises from the first value to at most the second.
 NOISE_FLOOR = 0.02
 NOISE_CEILING = 0.04
 
-#: What it is enough to be sure of: that no other setting is ahead of the chosen one by more than this share.
+#: A ranking is settled if, with 95 % confidence, no setting is ahead of the best by more than this share.
 REGRET = 0.03
 
-#: Noise that runs of the most requests are taken to have at least: few repeats may agree by luck.
+#: Lower bound on the noise of the longest runs, because a few repeats may agree by chance.
 _LEAST_SIGMA = 0.003
 
 #: Two-sided 95 % quantiles of Student's t by degrees of freedom.
@@ -32,7 +32,7 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 @dataclass(frozen=True)
 class Ranking:
-    """Settings by their score, the drift of rounds taken out. `effects` are logarithms, -inf for a score of 0."""
+    """Settings with their scores, the effect of rounds removed. `effects` are log scores, -inf for a score of 0."""
 
     effects: dict[Setting, float]
     _columns: dict[Setting, int]
@@ -41,23 +41,23 @@ class Ranking:
     _exact: bool = False
 
     def best(self, settings: Sequence[Setting]) -> Setting:
-        """The first of those whose score nobody exceeds by more than noise."""
+        """Return the first setting that no other exceeds by more than noise."""
         top = max(settings, key=self._effect)
         ahead = self._effect(top)
         return next(s for s in settings if s == top or ahead - self._effect(s) <= -math.log1p(-self.noise(top, s)))
 
     def ranked(self, settings: Sequence[Setting]) -> list[Setting]:
-        """The settings, highest score first, whatever the noise."""
+        """Return the settings by score, highest first, ignoring noise."""
         return sorted(settings, key=self._effect, reverse=True)
 
     def noise(self, one: Setting, other: Setting) -> float:
-        """The share by which two scores must differ to be told apart: their standard error, within bounds."""
+        """Return the share by which two scores must differ to be distinct: their standard error, within bounds."""
         if self._exact:
             return NOISE_FLOOR
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Whether it is sure (95 %) that no setting is ahead of the best by more than REGRET."""
+        """Tell whether, with 95 % confidence, no setting is ahead of the best by more than REGRET."""
         best = self.best(settings)
         return all(
             self._effect(s) - self._effect(best) + self._t() * self._error(s, best) < math.log1p(REGRET)
@@ -66,7 +66,7 @@ class Ranking:
         )
 
     def share(self, setting: Setting, of: Setting) -> float:
-        """Score of one setting as a share of another's."""
+        """Return the score of one setting as a share of another's."""
         return math.exp(self._effect(setting) - self._effect(of))
 
     def _effect(self, setting: Setting) -> float:
@@ -78,7 +78,7 @@ class Ranking:
         return _T95[max(dof for dof in _T95 if dof <= self._dof)]
 
     def _error(self, one: Setting, other: Setting) -> float:
-        """Standard error of the difference of two effects; without repeats nothing is known of it."""
+        """Return the standard error of the difference of two effects; inf without repeats."""
         if one == other or one not in self._columns or other not in self._columns:
             return 0.0
         if not self._dof:
@@ -91,7 +91,7 @@ class Ranking:
 def rank_settings(
     runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
 ) -> Ranking:
-    """The standing of all settings that have a run with a score; `exact`: the runs are without noise."""
+    """Rank all settings that have a run with a score; `exact`: the runs are without noise."""
     scored = [(run, value) for run in runs if (value := score(run)) is not None]
     zero = {run.setting for run, value in scored if value <= 0}
     scored = [(run, value) for run, value in scored if run.setting not in zero]
@@ -111,7 +111,7 @@ def rank_settings(
 
 
 def _weighted(design: np.ndarray, logs: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Coefficients, their covariance and the degrees of freedom that are left."""
+    """Return the coefficients of a weighted least-squares fit, their covariance and the degrees of freedom left."""
     if not len(logs):
         return np.zeros(0), np.zeros((0, 0)), 0
     weights = weights / weights.max()

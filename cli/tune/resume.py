@@ -1,4 +1,4 @@
-"""A search that can be interrupted: every run is written down as it ends, and not repeated when the search goes on."""
+"""Journal of a search, so that `tune --resume` continues an interrupted search without repeating its runs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from llmsched.profiles.toml_files import read_file
 
 
 def state_path(profile: Path) -> Path:
-    """Where the state of a search lies until its profile is written: beside it."""
+    """Return the path of the journal, beside the profile to be written."""
     return profile.with_name(f"{profile.stem}.state.jsonl")
 
 
 class SearchJournal:
-    """One JSON object per line: first what the search is about, then its runs and what was predicted.
+    """JSON lines file: first the identity of the search, then its runs and predictions.
 
-    `runs` and `predicted` are what a resumed search knows from before.
+    `runs` and `predicted` hold what was read from the journal of an interrupted search.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
-        """Begin a journal, or with `resume` go on with one. Raises LlmschedError if that one is about something else,
-        or the file cannot be read or written.
+        """Start a journal, or with `resume` continue one.
+
+        Raises LlmschedError if the journal belongs to another search, or if it cannot be read or written.
         """
         self.path = path
         self.runs: list[TrialRun] = []
@@ -39,7 +40,7 @@ class SearchJournal:
         if resume:
             self._read()
         else:
-            self._write({"about": self._about}, mode="w")
+            self._write(_line({"about": self._about}), mode="w")
 
     def add(self, run: TrialRun) -> None:
         self.runs.append(run)
@@ -49,25 +50,25 @@ class SearchJournal:
         self._keep({"predicted": [to_json(run) for run in predicted.values()]})
 
     def delete(self) -> None:
-        """The search is over."""
+        """Delete the file, because the search is complete."""
         self.path.unlink(missing_ok=True)
 
-    def _keep(self, line: Mapping[str, Any]) -> None:
-        """Write a line down if that is possible: a full disk must not end a search that could go on without."""
+    def _keep(self, entry: Mapping[str, Any]) -> None:
+        """Append a line if possible; warn once if not, because the search can go on without its journal."""
         if self._writable:
             try:
-                self._write(line)
+                self._write(_line(entry), mode="a")
             except LlmschedError as problem:
                 self._writable = False
-                render.warn(f"{problem}; should the search be interrupted, it begins anew")
+                render.warn(f"{problem}; if interrupted, the search cannot be resumed")
 
-    def _write(self, line: Mapping[str, Any], mode: str = "a") -> None:
+    def _write(self, text: str, mode: str) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open(mode, encoding="utf-8") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+                file.write(text)
         except OSError as problem:
-            raise LlmschedError(f"the state {self.path} cannot be written: {problem.strerror}") from problem
+            raise LlmschedError(f"the search journal {self.path} cannot be written: {problem.strerror}") from problem
 
     def _read(self) -> None:
         try:
@@ -76,41 +77,39 @@ class SearchJournal:
             raise LlmschedError(f"--resume: there is no unfinished search at {self.path}") from None
         except (OSError, UnicodeDecodeError) as problem:
             raise LlmschedError(f"--resume: {self.path} cannot be read: {problem}") from problem
-        # What ends without a line break was being written when the search was killed.
+        # A last line without a line break was being written when the search was killed.
         complete = lines[:-1]
         if lines[-1]:
-            self._cut(complete)
+            self._write("".join(f"{line}\n" for line in complete), mode="w")
         try:
             entries = [json.loads(line, parse_constant=_no_number) for line in complete]
             self._check(entries[0]["about"])
             self.runs = [from_json(entry["run"]) for entry in entries if "run" in entry]
             said = [[from_json(run) for run in entry["predicted"]] for entry in entries if "predicted" in entry]
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as problem:
-            raise LlmschedError(f"--resume: {self.path} is not the state of a search; leave out --resume") from problem
+            raise LlmschedError(f"--resume: {self.path} is not a search journal; leave out --resume") from problem
         self.predicted = [{run.setting: run for run in each} for each in said]
-
-    def _cut(self, complete: Sequence[str]) -> None:
-        try:
-            self.path.write_text("".join(f"{line}\n" for line in complete), encoding="utf-8")
-        except OSError as problem:
-            raise LlmschedError(f"the state {self.path} cannot be written: {problem.strerror}") from problem
 
     def _check(self, about: Mapping[str, Any]) -> None:
         for name in [*self._about, *(about.keys() - self._about.keys())]:
             was, is_now = about.get(name), self._about.get(name)
             if was != is_now:
                 raise LlmschedError(
-                    f"--resume: {self.path} is of a search with another {name} ({was}, now {is_now}); "
-                    "leave out --resume to start anew"
+                    f"--resume: {self.path} belongs to a search with another {name} ({was}, now {is_now}); "
+                    "leave out --resume to start over"
                 )
 
 
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, allow_nan=False) + "\n"
+
+
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 class ResumableRunner:
-    """A TrialRunner that asks another only for what the journal does not have, and writes down what that one says."""
+    """TrialRunner that returns the journal's runs first, then those of another runner, which it adds to the journal."""
 
     def __init__(self, runner: TrialRunner, journal: SearchJournal) -> None:
         self._runner = runner

@@ -22,9 +22,9 @@ from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, describe, powers_of_two
 from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
-from llmsched.cli.tune.runner import EngineRunner
-from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad
-from llmsched.cli.tune.trials import Trial, TrialHistory, rate_in_words
+from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
+from llmsched.cli.tune.trials import Trial, TrialHistory
+from llmsched.cli.tune.tune_report import rate_in_words
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.calibration.timing import measure_device
 from llmsched.engine.config import EngineConfig
@@ -66,7 +66,7 @@ async def tune(runner: TrialRunner, task: Task) -> tuple[TrialHistory, float]:
     exact = isinstance(runner, SimulatedRunner)
     history, start = task.history(exact=exact), time.perf_counter()
     lengths = rung_lengths(task.requests, task.asked.load.max_concurrency or 1)
-    rules = RaceRules(lengths[-1:], 1, drifts=False) if exact else RaceRules(lengths, task.rounds)
+    rules = RaceRules(lengths[-1:], 1) if exact else RaceRules(lengths, task.rounds)
     race = Race(runner, history, rules)
     await search(SearchSpace(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, SEQS[-1], 0.25), race)
     return history, time.perf_counter() - start

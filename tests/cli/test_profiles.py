@@ -61,7 +61,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_none_yet(command: CommandLine, tmp_path: Path) -> None:
     outcome = command("profiles")
     assert outcome.code == 0
-    assert "`llmsched tune` writes one" in outcome.out
+    assert "create them with `llmsched tune`" in outcome.out
     assert command("profiles", "--json").json == {"directory": str(tmp_path / "profiles"), "profiles": []}
 
 
@@ -80,7 +80,7 @@ def test_all_are_listed_and_a_broken_one_is_told(command: CommandLine, tmp_path:
     assert "end of a table" in listed[0]["problem"]
     assert listed[1]["summary"] == "max_num_batched_tokens 256, max_num_seqs 8, headroom 0.1"
     assert [row["measured"] for row in listed] == [None, True, False, True]
-    assert listed[3]["summary"] == "steps 3.1% off in the median"
+    assert listed[3]["summary"] == "median error of step times 3.1%"
     outcome = command("profiles")
     assert outcome.code == 0
     for part in ("day", "MEASURED", "SIMULATED", "CPU with 2 cores", "2026-01-31 12:00", COST.name):
@@ -97,7 +97,7 @@ def test_one_is_shown(command: CommandLine, tmp_path: Path) -> None:
     assert shown["created"] == "2026-01-31T12:00:00+00:00"
     text = command("profiles", "show", str(path))
     assert text.code == 0
-    for part in ("256 is the most", "the curve", "max_num_batched_tokens 128: P99 TTFT 900 ms is too much", "800"):
+    for part in ("256 is the most", "trials", "max_num_batched_tokens 128: P99 TTFT 900 ms is too much", "800"):
         assert part in text.out
 
 
@@ -122,16 +122,16 @@ def test_two_are_compared(command: CommandLine) -> None:
     assert outcome.json["workload"] == outcome.json["device"] == {}
     text = command("profiles", "diff", "day", "night").out
     assert "max_num_batched_tokens" in text
-    assert "not to be compared" not in text
+    assert "not comparable" not in text
     save_profile(replace(ONE, workload={"fingerprint": "xyz"}), "third")
-    assert "not to be compared" in command("profiles", "diff", "day", "third").out
+    assert "not comparable" in command("profiles", "diff", "day", "third").out
     assert "the settings are the same" in command("profiles", "diff", "day", "day").out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--json", "show", "day"), "--json belongs behind show"),
+        (("--json", "show", "day"), "put --json after show"),
         (("show", "away"), "no file"),
         (("diff", "away", "away"), "no file"),
         (("show", "no good"), "a name has letters"),
@@ -162,10 +162,10 @@ def test_another_model_or_device_is_warned_of(command: CommandLine) -> None:
     save_profile(here, "day")
     assert found_for_others("day", EngineConfig("demo", device="cpu")) == []
     (warning,) = found_for_others("day", EngineConfig("/models/other.gguf", device="cpu"))
-    assert "another model: demo, and this is other" in warning
+    assert "another model: demo, not other" in warning
     save_profile(replace(here, device={**here.device, "name": "CPU with 1 core"}, measured=False), "night")
     device, simulated = found_for_others("night", EngineConfig("demo", device="cpu"))
-    assert "another device: CPU with 1 core, and this is" in device
+    assert "another device: CPU with 1 core, not" in device
     assert simulated == "profile night was simulated, not measured"
     save_profile(TunedProfile(engine={}), "bare")
     assert found_for_others("bare", EngineConfig("demo", device="cpu")) == []
@@ -192,9 +192,9 @@ def test_a_gpu_is_known_by_either_of_its_names(command: CommandLine, monkeypatch
     monkeypatch.setattr(profile_module, "device_memory", lambda device: driven)
     assert found_for_others("far", config) == []
     monkeypatch.setattr(profile_module, "device_memory", lambda device: replace(driven, name="NVIDIA H200"))
-    assert "another device: NVIDIA H100 SXM5 80GB, and this is NVIDIA H200" in found_for_others("far", config)[0]
+    assert "another device: NVIDIA H100 SXM5 80GB, not NVIDIA H200" in found_for_others("far", config)[0]
     assert found_for_others("far", config, "h100:vllm") == []
-    assert "and this is NVIDIA L4" in found_for_others("far", config, "l4")[0]
+    assert "not NVIDIA L4" in found_for_others("far", config, "l4")[0]
 
 
 def test_the_newest_of_a_model_and_a_device_is_found(command: CommandLine, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_bench_takes_a_profile(command: CommandLine, tiny_model: Callable[..., P
     outcome = command("bench", str(tiny_model("llama")), "--profile", "day", *load, *blocks, "--json")
     assert outcome.code == 0
     assert outcome.json["engine"]["max_num_batched_tokens"] == 48
-    assert "profile day was found for another model: other" in outcome.err
+    assert "profile day was tuned for another model: other" in outcome.err
     refused = command("bench", "http://localhost:1", "--profile", "day")
     assert refused.code == 2
     assert "the settings of a running server cannot be changed from here" in refused.err

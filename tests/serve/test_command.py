@@ -128,8 +128,8 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     [
         ("max_num_seqs = '12'", "max_num_seqs to '12'"),
         ("max_num_seqs = true", "max_num_seqs to True"),
-        ("colour = 1", "'colour', which is no setting"),
-        ("model = 'other'", "'model', which is no setting"),
+        ("colour = 1", "'colour', which is not an engine setting"),
+        ("model = 'other'", "'model', which is not an engine setting"),
     ],
 )
 def test_a_profile_with_a_wrong_setting(tmp_path: Path, settings: str, message: str) -> None:

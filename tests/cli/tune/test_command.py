@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from command_line import CommandLine, Outcome
 
-from llmsched.cli.tune import runner
 from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.runners import EngineRunner
 from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.engine import build
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
@@ -64,7 +65,7 @@ def test_no_value_meets_the_slo(tune: Callable[..., Outcome], tmp_path: Path) ->
     report = outcome.json
     assert report["best"] is report["profile"] is None
     assert report["nearest_miss"]["p99_ttft_ms"] > 0
-    assert "nearest is max_num_batched_tokens" in report["explanation"]
+    assert "the nearest is max_num_batched_tokens" in report["explanation"]
     assert all("P99 TTFT" in trial["reason"] for trial in report["trials"])
     assert not list((tmp_path / "profiles").iterdir())
 
@@ -81,18 +82,18 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
 def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """F18: the sweep goes on with an engine that is built anew."""
     built: list[EngineConfig] = []
-    build, reconfigure = runner.build_engine, Engine.reconfigure
+    real_build, reconfigure = build.build_engine, Engine.reconfigure
 
     def counting(config: EngineConfig, progress: object) -> object:
         built.append(config)
-        return build(config, progress)  # type: ignore[arg-type]
+        return real_build(config, progress)  # type: ignore[arg-type]
 
     def deadly(engine: Engine, **limits: Any) -> None:
         if limits["max_num_batched_tokens"] == 50:
             raise MemoryError("out of memory")
         reconfigure(engine, **limits)
 
-    monkeypatch.setattr(runner, "build_engine", counting)
+    monkeypatch.setattr(build, "build_engine", counting)
     monkeypatch.setattr(Engine, "reconfigure", deadly)
     report = tune("--json", "--knobs", "max_num_batched_tokens").json
     assert [trial["feasible"] for trial in report["trials"]] == [True, True, False]
@@ -103,14 +104,14 @@ def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], mon
 def test_the_sweep_ends_at_what_fits(
     command: CommandLine, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = runner.build_engine
+    real_build = build.build_engine
 
     def small_machine(config: EngineConfig, progress: object) -> object:
         if (config.max_num_batched_tokens or 0) > 64:
             raise ConfigError("gpu_memory_utilization", "no room")
-        return build(config, progress)  # type: ignore[arg-type]
+        return real_build(config, progress)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "build_engine", small_machine)
+    monkeypatch.setattr(build, "build_engine", small_machine)
     model = (str(tiny_model("llama")), "--num-gpu-blocks-override", "64")
     outcome = command("tune", *model, *QUICK, "--json")
     assert outcome.code == 0
@@ -140,7 +141,7 @@ def test_the_sweep_ends_at_what_fits(
         (("--output", "no good"), "--output: profile 'no good'"),
         (("--slo-ttft", "800"), "needs a unit"),
         (("--request-rate", "nan"), "--request-rate: nan"),
-        (("--knobs", "max_num_seqs,speed"), "'speed' is none of max_num_batched_tokens"),
+        (("--knobs", "max_num_seqs,speed"), "'speed' is not a knob; choose from max_num_batched_tokens"),
         (("--knobs", ","), "names no knob"),
         (("--knobs", "headroom", "--headroom", "20%"), "--knobs headroom: --headroom 0.2 fixes it"),
         (("--knobs", "target_itl", "--target-itl", "50ms"), "--knobs target_itl: --target-itl 0.05 fixes it"),
@@ -152,7 +153,7 @@ def test_the_sweep_ends_at_what_fits(
         (("--arrivals", "constant"), "--arrivals: the shape of a schedule"),
         (("--resume",), "there is no unfinished search at"),
         (("--maximize", "luck"), "luck"),
-        (("--scheduling-policy", "static"), "--scheduling-policy static: it is a baseline"),
+        (("--scheduling-policy", "static"), "--scheduling-policy static is a baseline"),
         (("--scheduling-policy", "fcfs", "--target-itl", "20ms"), "--target-itl: 0.02 has no effect"),
     ],
 )
@@ -165,39 +166,39 @@ def test_bad_usage_is_exit_code_2(tune: Callable[..., Outcome], arguments: tuple
 def test_a_load_that_takes_long_to_send_is_warned_of(tune: Callable[..., Outcome]) -> None:
     slow = ("--request-rate", "20", "--arrivals", "constant", "--knobs", "max_num_batched_tokens")
     outcome = tune(*slow, "--time-limit", "1s")
-    assert "sending this load once takes 150 ms, and 1.00 s are for the whole search" in outcome.err
+    assert "sending this load once takes 150 ms, but the time limit of the whole search is 1.00 s" in outcome.err
     assert "sending this load" not in tune(*slow).err
 
 
 def test_a_server_is_refused_with_the_reason(command: CommandLine) -> None:
     outcome = command("tune", "http://localhost:8000")
     assert outcome.code == 2
-    assert "the settings of a running server cannot be changed from here" in outcome.err
+    assert "cannot tune a running server" in outcome.err
 
 
 def test_an_interrupted_search_says_how_to_go_on_and_does(
     tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured = runner.EngineRunner.run
+    measured = EngineRunner.run
     ran: list[int] = []
 
-    async def interrupted(self: runner.EngineRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
+    async def interrupted(self: EngineRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
         if len(ran) == 2:
             raise KeyboardInterrupt
         ran.append(setting.max_num_batched_tokens)
         return await measured(self, setting, requests, round_index)
 
-    monkeypatch.setattr(runner.EngineRunner, "run", interrupted)
+    monkeypatch.setattr(EngineRunner, "run", interrupted)
     stopped = tune("--output", "quick")
     assert stopped.code == 130
-    assert "--resume goes on from here" in stopped.err
+    assert "to continue the search, run the same command with --resume" in stopped.err
     assert (tmp_path / "profiles" / "quick.state.jsonl").exists()
 
     other = tune("--output", "quick", "--resume", "--slo-itl", "1s")
     assert other.code == 2
     assert "another SLOs" in other.err
 
-    monkeypatch.setattr(runner.EngineRunner, "run", measured)
+    monkeypatch.setattr(EngineRunner, "run", measured)
     outcome = tune("--output", "quick", "--resume", "--json")
     assert outcome.code == 0
     assert {trial["max_num_batched_tokens"] for trial in outcome.json["trials"]} == {16, 32, 50}
@@ -209,7 +210,7 @@ def test_it_begins_from_the_last_profile_of_the_model(tune: Callable[..., Outcom
     profile = load_profile("first")
     save_profile(replace(profile, engine={**profile.engine, "max_num_batched_tokens": 24, "headroom": 0.2}), "first")
     outcome = tune("--json")
-    assert outcome.json["notes"][0] == "the search began from profile first"
+    assert outcome.json["notes"][0] == "the search started from profile first"
     assert {trial["max_num_batched_tokens"] for trial in outcome.json["trials"]} == {16, 24, 32, 50}
     assert {trial["headroom"] for trial in outcome.json["trials"]} == {0.2}
     cold = tune("--json", "--no-warm-start").json

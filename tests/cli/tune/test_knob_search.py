@@ -17,7 +17,8 @@ from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import KNOBS, PeakDemand, Setting, powers_of_two
 from llmsched.cli.tune.race import Race, RaceRules, rung_lengths
 from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import TrialHistory, explain
+from llmsched.cli.tune.trials import TrialHistory
+from llmsched.cli.tune.tune_report import explain
 from llmsched.engine.latency import Slo
 
 BUDGETS = tuple(powers_of_two(32, 1024))
@@ -161,9 +162,9 @@ def test_what_cannot_matter_is_left_alone_and_said() -> None:
     surface = SimulatedMachine(hill(128, 16), running=1)
     history, notes = searched(surface, slo=Slo(ttft=10.0), knobs=KNOBS)
     assert notes == [
-        "max_num_seqs was left as it is: no more than 1 requests ran at a time",
-        "headroom was left as it is: KV was never scarce (at most 10% of KV blocks were in use)",
-        "target_itl was left as it is: it needs an SLO of ITL or TPOT (--slo-itl, --slo-tpot)",
+        "max_num_seqs was not searched: at most 1 requests ran at once",
+        "headroom was not searched: KV was never scarce (at most 10% of KV blocks were in use)",
+        "target_itl was not searched: it needs an SLO on ITL or TPOT (--slo-itl, --slo-tpot)",
     ]
     assert len({trial.setting.max_num_seqs for trial in history.trials()}) == 1
 
@@ -202,8 +203,8 @@ def test_it_ends_in_time_and_says_so() -> None:
     assert surface.work <= 105.0
     assert history.best() is not None
     assert notes[-2:] == [
-        "the choice rests on runs of the first 8 of 32 requests",
-        "the time was over before the search was: longer runs or more repeats may change the choice",
+        "the choice rests on short runs: the first 8 of 32 requests",
+        "the time limit ended the search early: longer runs or more repeats may change the choice",
     ]
     first_round_only = SimulatedMachine(lambda s: 10.0)
     searched(first_round_only, time_limit=0.0)
@@ -217,7 +218,7 @@ def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
     best = history.best()
     assert best is not None
     assert best.setting.max_num_batched_tokens == 512
-    assert notes == ["the machine changed under 1 of the first rounds, which were run again"]
+    assert notes == ["1 of the first rounds were repeated because the machine's speed changed meanwhile"]
     assert [index for _, _, index in surface.log][:14] == [0] * 7 + [1] * 6 + [2]
 
 
@@ -229,7 +230,7 @@ def test_when_everything_breaks_every_setting_has_been_tried() -> None:
     history, notes = searched(Broken(lambda s: 1.0))
     assert history.best() is None
     assert [trial.reason for trial in history.trials()] == [f"RuntimeError: no {tokens}" for tokens in BUDGETS]
-    assert notes == ["max_num_seqs was left as it is: no setting works so far"]
+    assert notes == ["max_num_seqs was not searched: no setting works so far"]
 
 
 def test_one_that_proves_too_late_in_full_makes_room_for_the_next() -> None:

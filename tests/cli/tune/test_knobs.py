@@ -101,7 +101,7 @@ def test_targets_follow_from_the_tightest_slo_of_gaps() -> None:
 
 def test_knobs_are_read_and_ordered() -> None:
     assert parse_knobs("headroom, max-num-seqs") == ("max_num_seqs", "headroom")
-    with pytest.raises(LlmschedError, match="'luck' is none of max_num_batched_tokens, max_num_seqs"):
+    with pytest.raises(LlmschedError, match="'luck' is not a knob; choose from max_num_batched_tokens, max_num_seqs"):
         parse_knobs("luck")
 
 

@@ -129,7 +129,7 @@ def test_a_run_that_cannot_have_been_is_refused_in_words(tmp_path: Path, old: st
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    with pytest.raises(LlmschedError, match="is not the state of a search; leave out --resume"):
+    with pytest.raises(LlmschedError, match="is not a search journal; leave out --resume"):
         SearchJournal(path, ABOUT, resume=True)
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_does_not_end_the_search(tmp_path: Path, capsys: pyt
     path.parent.write_text("")
     for _ in range(2):
         journal.add(made_run(Setting(64, 8), 8, 0, 10.0))
-    assert capsys.readouterr().err.count("it begins anew") == 1
+    assert capsys.readouterr().err.count("the search cannot be resumed") == 1
     assert len(journal.runs) == 2
 
 

@@ -12,9 +12,9 @@ from command_line import CommandLine, Outcome
 
 from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.targets.simulated_target import simulate_workload
-from llmsched.cli.tune import simulated_runner as simulate
+from llmsched.cli.tune import runners
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.simulated_runner import SimulatedRunner, TrialLoad, simulated_run
+from llmsched.cli.tune.runners import SimulatedRunner, TrialLoad, simulated_run
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.blueprint import gpu_blueprint
 from llmsched.engine.config import EngineConfig
@@ -44,7 +44,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     config = EngineConfig(str(CONFIG), max_num_batched_tokens=1024)
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), config, "h100")
     setting = Setting(256, 16)
-    run = simulated_run(blueprint.engine(), setting, 40, 0, TrialLoad(LOAD, SLO, 60.0))
+    run = simulated_run(blueprint.engine(), setting, 40, TrialLoad(LOAD, SLO, 60.0))
     figures = simulate_workload(blueprint, LOAD, SLO, max_num_batched_tokens=256, max_num_seqs=16)
     assert run.completed == figures.requests.completed == 40
     assert run.tokens_per_s == figures.rates.output_tokens_steady
@@ -54,7 +54,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     assert 1 < run.demand.running <= 16
     assert 0 < run.demand.kv_share < 1
     assert not run.demand.preempted
-    short = simulated_run(blueprint.engine(), setting, 10, 0, TrialLoad(LOAD, SLO, 60.0))
+    short = simulated_run(blueprint.engine(), setting, 10, TrialLoad(LOAD, SLO, 60.0))
     assert short.completed == 10
 
     runner = SimulatedRunner(blueprint, TrialLoad(LOAD, SLO, 60.0))
@@ -67,7 +67,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
 def test_what_ends_in_its_first_step_is_demand_as_well() -> None:
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
     load = Workload(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
-    demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, 0, TrialLoad(load, SLO, 60.0)).demand
+    demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, TrialLoad(load, SLO, 60.0)).demand
     assert demand is not None
     assert demand.running == 4
     assert demand.kv_share > 0
@@ -136,7 +136,7 @@ def test_a_search_does_not_go_on_with_the_steps_of_another_engine(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(simulate, "simulated_run", interrupted)
+        patch.setattr(runners, "simulated_run", interrupted)
         assert tune("--output", "one").code == 130
     outcome = tune("--output", "one", "--resume", "--simulate", "h100:vllm")
     assert outcome.code == 2
@@ -165,7 +165,7 @@ def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[
     ("arguments", "message"),
     [
         (("--simulate", "abacus"), "abacus"),
-        (("--rounds", "2"), "--rounds: a virtual clock says the same each time"),
+        (("--rounds", "2"), "--rounds: a simulation gives the same figures each time"),
         (("--report", "/nowhere/at/all.html"), "has no directory"),
         (("--max-num-seqs", "100000"), "max-num-seqs"),
     ],

@@ -14,8 +14,8 @@ from llmsched.cli.tune.trial_runs import (
     ThinnedSamples,
     failed_run,
     from_json,
-    percentile,
     pooled,
+    pooled_statistic,
     thinned,
     to_json,
 )
@@ -27,7 +27,7 @@ def test_few_samples_are_all_kept() -> None:
     assert kept == ThinnedSamples((0.1, 0.2, 0.3), 1, pytest.approx(0.6), 0.3)
     assert thinned([]) == ThinnedSamples()
     assert pooled([]).count == pooled([ThinnedSamples()]).count == 0
-    assert percentile([ThinnedSamples()], "p99") is None
+    assert pooled_statistic([ThinnedSamples()], "p99") is None
 
 
 def test_many_samples_keep_their_distribution() -> None:
@@ -40,7 +40,7 @@ def test_many_samples_keep_their_distribution() -> None:
     assert about.max == exact.max
     for name in ("p50", "p95", "p99"):
         assert getattr(about, name) == pytest.approx(getattr(exact, name), rel=0.02)
-    assert percentile([kept], "p90") == pytest.approx(statistic(all_of_them, "p90"), rel=0.02)
+    assert pooled_statistic([kept], "p90") == pytest.approx(statistic(all_of_them, "p90"), rel=0.02)
 
 
 def test_a_thinned_run_weighs_what_it_had() -> None:

@@ -14,7 +14,8 @@ from llmsched.cli.load.synthetic import Workload
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import Race, RaceRules
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run, run_of
-from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, explain, judge
+from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, judge
+from llmsched.cli.tune.tune_report import explain
 from llmsched.engine.latency import Slo
 
 SLO = Slo(ttft=1.0, itl=0.2)
@@ -57,7 +58,7 @@ def raced(
 
     async def main() -> None:
         race = Race(runner, history, RaceRules(lengths, rounds))
-        await race("all", list(runner.outcomes))
+        await race.qualify("all", list(runner.outcomes))
         await race.final()
 
     asyncio.run(main())
@@ -103,12 +104,12 @@ def test_none_feasible_is_said_with_the_reason_of_each() -> None:
     assert nearest is not None
     assert nearest.setting == D
     assert explain(history) == (
-        "none of the 3 settings tried is feasible; nearest is max_num_batched_tokens 256: P99 TTFT 3,000 ms is above "
-        "1000 ms; relax the SLOs or lower the load"
+        "none of the 3 settings tried is feasible; the nearest is max_num_batched_tokens 256: P99 TTFT 3,000 ms is "
+        "above 1000 ms; relax the SLOs or lower the load"
     )
     broken = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C)}))
     assert broken.nearest_miss() is None
-    assert explain(broken) == "none of the 2 settings tried works; the reason stands with each"
+    assert explain(broken) == "none of the 2 settings tried works; see the reason of each"
 
 
 def test_the_nearest_miss_is_the_least_one() -> None:
@@ -131,7 +132,9 @@ def test_one_setting_is_not_the_most_of_one() -> None:
     assert explain(alone).endswith("tokens/s, by the only setting tried, which meets the SLOs")
     assert explain(raced(Scripted({A: lambda n: figures(1.2)}), slo=Slo())).endswith("which works (no SLO was given)")
     late = raced(Scripted({D: lambda n: figures(5, ttft=3.0)}))
-    assert explain(late).startswith("not even the only setting tried is feasible; nearest is max_num_batched_tokens")
+    assert explain(late).startswith(
+        "not even the only setting tried is feasible; the nearest is max_num_batched_tokens"
+    )
     of_two = raced(Scripted({A: lambda n: figures(1.2), B: lambda n: figures(0.5, ttft=3.0)}))
     assert explain(of_two).endswith("tokens/s, by the only one of 2 settings that meets the SLOs")
 
@@ -166,7 +169,7 @@ def test_more_throughput_beyond_the_noise_wins() -> None:
     best = history.best()
     assert best is not None
     assert best.setting == B
-    assert explain(history).endswith("is the most of the 3 of 3 settings that meet the SLOs")
+    assert explain(history).endswith("is the highest of the 3 of 3 settings that meet the SLOs")
 
 
 def test_goodput_and_throughput_can_disagree() -> None:
@@ -187,7 +190,7 @@ def test_the_sentence_tells_of_a_tie() -> None:
     history = raced(Scripted({A: lambda n: figures(1.2), E: lambda n: figures(1.21)}), rounds=3, slo=Slo())
     first = history.trials()[0]
     assert explain(history) == (
-        f"max_num_batched_tokens 32: {first.output_tokens_per_s:.1f} tokens/s is within the noise (2%) of the most "
+        f"max_num_batched_tokens 32: {first.output_tokens_per_s:.1f} tokens/s is within the noise (2%) of the highest "
         "(max_num_batched_tokens 512) of the 2 of 2 settings that work (no SLO was given)"
     )
 
@@ -287,7 +290,7 @@ def test_the_sentence_is_of_runs_that_can_be_compared() -> None:
     for run in (made_run(D, 8, 0, 45.0, itl=0.5), made_run(A, 32, 1, 20.0), made_run(C, 32, 1, 16.0)):
         history.add(run)
     assert explain(history) == (
-        "max_num_batched_tokens 32: 20.0 tokens/s is the most of the 2 that were run in full, and so of the 3 of 4 "
+        "max_num_batched_tokens 32: 20.0 tokens/s is the highest of the 2 that ran in full out of the 3 of 4 "
         "settings that meet the SLOs"
     )
 
@@ -297,7 +300,8 @@ def test_without_noise_there_is_none_in_the_sentence() -> None:
     history.add(made_run(A, 8, 0, 99.0))
     history.add(made_run(B, 8, 0, 100.0))
     assert explain(history).endswith(
-        "99.0 tokens/s is within 2% of the most (max_num_batched_tokens 64) of the 2 of 2 settings that meet the SLOs"
+        "99.0 tokens/s is within 2% of the highest (max_num_batched_tokens 64) of the 2 of 2 settings that meet the "
+        "SLOs"
     )
     history.add(made_run(C, 8, 0, 103.0))
     best = history.best()

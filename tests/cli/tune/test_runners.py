@@ -1,4 +1,4 @@
-"""What the steps of an engine teach while it serves."""
+"""Runners: what they note of an engine's steps, and the predictions made from them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 from fakes import Harness, make_request, tokens
 
 from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.tune.knobs import PeakDemand, Setting
-from llmsched.cli.tune.runner import EngineRunner
-from llmsched.cli.tune.simulated_runner import TrialLoad
-from llmsched.cli.tune.watch import StepWatch
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.runners import EngineRunner, StepWatch, TrialLoad
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape
@@ -47,19 +45,13 @@ def test_what_steps_cost_is_learned() -> None:
     assert StepWatch(Harness(8)).cost() is None  # type: ignore[arg-type]
 
 
-def test_the_peak_of_a_run_is_told_and_forgotten() -> None:
-    watch = served(Harness(200, budget=64, max_num_seqs=3))
-    demand = watch.demand()
-    assert demand.running == 3
-    assert 0 < demand.kv_share < 1
-    assert not demand.preempted
-    watch.reset()
-    assert watch.demand() == PeakDemand(0, 0.0, False)
+def test_the_most_requests_in_one_step_are_counted() -> None:
+    assert served(Harness(200, budget=64, max_num_seqs=3)).peak_running == 3
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..., Path], arch: str) -> None:
-    """Also where layers with windows give blocks back."""
+    """Also where layers with sliding windows free blocks. Each run reports its own peak demand."""
     config = EngineConfig(str(tiny_model(arch)), device="cpu", max_num_batched_tokens=128, num_gpu_blocks_override=128)
     load = Workload(num_prompts=8, input_len=60, output_len=20, max_concurrency=4)
     settings = [Setting(budget, 8) for budget in (16, 32, 128)]
@@ -70,10 +62,17 @@ def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..
             assert runner.predict(settings, 8) == {}
             run = await runner.run(settings[0], 8, 0)
             predicted = runner.predict(settings, 8)
+            alone = await runner.run(settings[0], 1, 1)
         finally:
             await runner.close()
         assert list(predicted) == settings
         assert all(each.completed == 8 and each.tokens_per_s for each in predicted.values())
+        assert run.demand is not None
+        assert alone.demand is not None
         assert predicted[settings[0]].demand == run.demand
+        assert run.demand.running == 4
+        assert 0 < alone.demand.kv_share < run.demand.kv_share < 1
+        assert not run.demand.preempted
+        assert alone.demand.running == 1
 
     asyncio.run(main())

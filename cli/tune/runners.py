@@ -1,0 +1,222 @@
+"""Runners: measure a setting on an engine in this process, or simulate it on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmsched.cli.figures.kv_memory import KVMeter
+from llmsched.cli.figures.measure import measure
+from llmsched.cli.figures.record import RunRecord
+from llmsched.cli.load.load import Load, plan_first
+from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode, usable_ids
+from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
+from llmsched.cli.targets.load_run import run_workload, warm_up
+from llmsched.cli.targets.simulated_clients import simulate_load
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.trial_runs import TrialRun, run_of
+from llmsched.engine.blueprint import Blueprint
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
+from llmsched.engine.kv.pool import KVUsage
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import Progress, silent
+from llmsched.engine.simulated_engine import SimulatedEngine
+
+if TYPE_CHECKING:
+    from llmsched.engine.core import Engine
+    from llmsched.engine.service import AsyncEngine
+
+_WARMUP_OUTPUT_LEN = 4
+#: The step-time model is fitted to at most this many of the latest steps, and to no fewer than this many.
+_MAX_STEPS, _MIN_STEPS = 4096, 32
+
+
+class TrialLoad(NamedTuple):
+    """Load that every setting serves, the SLOs it is judged by, and the timeout of a request in seconds.
+
+    Random prompts consist of token `ids`; `encode` turns the texts of a trace into token ids.
+    """
+
+    load: Load
+    slo: Slo
+    timeout: float
+    ids: Sequence[int] = COMMON_IDS
+    encode: Encode = WordEncode(COMMON_IDS)
+
+
+class EngineRunner:
+    """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it died.
+
+    Every run starts with an empty prefix cache, so that no setting gains from the prompts of another. All settings of a
+    round get the same prompts; every round has other prompts.
+    """
+
+    def __init__(self, config: EngineConfig, work: TrialLoad, progress: Progress) -> None:
+        self._config = config
+        self._work = work
+        self._progress = progress
+        self._stack = AsyncExitStack()
+        self._engine: AsyncEngine | None = None
+        self._watch: StepWatch | None = None
+        self._warm: set[Setting] = set()
+
+    async def engine(self) -> AsyncEngine:
+        """Return the engine; build it if there is none or it died. Raises ModelError and ConfigError."""
+        if self._engine is not None and not self._engine.healthy:
+            await self.close()
+        if self._engine is None:
+            from llmsched.engine.build import build_engine
+
+            engine = build_engine(self._config, self._progress)
+            self._watch = StepWatch(engine)
+            self._engine = await self._stack.enter_async_context(running(engine))
+            ids = usable_ids(engine.tokenizer, engine.model.vocab_size)
+            self._work = self._work._replace(ids=ids, encode=TokenizerEncode(engine.tokenizer))
+            self._warm.clear()
+        return self._engine
+
+    async def close(self) -> None:
+        """Stop the engine, if there is one."""
+        self._engine = None
+        await self._stack.aclose()
+
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+        engine, work = await self.engine(), self._work
+        assert self._watch is not None
+        start = asyncio.get_running_loop().time()
+        await until_idle(engine)
+        await engine.call(lambda core: core.reconfigure(**setting.limits()))
+        target = EngineTarget(engine)
+        if setting not in self._warm:
+            await warm_up(target, work.load, 1, ids=work.ids, timeout=work.timeout, output_len=_WARMUP_OUTPUT_LEN)
+            self._warm.add(setting)
+        await engine.call(lambda core: core.prefixes.reset())
+        self._watch.peak_running = 0
+        figures = await run_workload(
+            target,
+            work.load.with_seed(work.load.seed + round_index),
+            work.slo,
+            ids=work.ids,
+            timeout=work.timeout,
+            progress=silent,
+            first=requests,
+        )
+        seconds = asyncio.get_running_loop().time() - start
+        return run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
+
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+        """Simulate the settings with the step times seen so far. Preempted requests are taken to be recomputed."""
+        cost = None if self._watch is None else self._watch.cost()
+        if self._engine is None or self._engine.core.plan is None or cost is None:
+            return {}
+        config = replace(self._engine.core.config, swap_space=0, preemption_mode="recompute")
+        plan = self._engine.core.plan
+        return {
+            setting: simulated_run(
+                SimulatedEngine(config, plan.num_blocks, cost, layout=plan.layout), setting, requests, self._work
+            )
+            for setting in settings
+        }
+
+
+class SimulatedRunner:
+    """TrialRunner on a virtual clock. It makes no predictions, because its runs are predictions themselves.
+
+    Simulated rounds do not differ, so every round sends the same prompts: a full run is what `bench` simulates.
+    """
+
+    def __init__(self, blueprint: Blueprint, work: TrialLoad) -> None:
+        self._blueprint = blueprint
+        self._work = work
+
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+        run = simulated_run(self._blueprint.engine(), setting, requests, self._work)
+        return replace(run, round_index=round_index)
+
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+        return {}
+
+
+def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work: TrialLoad) -> TrialRun:
+    """Serve the first `requests` of the load with a setting, on an unused engine. Raises ConfigError."""
+    start = time.perf_counter()
+    engine.reconfigure(**setting.limits())
+    meter, peak_running = KVMeter(), 0
+
+    def note_step(usage: KVUsage) -> None:
+        nonlocal peak_running
+        meter(usage)
+        peak_running = max(peak_running, len(engine.scheduler.running))
+
+    engine.on_step = note_step
+    planned, stop_after = plan_first(work.load, requests, work.ids, work.encode)
+    records = simulate_load(
+        planned,
+        engine,
+        closed=work.load.closed,
+        max_concurrency=work.load.max_concurrency,
+        timeout=work.timeout,
+        stop_after=stop_after,
+    )
+    figures = measure(RunRecord(records, engine.scheduler.counters.num_preemptions, meter=meter), work.load, work.slo)
+    return run_of(setting, 0, requests, figures, peak_running, time.perf_counter() - start)
+
+
+class StepWatch:
+    """Executor that delegates to an engine's own and records the shape and time of each step.
+
+    `peak_running` is the largest number of requests that ran in one step since it was last set to 0.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._executor = engine.executor
+        self._scheduler = engine.scheduler
+        self._steps: deque[tuple[StepShape, float]] = deque(maxlen=_MAX_STEPS)
+        self._gaps: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._end: float | None = None
+        self.peak_running = 0
+        engine.executor = self
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        start = time.perf_counter()
+        self.peak_running = max(self.peak_running, len(self._scheduler.running))
+        result = self._executor.execute(plan)
+        if self._end is not None:
+            self._gaps.append(start - self._end)
+        self._end = time.perf_counter()
+        self._steps.append((shape_of(plan), result.elapsed - result.swap_elapsed))
+        return result
+
+    def cost(self) -> LearnedCost | None:
+        """Fit a cost model to the recorded steps; return None if there are too few.
+
+        The median gap between steps is the time that scheduling and output processing take. The mean would include the
+        time that an idle engine waits for requests.
+        """
+        if len(self._steps) < _MIN_STEPS:
+            return None
+        model = StepTimeModel()
+        for shape, seconds in self._steps:
+            model.learn(shape, seconds)
+        return LearnedCost(model, median(self._gaps))
+
+
+class LearnedCost:
+    """StepCost fitted to the steps of this engine; `overhead` is the time between two steps in seconds."""
+
+    window: int | None = None
+
+    def __init__(self, model: StepTimeModel, overhead: float) -> None:
+        self._model = model
+        self._overhead = overhead
+
+    def seconds(self, shape: StepShape) -> float:
+        return self._overhead + self._model.predict(shape)

@@ -1,0 +1,298 @@
+"""Report of a search: terminal output, HTML page, JSON, and the tuned profile."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from llmsched.cli import render
+from llmsched.cli.bench.output.tables import Table
+from llmsched.cli.chart import Chart, Series
+from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.html_page import Page
+from llmsched.cli.tune.knobs import KNOBS, Setting, describe, knob_in_words, varied_knobs
+from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, figure_name
+from llmsched.cli.tune.tuning import TuneOutcome
+from llmsched.engine.latency import DEFINITIONS, Slo
+from llmsched.profiles.toml_files import Scalar
+from llmsched.profiles.tuned import TunedProfile, profile_dir
+
+_BUDGET_AXIS = "max_num_batched_tokens, logarithmic"
+
+
+def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
+    """Return the report as JSON. Times are in milliseconds; unknown figures are null."""
+    history, task = outcome.history, outcome.task
+    best, nearest = history.best(), history.nearest_miss()
+    return {
+        **{name: value for name, value in outcome.subject.provenance.as_json().items() if name != "where"},
+        "model": task.model,
+        "device": dict(outcome.subject.device),
+        "best": None if best is None else asdict(best.setting),
+        "nearest_miss": None if best is not None or nearest is None else _trial_json(nearest),
+        "explanation": explain(history),
+        "maximize": history.goal,
+        "knobs": list(task.knobs),
+        "trials": _trials_json(history),
+        "notes": list(outcome.notes),
+        "runs": sum(run.requests > 0 for run in history.all_runs),
+        "duration_s": outcome.seconds,
+        "profile": None if profile is None else str(profile),
+        "slo": _slo_table(task.slo),
+        "workload": task.load.parameters(),
+        "definitions": {**DEFINITIONS, "goodput_rps": "goodput at the steady-state rate (ramp-up and drain excluded)"},
+    }
+
+
+def show(outcome: TuneOutcome, profile: Path | None) -> None:
+    """Print the report, with the command that uses the profile."""
+    for line in _origin(outcome):
+        render.say(line)
+    render.table(*_table(outcome.history))
+    for chart in _charts(outcome.history):
+        render.chart(chart)
+    for sentence in (*_reasons(outcome.history), explain(outcome.history)):
+        render.say(sentence)
+    for name, meaning in _definitions(outcome).items():
+        render.say(f"{name}: {meaning}")
+    for note in outcome.notes:
+        render.note(note)
+    if profile is not None:
+        named = profile.stem if profile.parent == profile_dir() else str(profile)
+        render.say(f"profile: {profile} (use it with `llmsched serve --profile {named}`)")
+
+
+def page(outcome: TuneOutcome, profile: Path | None) -> str:
+    """Return the report as an HTML page."""
+    made = Page(f"llmsched tune: {outcome.task.model}")
+    for line in _origin(outcome):
+        made.say(line)
+    made.heading("choice")
+    made.say(explain(outcome.history))
+    for note in outcome.notes:
+        made.warn(note)
+    made.heading("curve")
+    for chart in _charts(outcome.history):
+        made.chart(chart)
+    made.heading("settings")
+    made.table(*_table(outcome.history)[1:])
+    for sentence in _reasons(outcome.history):
+        made.say(sentence)
+    made.heading("definitions")
+    made.terms(_definitions(outcome))
+    made.heading("report")
+    made.code(json.dumps(as_json(outcome, profile), indent=1, allow_nan=False))
+    return made.html()
+
+
+def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
+    """Make the profile of the best trial; the engine flags of the search are part of it."""
+    subject, task = outcome.subject, outcome.task
+    given = {name: value for name, value in task.options.given.items() if isinstance(value, Scalar)}
+    return TunedProfile(
+        engine={**{name: value for name, value in given.items() if name not in KNOBS}, **best.setting.known()},
+        slo=_slo_table(task.slo),
+        workload={name: value for name, value in task.load.parameters().items() if isinstance(value, Scalar)},
+        model=subject.model,
+        device=subject.device,
+        versions={
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("llmsched", "torch", "transformers")},
+        },
+        memory=subject.memory,
+        trials=tuple(
+            {name: round(x, 3) if isinstance(x, float) else x for name, x in trial.items() if isinstance(x, Scalar)}
+            for trial in _trials_json(outcome.history)
+        ),
+        reason=explain(outcome.history),
+        measured=subject.provenance.measured,
+    )
+
+
+def _trials_json(history: TrialHistory) -> list[dict[str, Any]]:
+    """Return all trials for JSON, with their score as a share of the best one's."""
+    relative = history.relative()
+    return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in history.trials()]
+
+
+def _trial_json(trial: Trial) -> dict[str, Any]:
+    p99s = {"itl": trial.itl.p99, "ttft": trial.ttft.p99, "tpot": trial.tpot.p99, "e2e": trial.e2e.p99}
+    return {
+        **asdict(trial.setting),
+        **{f"p99_{name}_ms": None if seconds is None else seconds * 1e3 for name, seconds in p99s.items()},
+        "output_tokens_per_s": trial.output_tokens_per_s,
+        "goodput_rps": trial.goodput_rps,
+        "attainment": dict(trial.attainment) or None,
+        "spread": trial.spread,
+        "completed": trial.completed,
+        "failed": trial.failed,
+        "rounds": trial.rounds,
+        "longest_run": trial.longest,
+        "feasible": trial.feasible,
+        "skipped": trial.skipped,
+        "reason": trial.reason,
+    }
+
+
+def _slo_table(slo: Slo) -> dict[str, Scalar]:
+    table: dict[str, Scalar] = {f"{name}_ms": limit * 1e3 for name, limit in slo.given().items()}
+    if slo.itl is not None and slo.itl_statistic != "p99":
+        table["itl_statistic"] = slo.itl_statistic
+    return table
+
+
+def _origin(outcome: TuneOutcome) -> list[str]:
+    """Say what was tuned, under which load, and how accurate a simulation is."""
+    task, provenance = outcome.task, outcome.subject.provenance
+    return [Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()]
+
+
+def _reasons(history: TrialHistory) -> list[str]:
+    """Say why settings are infeasible or were not measured."""
+    trials = history.trials()
+    settings = [trial.setting for trial in trials]
+    return [f"{describe(trial.setting, settings)}: {trial.reason}" for trial in trials if trial.reason is not None]
+
+
+def _definitions(outcome: TuneOutcome) -> dict[str, str]:
+    names = ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady")
+    goal = outcome.history.goal
+    of = "the best setting" if outcome.history.best() else "the highest"
+    share = f"{goal} relative to {of}, which compares runs of the same rounds"
+    return {**{name: DEFINITIONS[name] for name in names}, f"{goal} %": share}
+
+
+def _table(history: TrialHistory) -> Table:
+    """Tabulate the trials, one row per setting."""
+    trials, best = history.trials(), history.best()
+    knobs = varied_knobs([trial.setting for trial in trials])
+    relative, latencies = history.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
+    columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", f"{history.goal} %", *latencies]
+    rows = [
+        [
+            _mark(trial, best),
+            *(knob_in_words(knob, getattr(trial.setting, knob)) for knob in knobs),
+            str(trial.rounds),
+            str(trial.completed + trial.failed),
+            _cell(trial.output_tokens_per_s, 1),
+            _cell(trial.goodput_rps, 1, digits=3),
+            _cell(relative.get(trial.setting), 100),
+            *(_cell(summary.p99, 1e3) for summary in (trial.ttft, trial.itl, trial.tpot)),
+        ]
+        for trial in trials
+    ]
+    return Table("settings", columns, rows)
+
+
+def _mark(trial: Trial, best: Trial | None) -> str:
+    if best is not None and trial.setting == best.setting:
+        return "best"
+    return "skipped" if trial.skipped else "" if trial.feasible else "no"
+
+
+def _cell(value: float | None, factor: float, digits: int = 1) -> str:
+    return "n/a" if value is None else f"{value * factor:.{digits}f}"
+
+
+# -- the curve over token budgets --------------------------------------------------------------------------------
+
+
+def _charts(history: TrialHistory) -> list[Chart]:
+    """Chart ITL, TTFT and the goal over the token budget; nothing if only one budget was measured."""
+    trials = _sweep(history.trials())
+    if len(trials) < 2:
+        return []
+    limits, charts = history.slo.given(), []
+    for name in ("itl", "ttft"):
+        label = figure_name(name, history.slo)
+        figures = [(trial, trial.held.get(name, getattr(trial, name).p99)) for trial in trials]
+        points = [(_budget(trial), 1e3 * figure) for trial, figure in figures if figure is not None]
+        limit = ((f"SLO of {label}", 1e3 * limits[name]),) if name in limits else ()
+        title, series = f"{label} by token budget", (Series(label, points),)
+        charts.append(Chart(title, _BUDGET_AXIS, "ms", series, log_x=True, limits=limit))
+    relative = history.relative()
+    shares = [(trial, 100 * relative[trial.setting]) for trial in trials if trial.setting in relative]
+    missed = [(_budget(trial), share) for trial, share in shares if not trial.feasible]
+    drawn = [Series(history.goal, [(_budget(trial), share) for trial, share in shares])]
+    drawn += [Series("not feasible", missed, "dots")] if missed else []
+    unit = "% of the best setting" if history.best() else "% of the highest"
+    charts.append(Chart(f"{history.goal} by token budget", _BUDGET_AXIS, unit, tuple(drawn), log_x=True))
+    return charts
+
+
+def _sweep(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the largest group of measured trials that differ only in the token budget, ascending."""
+    measured = [trial for trial in trials if trial.completed]
+    groups = Counter(astuple(trial.setting)[1:] for trial in measured)
+    if not groups:
+        return []
+    most = groups.most_common(1)[0][0]
+    return sorted((trial for trial in measured if astuple(trial.setting)[1:] == most), key=_budget)
+
+
+def _budget(trial: Trial) -> float:
+    return float(trial.setting.max_num_batched_tokens)
+
+
+# -- the choice in words -----------------------------------------------------------------------------------------
+
+
+def explain(history: TrialHistory) -> str:
+    """Explain the choice in a sentence."""
+    trials, best = [trial for trial in history.trials() if not trial.skipped], history.best()
+    settings = [trial.setting for trial in trials]
+    if best is None:
+        return _none_feasible(trials, history.nearest_miss())
+    good = [trial for trial in trials if trial.feasible]
+    chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, history.goal)}"
+    if len(good) == 1:
+        met = "meets the SLOs" if history.slo.given() else "works (no SLO was given)"
+        tried = f"the only one of {len(trials)} settings that" if len(trials) > 1 else "the only setting tried, which"
+        return f"{chosen}, by {tried} {met}{_faster(best, history, settings)}"
+    met = "meet the SLOs" if history.slo.given() else "work (no SLO was given)"
+    of = f"of the {len(good)} of {len(trials)} settings that {met}"
+    return f"{chosen} {_rank(best, good, history, settings)} {of}{_faster(best, history, settings)}"
+
+
+def _none_feasible(trials: Sequence[Trial], nearest: Trial | None) -> str:
+    tried = f"none of the {len(trials)} settings tried" if len(trials) > 1 else "not even the only setting tried"
+    if nearest is None:
+        return f"{tried} works; see the reason of each"
+    name = describe(nearest.setting, [trial.setting for trial in trials])
+    return f"{tried} is feasible; the nearest is {name}: {nearest.reason}; relax the SLOs or lower the load"
+
+
+def rate_in_words(trial: Trial, goal: Goal) -> str:
+    """Format the rate that is maximised."""
+    tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
+    return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
+
+
+def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: Sequence[Setting]) -> str:
+    table = history.ranking()
+    rivals = [trial.setting for trial in good if trial.longest == best.longest]
+    ahead = max(rivals, key=lambda setting: table.share(setting, best.setting))
+    if ahead != best.setting:
+        noise = f"{table.noise(ahead, best.setting):.0%}"
+        within = f"within {noise}" if history.exact else f"within the noise ({noise})"
+        return f"is {within} of the highest ({describe(ahead, settings)})"
+    if any(table.share(trial.setting, best.setting) > 1 for trial in good):
+        return f"is the highest of the {len(rivals)} that ran in full out"
+    return "is the highest"
+
+
+def _faster(best: Trial, history: TrialHistory, settings: Sequence[Setting]) -> str:
+    """Name the setting with the highest throughput that missed an SLO, if it beats the best."""
+    table, late = history.throughput_ranking(), history.missed()
+    shares = {trial.setting: table.share(trial.setting, best.setting) for trial in late}
+    fastest = max(late, key=lambda trial: shares[trial.setting], default=None)
+    if fastest is None or shares[fastest.setting] <= 1 + table.noise(fastest.setting, best.setting):
+        return ""
+    more = f"{shares[fastest.setting] - 1:.0%} more tokens/s"
+    return f"; {describe(fastest.setting, settings)} gave {more}, but its {fastest.reason}"

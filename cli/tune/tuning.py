@@ -1,0 +1,288 @@
+"""One tuning job: open the engine or a simulation, choose where to search, search, collect the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmsched.cli import render
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.profiles.apply import device_table
+from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
+from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
+from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
+from llmsched.cli.tune.resume import ResumableRunner, SearchJournal, state_path
+from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
+from llmsched.cli.tune.trials import Goal, TrialHistory
+from llmsched.engine.blueprint import Blueprint
+from llmsched.engine.config import EngineConfig, ResolvedConfig
+from llmsched.engine.device import device_memory
+from llmsched.engine.errors import ConfigError, LlmschedError
+from llmsched.engine.latency import Slo
+from llmsched.engine.memory.plan import ratios
+from llmsched.engine.memory.planner import model_name, open_planner
+from llmsched.engine.progress import Progress
+from llmsched.engine.provenance import Provenance
+from llmsched.profiles.calibrated import LOCAL
+from llmsched.profiles.toml_files import Scalar
+from llmsched.profiles.tuned import TunedProfile, latest_profile
+
+#: Full runs that a measured search is likely to need, and that a simulated one needs if every run is in full.
+_FULL_RUNS, _ALL_RUNS = 10, 25
+
+#: Default of the largest token budget tried, by device; larger steps only take longer.
+_LARGEST = {"cpu": 1024, "cuda": 8192}
+
+#: Token budgets that do not fit into memory, with the error.
+Refused = dict[int, ConfigError]
+
+Target = TypeVar("Target")
+
+
+@dataclass(frozen=True, slots=True)
+class TuneTask:
+    """What to tune, for which load and SLOs, and how long to search.
+
+    `knobs` are searched; the best settings are measured in full up to `rounds` times. `timeout` (of a request) and
+    `time_limit` (of the search) are in seconds; `smallest` is the smallest token budget tried. The profile is written
+    to `destination`, and the search journal lies beside it.
+    """
+
+    model: str
+    options: EngineOptions
+    load: Load
+    slo: Slo
+    goal: Goal
+    knobs: tuple[str, ...]
+    timeout: float
+    rounds: int
+    time_limit: float
+    smallest: int
+    destination: Path
+    resume: bool = False
+    warm_start: bool = True
+
+    @property
+    def trial_load(self) -> TrialLoad:
+        return TrialLoad(self.load, self.slo, self.timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class TuneSubject:
+    """Model and device that were tuned, as tables of a profile; `memory` holds ratios of actual to predicted bytes."""
+
+    model: Mapping[str, str]
+    device: Mapping[str, Scalar]
+    memory: Mapping[str, Scalar]
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOutcome:
+    """Result of a search, which took `seconds`; `notes` say what was left out, and why."""
+
+    subject: TuneSubject
+    task: TuneTask
+    history: TrialHistory
+    notes: tuple[str, ...]
+    seconds: float
+
+
+async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
+    """Search on an engine in this process.
+
+    Raises ModelError, ConfigError if not even the smallest token budget fits, and LlmschedError for the journal.
+    """
+    _warn_of_long_load(task)
+
+    async def start(config: EngineConfig) -> EngineRunner:
+        runner = EngineRunner(config, task.trial_load, progress)
+        await runner.engine()
+        return runner
+
+    runner, refused = await _open_largest(task, device_memory(task.options.given.get("device", "auto")).kind, start)
+    try:
+        engine, planner = (await runner.engine()).core, open_planner(task.model, progress)
+        subject = TuneSubject(
+            {"name": engine.model.name, "architecture": engine.model.architecture, "digest": planner.digest},
+            device_table(engine.config.device),
+            {} if engine.plan is None else ratios(engine.plan),
+            Provenance("in process"),
+        )
+        return await _search(task, subject, engine.config, refused, runner, progress)
+    finally:
+        await runner.close()
+
+
+async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
+    """Search on a simulated GPU or, with "local", on this device as it was calibrated. Raises as `tune_engine`."""
+
+    async def simulate(config: EngineConfig) -> Blueprint:
+        return make_blueprint(config, device, progress)
+
+    planner = open_planner(task.model, progress)
+    kind = device_memory(task.options.given.get("device", "auto")).kind if device == LOCAL else "cuda"
+    blueprint, refused = await _open_largest(task, kind, simulate)
+    for note in blueprint.notes:
+        render.warn(note)
+    simulated = blueprint.plan.device
+    here = device_table(simulated.kind) if blueprint.provenance.calibration_error is not None else {}
+    architecture = str((planner.content.get("architectures") or [""])[0])
+    subject = TuneSubject(
+        {"name": model_name(task.model), "architecture": architecture, "digest": planner.digest},
+        here or {"kind": simulated.kind, "name": simulated.name},
+        {},
+        blueprint.provenance,
+    )
+    runner = SimulatedRunner(blueprint, task.trial_load._replace(encode=TextEncode(task.model, render.warn)))
+    return await _search(task, subject, blueprint.config, refused, runner, progress)
+
+
+def _warn_of_long_load(task: TuneTask) -> None:
+    """Warn if the time limit leaves too little time to send the load repeatedly."""
+    load = task.load
+    if load.closed:
+        seconds = load.stop_after or 0.0
+    else:
+        seconds = max((request.offset for request in load.plan(COMMON_IDS, WordEncode(COMMON_IDS))), default=0.0)
+    if seconds > task.time_limit / _FULL_RUNS:
+        once, whole = render.human_seconds(seconds), render.human_seconds(task.time_limit)
+        render.warn(
+            f"sending this load once takes {once}, but the time limit of the whole search is {whole}: set a longer "
+            "--time-limit or reduce the load (--limit, --speedup, --num-prompts)"
+        )
+
+
+async def _open_largest(
+    task: TuneTask, kind: str, open_target: Callable[[EngineConfig], Awaitable[Target]]
+) -> tuple[Target, Refused]:
+    """Open the target for the largest token budget that fits into memory; return it and the budgets that do not fit.
+
+    `kind` is "cpu" or "cuda". Raises ConfigError if not even the smallest budget fits.
+    """
+    config, refused = _largest_config(task, kind), Refused()
+    while True:
+        try:
+            target = await open_target(config)
+            break
+        except ConfigError as problem:
+            if problem.field == "simulate":
+                raise
+            tokens = config.max_num_batched_tokens
+            assert tokens is not None
+            smaller = powers_of_two(task.smallest, tokens)[:-1]
+            if not smaller:
+                raise
+            refused[tokens] = problem
+            config = replace(config, max_num_batched_tokens=smaller[-1])
+    for tokens, error in refused.items():
+        end = f"the sweep ends at {config.max_num_batched_tokens}"
+        render.note(f"max_num_batched_tokens {tokens} does not fit ({error}); {end}")
+    return target, refused
+
+
+def _largest_config(task: TuneTask, kind: str) -> EngineConfig:
+    """Return the configuration with the largest step of the search; its memory suffices for every setting."""
+    if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
+        raise LlmschedError(
+            f"--scheduling-policy {policy} is a baseline that lacks the knobs searched here; use bench --compare to "
+            "compare it with fair"
+        )
+    load = task.load
+    useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
+    defaults = {
+        "max_num_batched_tokens": max(task.smallest, min(_LARGEST[kind], useful)),
+        "max_queue_size": max(2048, load.num_requests),
+    }
+    return task.options.config(task.model, defaults)
+
+
+async def _search(
+    task: TuneTask,
+    subject: TuneSubject,
+    config: ResolvedConfig,
+    refused: Refused,
+    runner: TrialRunner,
+    progress: Progress,
+) -> TuneOutcome:
+    """Search with a runner whose engine has the resolved `config`; `refused` budgets count as infeasible."""
+    now = asyncio.get_running_loop().time
+    start, exact = now(), not subject.provenance.measured
+    space, notes = _search_space(task, subject, config, refused)
+    journal = SearchJournal(state_path(task.destination), _identity(task, subject, space), resume=task.resume)
+    runner = ResumableRunner(runner, journal)
+    lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
+    if exact and await _fast_enough(runner, space.start, lengths, task.time_limit):
+        lengths = lengths[-1:]
+    history = TrialHistory(task.slo, task.goal, exact=exact)
+    notes += await search(space, Race(runner, history, RaceRules(lengths, task.rounds, task.time_limit), progress))
+    journal.delete()
+    return TuneOutcome(subject, task, history, tuple(notes), now() - start)
+
+
+async def _fast_enough(runner: TrialRunner, start: Setting, lengths: tuple[int, ...], time_limit: float) -> bool:
+    """Tell whether a simulation is fast enough to run every setting in full; short runs only save time."""
+    pilot = await runner.run(start, lengths[0], 0)
+    return pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= time_limit
+
+
+def _search_space(
+    task: TuneTask, subject: TuneSubject, config: ResolvedConfig, refused: Refused
+) -> tuple[SearchSpace, list[str]]:
+    """Return where to search, and a note if the search starts from the last profile of this model and device."""
+    start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
+    budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
+    if task.warm_start and (found := latest_profile(subject.model, subject.device)) is not None:
+        name, profile = found
+        start = _warm_start(start, profile, config)
+        if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
+            budgets = sorted({*budgets, start.max_num_batched_tokens})
+        notes.append(f"the search started from profile {name}")
+    return SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused), notes
+
+
+def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
+    """Return the setting with the profile's knobs, where this engine allows them and no flag overrides the default."""
+    plain = EngineConfig()
+    known: dict[str, Any] = {}
+    for knob in KNOBS:
+        value = profile.engine.get(knob)
+        untouched = knob == "max_num_batched_tokens" or getattr(config, knob) == getattr(plain, knob)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not untouched:
+            continue
+        most = getattr(config, knob) if knob in ("max_num_batched_tokens", "max_num_seqs") else None
+        if most is None or value <= most:
+            known[knob] = value
+    try:
+        replace(config, **known)
+    except ConfigError:
+        return start
+    return replace(start, **known)
+
+
+def _identity(task: TuneTask, subject: TuneSubject, space: SearchSpace) -> dict[str, Any]:
+    """Return what must be the same for `--resume` to continue a search."""
+    origin = subject.provenance
+    return {
+        "model": dict(subject.model),
+        "device": dict(subject.device),
+        "kind": "measured" if origin.measured else "simulated",
+        "cost of steps": [origin.where, origin.calibration_error, origin.published_error],
+        "load": f"{task.load.describe_requests()}, {task.load.describe()}, seed {task.load.seed}",
+        "fingerprint of the load": task.load.parameters()["fingerprint"],
+        "timeout": task.timeout,
+        "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
+        "goal": task.goal,
+        "knobs": list(task.knobs),
+        "token budgets": list(space.budgets),
+        "number of rounds": task.rounds,
+        "engine settings": {name: str(value) for name, value in sorted(task.options.given.items())},
+        "version": version("llmsched"),
+    }
