@@ -14,29 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.cli.progress import BarProgress, LogProgress, shown
 from llmsched.engine.progress import Progress
-from llmsched.engine.units import human_bytes, human_seconds
+from llmsched.engine.units import human_bytes as human_bytes
+from llmsched.engine.units import human_seconds as human_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from llmsched.cli.chart import Chart
-
-__all__ = [
-    "chart",
-    "emit_json",
-    "error",
-    "human_bytes",
-    "human_seconds",
-    "note",
-    "progress_bar",
-    "say",
-    "show_log",
-    "stacked_bar",
-    "stderr",
-    "stdout",
-    "table",
-    "warn",
-]
 
 #: Control characters, escaped because names and texts may come from untrusted files.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple, cast
@@ -37,64 +36,40 @@ class Connection(asyncio.BufferedProtocol):
     There is no flow control: answers are small, and pausing the sender would falsify the times.
     """
 
+    transport: asyncio.Transport
+
     def __init__(self) -> None:
         self._now = asyncio.get_running_loop().time
-        self._transport: asyncio.Transport | None = None
-        self._received: deque[Received] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
-        self._problem: Exception | None = None
+        self._received: asyncio.Queue[Received | Exception] = asyncio.Queue()
 
     @property
     def idle(self) -> bool:
-        """Whether a request can be sent: the connection is open, and no unrequested bytes have come."""
-        return not (self._ended or self._received)
-
-    def write(self, content: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(content)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        """Whether a request can be sent: nothing unrequested has come, not even the end of the connection."""
+        return self._received.empty()
 
     async def read(self) -> Received:
         """Return the next bytes received, empty at the end of the connection. Raise OSError if it broke."""
-        while not self._received:
-            if self._problem is not None:
-                raise self._problem
-            if self._ended:
-                return Received(b"", self._now())
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._received.popleft()
+        received = await self._received.get()
+        if isinstance(received, Exception):
+            raise received
+        return received
 
     # -- called by the event loop -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _BUFFER
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._received.append(Received(bytes(_BUFFER[:nbytes]), self._now()))
-        self._wake()
+        self._received.put_nowait(Received(bytes(_BUFFER[:nbytes]), self._now()))
 
     def eof_received(self) -> None:
-        self._ended = True
-        self._wake()
+        self._received.put_nowait(Received(b"", self._now()))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ended, self._problem = True, exc
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._received.put_nowait(exc or Received(b"", self._now()))
 
 
 class ResponseParser:
@@ -200,14 +175,14 @@ class Http1Transport(httpx.AsyncBaseTransport):
     def drop(self) -> None:
         """Close the connection, even within an answer."""
         if self._connection is not None:
-            self._connection.close()
+            self._connection.transport.close()
             self._connection = None
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         try:
             connection = await self._connected(request)
             await request.extensions["trace"]("http11.send_request_headers.started", {})
-            connection.write(_head_of(request) + request.content)
+            connection.transport.write(_head_of(request) + request.content)
             parser = ResponseParser()
             body = _Body(self, connection, parser, await _read_head(connection, parser))
             extensions = {"arrived": lambda: body.arrived}

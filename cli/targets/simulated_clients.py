@@ -20,58 +20,25 @@ from llmsched.engine.simulated_engine import SimulatedEngine
 _EMPTY = RequestFailed("empty stream", "the request ended without a token")
 
 
-def simulate_load(
-    planned: Sequence[PlannedRequest],
-    engine: SimulatedEngine,
-    *,
-    closed: bool,
-    max_concurrency: int | None,
-    timeout: float | None,
-    stop_after: float | None = None,
-    on_end: Callable[[RequestRecord], None] = lambda record: None,
-    after_step: Callable[[], None] = lambda: None,
-) -> list[RequestRecord]:
-    """Serve the load; return a record of each request that was sent, in the order of `planned`.
-
-    Raise CancelledError after a step if the current task was cancelled (Ctrl-C): there is no await to raise it.
-    """
-    clients, task = _Clients(planned, engine, closed, max_concurrency, timeout, stop_after, on_end), _this_task()
-    while clients.advance():
-        clients.note(engine.step())
-        after_step()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
-    return clients.records
-
-
-def _this_task() -> asyncio.Task[object] | None:
-    """Return the current task, None outside an event loop."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None
-
-
-class _Clients:
+class SimulatedClients:
     """Clients of a load. A request goes to the client that has been free longest, when it is due.
 
     `_free` is a heap of the times since which clients are free. `_running` are the requests that were sent and have not
-    ended, `_deadlines` the times at which they time out.
+    ended, `_deadlines` the times at which they time out. For the parameters see `run_load`.
     """
 
     def __init__(
         self,
         planned: Sequence[PlannedRequest],
         engine: SimulatedEngine,
+        *,
         closed: bool,
         max_concurrency: int | None,
         timeout: float | None,
-        stop_after: float | None,
-        on_end: Callable[[RequestRecord], None],
+        stop_after: float | None = None,
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
-        start = engine.clock.now
-        self.records: list[RequestRecord] = []
-        self._start = start
+        self._start = start = engine.clock.now
         self._stop = start + stop_after if closed and stop_after is not None else math.inf
         self._engine = engine
         self._closed = closed
@@ -81,8 +48,25 @@ class _Clients:
         self._free = [start] * (len(planned) if max_concurrency is None else max_concurrency)
         self._running: dict[str, tuple[RequestRecord, Request]] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
+        self._records: list[RequestRecord] = []
 
-    def advance(self) -> bool:
+    def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
+        """Serve the load; return a record of each request that was sent, in the order of `planned`.
+
+        Raise CancelledError after a step if the current task was cancelled (Ctrl-C): there is no await to raise it.
+        """
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # outside an event loop
+            task = None
+        while self._advance():
+            self._note(self._engine.step())
+            after_step()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError
+        return self._records
+
+    def _advance(self) -> bool:
         """Send what is due and advance the clock until there is a step to compute; return False when all has ended."""
         engine = self._engine
         while True:
@@ -99,7 +83,7 @@ class _Clients:
             else:
                 return False
 
-    def note(self, updates: Sequence[Update]) -> None:
+    def _note(self, updates: Sequence[Update]) -> None:
         """Note the tokens and ends of a step."""
         self._end_overdue()
         now = self._engine.clock.now
@@ -127,7 +111,7 @@ class _Clients:
             heappop(self._free)
             record = RequestRecord(planned.index, scheduled=due if self._closed else self._start + planned.offset)
             record.ready = record.sent = due
-            self.records.append(record)
+            self._records.append(record)
             self._send(planned, record, due)
 
     def _send(self, planned: PlannedRequest, record: RequestRecord, now: float) -> None:

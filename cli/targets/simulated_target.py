@@ -24,7 +24,7 @@ from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordE
 from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import MOST_SAMPLES
-from llmsched.cli.targets.simulated_clients import simulate_load
+from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, ModelError
@@ -98,7 +98,7 @@ def simulate_run(
         progress("requests", ended, total)
 
     with _interrupted_at_once():
-        records = simulate_load(
+        clients = SimulatedClients(
             planned,
             engine,
             closed=workload.closed,
@@ -106,10 +106,11 @@ def simulate_run(
             timeout=timeout,
             stop_after=workload.stop_after,
             on_end=count,
-            after_step=sampler.after_step,
         )
-    preemptions = engine.scheduler.counters.num_preemptions
-    return RunRecord(records, preemptions, None, False, sampler.samples, plan.parts, meter=meter)
+        records = clients.run(sampler.after_step)
+    return RunRecord(
+        records, engine.scheduler.counters.num_preemptions, None, False, sampler.samples, plan.parts, meter=meter
+    )
 
 
 @contextmanager

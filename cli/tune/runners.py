@@ -18,7 +18,7 @@ from llmsched.cli.load.load import Load, plan_first
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode, usable_ids
 from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
 from llmsched.cli.targets.load_run import run_workload, warm_up
-from llmsched.cli.targets.simulated_clients import simulate_load
+from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun, run_of
 from llmsched.engine.blueprint import Blueprint
@@ -158,7 +158,7 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
 
     engine.on_step = note_step
     planned, stop_after = plan_first(work.load, requests, work.ids, work.encode)
-    records = simulate_load(
+    clients = SimulatedClients(
         planned,
         engine,
         closed=work.load.closed,
@@ -166,7 +166,9 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
         timeout=work.timeout,
         stop_after=stop_after,
     )
-    figures = measure(RunRecord(records, engine.scheduler.counters.num_preemptions, meter=meter), work.load, work.slo)
+    figures = measure(
+        RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter), work.load, work.slo
+    )
     return run_of(setting, 0, requests, figures, peak_running, time.perf_counter() - start)
 
 

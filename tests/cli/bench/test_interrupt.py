@@ -95,6 +95,6 @@ def test_a_simulated_run_ends_at_once(
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 
-    monkeypatch.setattr("llmsched.cli.targets.simulated_target.simulate_load", endless)
+    monkeypatch.setattr("llmsched.cli.targets.simulated_clients.SimulatedClients.run", endless)
     outcome = command("bench", str(tiny_model("llama")), "--simulate", "l4", "--num-prompts", "3")
     assert (outcome.code, outcome.out) == (130, "")

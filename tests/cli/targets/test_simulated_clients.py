@@ -11,7 +11,7 @@ from configs import resolved
 
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
-from llmsched.cli.targets.simulated_clients import simulate_load
+from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.engine.executor.simulated_executor import LinearCost
 from llmsched.engine.simulated_engine import SimulatedEngine
 
@@ -35,7 +35,7 @@ def run(planned: list[PlannedRequest], *, blocks: int = 64, knobs: Any = None, *
     config = replace(CONFIG, **(knobs or {}))
     engine = SimulatedEngine(config, blocks, COST)
     settings: dict[str, Any] = {"closed": False, "max_concurrency": None, "timeout": None} | load
-    records = simulate_load(planned, engine, **settings)
+    records = SimulatedClients(planned, engine, **settings).run()
     engine.scheduler.check_integrity()
     assert not engine.has_work()
     return records
@@ -81,7 +81,7 @@ def test_a_load_ends_when_its_task_is_cancelled() -> None:
                 task.cancel()
 
         planned = [request(0, output_len=50)]
-        simulate_load(planned, engine, closed=False, max_concurrency=None, timeout=None, after_step=after_step)
+        SimulatedClients(planned, engine, closed=False, max_concurrency=None, timeout=None).run(after_step)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
@@ -189,6 +189,6 @@ def test_preempted_requests_end_with_all_their_tokens() -> None:
     planned = [request(i, length=30, output_len=40) for i in range(4)]
     config = replace(CONFIG, **knobs)
     engine = SimulatedEngine(config, 10, COST)
-    records = simulate_load(planned, engine, closed=False, max_concurrency=None, timeout=None)
+    records = SimulatedClients(planned, engine, closed=False, max_concurrency=None, timeout=None).run()
     assert engine.scheduler.counters.num_preemptions > 0
     assert [len(record.chunks) for record in records] == [40] * 4
