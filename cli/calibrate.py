@@ -10,7 +10,8 @@ import numpy as np
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine import MEMORY_KNOBS, EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
+from llmsched.cli.options.flags import ModelArgument, resolve_model
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration

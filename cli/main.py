@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmsched.cli import render
-from llmsched.cli.options.engine import flag
+from llmsched.cli.options.flags import flag
 from llmsched.engine.errors import LlmschedError
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine import EngineOptions, ModelArgument, resolve_model, with_engine_options
+from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.flags import ModelArgument, resolve_model
 from llmsched.engine.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -16,22 +16,11 @@ from llmsched.cli.bench.once import bench_once
 from llmsched.cli.bench.output.outputs import Outputs, with_output_options
 from llmsched.cli.bench.result import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
-from llmsched.cli.options.engine import (
-    EngineOptions,
-    quantization_option,
-    resolve_model,
-    typed_options,
-    with_engine_options,
-)
-from llmsched.cli.options.load import LoadOptions, with_load_options
-from llmsched.cli.options.target import (
-    ServerFlags,
-    http_options,
-    refuse_server_flags,
-    simulate_option,
-    with_server_options,
-    with_slo_options,
-)
+from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options
+from llmsched.cli.options.load_flags import LoadOptions, with_load_options
+from llmsched.cli.options.server_flags import ServerFlags, http_options, refuse_server_flags, with_server_options
+from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.profiles.apply import found_for_others, with_profile
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.http_target import open_server

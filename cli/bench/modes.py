@@ -9,7 +9,8 @@ from typing import Annotated, TypeVar
 import typer
 
 from llmsched.cli.bench.compare.variants import SYNTAX
-from llmsched.cli.options.engine import fraction, with_options
+from llmsched.cli.options.flags import typed, with_options
+from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
 
 R = TypeVar("R")
@@ -66,7 +67,7 @@ class Modes:
         float | None,
         typer.Option(
             "--knee-attainment",
-            parser=fraction,
+            parser=typed(fraction),
             metavar="SHARE",
             show_default="90%",
             help="Share of requests that must meet every SLO.",
@@ -77,7 +78,7 @@ class Modes:
         float | None,
         typer.Option(
             "--knee-tolerance",
-            parser=fraction,
+            parser=typed(fraction),
             metavar="SHARE",
             show_default="10%",
             help="How far apart the rates around the knee may be.",

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.analysis import Findings
-from llmsched.cli.options.engine import flag
+from llmsched.cli.options.flags import flag
 from llmsched.cli.render import human_bytes
 from llmsched.engine.errors import spell
 from llmsched.profiles.gpus import GpuSpec

@@ -17,17 +17,9 @@ from llmsched.cli.kv_budget import simulated_serving as simulated
 from llmsched.cli.kv_budget import text_report as report
 from llmsched.cli.kv_budget.analysis import Findings
 from llmsched.cli.kv_budget.other_engines import Target, command_line
-from llmsched.cli.options.engine import (
-    MEMORY_KNOBS,
-    MOST_TOKENS,
-    EngineOptions,
-    ModelArgument,
-    quantization_option,
-    resolve_model,
-    size,
-    tokens,
-    with_engine_options,
-)
+from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
+from llmsched.cli.options.flags import ModelArgument, quantization_option, resolve_model, typed
+from llmsched.cli.values import MOST_TOKENS, size, tokens
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
@@ -61,7 +53,7 @@ def kv_budget(
     ] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Plan for a GPU with this much memory, such as 24GiB."),
+        typer.Option(parser=typed(size), metavar="SIZE", help="Plan for a GPU with this much memory, such as 24GiB."),
     ] = None,
     users: Annotated[
         int | None,
@@ -75,7 +67,7 @@ def kv_budget(
     context: Annotated[
         int | None,
         typer.Option(
-            parser=tokens, metavar="TOKENS", help="Tokens of each, such as 8k (8192).", rich_help_panel=_QUESTION
+            parser=typed(tokens), metavar="TOKENS", help="Tokens of each, such as 8k (8192).", rich_help_panel=_QUESTION
         ),
     ] = None,
     lengths: Annotated[
@@ -107,7 +99,9 @@ def kv_budget(
     ] = None,
     weights: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Size of the loaded weights; default: from files or config."),
+        typer.Option(
+            parser=typed(size), metavar="SIZE", help="Size of the loaded weights; default: from files or config."
+        ),
     ] = None,
     quantization: Annotated[str | None, quantization_option("Plan for a checkpoint")] = None,
     simulate: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmsched.cli.kv_budget.analysis import Concurrency, Findings
-from llmsched.cli.options.engine import flag
+from llmsched.cli.options.flags import flag
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
 from llmsched.engine.memory.changes import Change

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsched.cli.load.traces.lines import TraceError
 from llmsched.cli.load.traces.read import read_trace
+from llmsched.cli.load.traces.rows import TraceError
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.concurrency import LengthDistribution
 

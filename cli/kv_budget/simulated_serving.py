@@ -34,7 +34,7 @@ def serve(found: Findings, device: str) -> Served | None:
 
     Raises ConfigError for a device that was not calibrated.
     """
-    from llmsched.cli.load.synthetic import Workload
+    from llmsched.cli.load.synthetic_load import SyntheticLoad
     from llmsched.cli.targets.simulated_target import simulate_workload
     from llmsched.engine.blueprint import gpu_blueprint, local_blueprint
     from llmsched.engine.latency import Slo
@@ -48,7 +48,7 @@ def serve(found: Findings, device: str) -> Served | None:
     output_len = max(1, length - round(_PROMPT_SHARE * length))
     most = plan.num_admitted_at(length)
     concurrency = min(found.demand.users, most) if found.asked else most
-    load = Workload(
+    load = SyntheticLoad(
         num_prompts=2 * concurrency,
         input_len=length - output_len,
         output_len=output_len,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.analysis import Concurrency, Findings
-from llmsched.cli.options.engine import flag
+from llmsched.cli.options.flags import flag
 from llmsched.cli.render import human_bytes
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell

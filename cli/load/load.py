@@ -1,19 +1,26 @@
-"""The load: which request is sent when. Open loop by an absolute schedule, closed loop by free slots, or both."""
+"""The load: which requests are sent and when, and the loop that sends them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Self
 
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
-from llmsched.cli.load.prompts import Encode, Prompt
+from llmsched.cli.load.arrivals import Times
+from llmsched.cli.load.prompts import Encode, Prompt, Vocabulary
+from llmsched.cli.load.schedule import SHAPES, Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. `offset` is in seconds after the start; a closed loop does not look at it."""
+    """One request of a load. `offset` is in seconds after the start; a closed loop ignores it."""
 
     index: int
     offset: float
@@ -21,74 +28,90 @@ class PlannedRequest:
     output_len: int
 
 
-class Load(Protocol):
-    """What to send, when: frozen, and the same for the same settings. See `Workload` and `TraceLoad`.
-
-    `request_rate` is in requests per second (None: not asked for). `closed`: a request is scheduled when one of
-    `max_concurrency` slots is free; otherwise `max_concurrency` only caps the schedule. `stop_after` is the time in
-    seconds after which a closed loop schedules no more.
-    """
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def request_rate(self) -> float | None: ...
-    @property
-    def max_concurrency(self) -> int | None: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def stop_after(self) -> float | None: ...
-    @property
-    def asked_rate(self) -> float | None:
-        """Mean requests per second of the schedule; None if there is none."""
-        ...
+@dataclass(frozen=True, kw_only=True)
+class Load(Schedule, ABC):
+    """Requests and when to send them; equal settings give equal loads. See SyntheticLoad and TraceLoad."""
 
     @property
     def num_requests(self) -> int:
-        """How many requests there are; where `stop_after` is set, at most."""
-        ...
+        """The number of requests; an upper limit if `stop_after` is set."""
+        return len(self._offsets)
 
     @property
+    @abstractmethod
     def longest_input(self) -> int:
         """Tokens of the longest prompt."""
-        ...
 
     def plan(self, ids: Sequence[int] | None, encode: Encode | None = None) -> list[PlannedRequest]:
-        """The requests in the order of their offsets.
+        """Return the requests in the order of their offsets.
 
-        Random prompts are of token `ids`, or of words where it is None. Texts of a trace become token ids by `encode`,
-        and stay texts where either is None; answers that are text are counted by `encode`, or else by their words.
+        Random prompts are drawn from the token `ids`, or from words if `ids` is None. Texts of a trace are encoded with
+        `encode`, but stay texts if `ids` or `encode` is None. Without `encode`, answers are counted in words.
         """
-        ...
+        parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
+        return [PlannedRequest(index, *part) for index, part in enumerate(parts)]
 
-    def describe(self) -> str:
-        """When requests are sent, in words."""
-        ...
+    @cached_property
+    def _offsets(self) -> Times:
+        return self._all_offsets()
 
+    @abstractmethod
+    def _all_offsets(self) -> Times:
+        """Return the seconds from the start to each request , ascending."""
+
+    @abstractmethod
+    def _prompts(self, vocabulary: Vocabulary, encode: Encode | None) -> Iterable[Prompt]:
+        """Return the prompts ."""
+
+    @abstractmethod
+    def _answers(self, encode: Encode | None) -> Iterable[int]:
+        """Return the tokens of each answer ."""
+
+    @abstractmethod
     def describe_requests(self) -> str:
-        """What is sent, in words."""
-        ...
+        """Return in words what is sent."""
 
     def parameters(self) -> dict[str, Any]:
-        """All settings for JSON, with a `fingerprint` that is equal if and only if the load is."""
-        ...
+        """Return all settings for JSON. Their `fingerprint` is equal if and only if the loads are."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.repr}
+        idle = set(SHAPES) if self.process is None else set()
+        if self.arrivals != "daynight":
+            idle |= {"day_period", "day_amplitude"}
+        settings = {"load": self.describe(), **values, **dict.fromkeys(idle), **self._facts()}
+        return {**settings, "fingerprint": _fingerprint(settings)}
 
-    def with_seed(self, seed: int) -> Load:
-        """The same load with other random choices."""
-        ...
+    @abstractmethod
+    def _facts(self) -> dict[str, Any]:
+        """Return what `parameters` holds beside the fields, or instead of their values."""
 
-    def at_rate(self, rate: float) -> Load:
-        """The same load at another rate (requests per second). Raises LlmschedError where its shape forbids that."""
-        ...
+    def with_seed(self, seed: int) -> Self:
+        """Return the same load with other random choices."""
+        return replace(self, seed=seed)
+
+    @abstractmethod
+    def at_rate(self, rate: float) -> Self:
+        """Return the same load at another rate (requests per second). Raises ConfigError if it has no single rate."""
+
+    @abstractmethod
+    def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
+        """Return `count` requests like these with other prompts, all sent at once; `output_len` replaces theirs."""
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """`count` requests such as these, each sent when the one before it has ended, with other prompts."""
-        ...
+        """Return `count` requests like these with other prompts, each sent when the one before it has ended."""
+        return replace(self.head(count, seed=seed), max_concurrency=1)
 
-    def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """`count` requests such as these, all at once, with other prompts; answers of `output_len` if it is given."""
-        ...
+
+def _plain(value: Any) -> Any:
+    """Return a setting for JSON, which has no infinity: the rate inf becomes null."""
+    if value == math.inf:
+        return None
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+def _fingerprint(settings: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the settings' canonical JSON."""
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def plan_first(
@@ -101,7 +124,7 @@ def plan_first(
     return planned[:count], None if stop_after is None else stop_after * count / load.num_requests
 
 
-#: Sends a request and notes on the record what happens; raises RequestFailed if it is not served.
+#: Sends a request and records its times and chunks. Raises RequestFailed if the request is not served.
 Send = Callable[[PlannedRequest, RequestRecord], Awaitable[None]]
 
 
@@ -117,21 +140,21 @@ async def run_load(
 ) -> list[RequestRecord]:
     """Send all requests when they are due and return a record of each, in the order of `planned`.
 
-    `timeout` is in seconds from sending. A closed loop sends none `stop_after` seconds from the start or later, and
-    those have no record. Whatever befalls one request, the others go on.
+    `timeout` is in seconds from sending. A closed loop stops sending `stop_after` seconds from the start; requests that
+    were not sent have no record. A failed request does not stop the others.
     """
     now = asyncio.get_running_loop().time
-    slots = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)
+    free = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)
     records: list[RequestRecord] = []
 
     async def one(request: PlannedRequest, record: RequestRecord) -> None:
         if record.ready is None:
-            await slots.acquire()
+            await free.acquire()
             record.ready = now()
         try:
             await _send_within(timeout, send, request, record)
         finally:
-            slots.release()
+            free.release()
         record.end = now() if record.end is None else record.end
         on_end(record)
 
@@ -139,7 +162,7 @@ async def run_load(
     async with asyncio.TaskGroup() as tasks:
         for request in planned:
             if closed:
-                await slots.acquire()
+                await free.acquire()
                 if stop_after is not None and now() - start >= stop_after:
                     break
                 record = RequestRecord(request.index, scheduled=now(), ready=now())
@@ -160,5 +183,5 @@ async def _send_within(timeout: float | None, send: Send, request: PlannedReques
         record.failure = failure
     except TimeoutError:
         record.failure = RequestFailed("timeout", f"no end after {timeout:g} s")
-    except Exception as problem:  # whatever it is, it must not take the others' figures with it
+    except Exception as problem:  # a fault here must not lose the figures of the other requests
         record.failure = RequestFailed("fault of the bench", f"{type(problem).__name__}: {problem}")

@@ -1,14 +1,10 @@
-"""What every load has: seed, schedule or slots, and an end."""
+"""When the requests of a load are sent: at random times, all at once, or as earlier requests end."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -19,22 +15,22 @@ from llmsched.engine.errors import ConfigError, LlmschedError, setting
 MOST_REQUESTS = 1_000_000
 _MOST_CLOSED = 100_000
 
-#: Independent streams of random numbers drawn from one seed.
+#: Independent streams of random numbers from one seed.
 ARRIVALS, INPUTS, OUTPUTS = range(1, 4)
 
-#: What shapes a schedule, and of no use without one.
-_SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
+#: Settings that shape a random schedule and have no effect without one.
+SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When requests are sent. `request_rate` is in requests per second (inf: all at once).
+    """Settings that say when requests are sent. `request_rate` is in requests per second; inf sends all at once.
 
-    Without a rate but with `max_concurrency` the loop is closed: a request is scheduled when a slot is free. With both,
-    requests keep their place in the schedule and the wait for a slot counts as latency. With neither, all are sent at
-    once. What `arrivals` and the settings after it mean, `Arrivals` says. `duration` (seconds) ends the sending.
+    With `max_concurrency` and no rate the loop is closed: the next request is sent when an earlier one ends. With both,
+    requests keep their times, and the wait for an earlier request counts as latency. With neither, all requests are
+    sent at once. `Arrivals` documents `arrivals` and the settings after it. `duration` (seconds) ends the sending.
 
-    Raises LlmschedError naming the setting and its range.
+    Raises ConfigError if a setting is out of range or has no effect.
     """
 
     seed: int = 0
@@ -61,7 +57,7 @@ class Schedule:
             )
         if self.duration is not None and not 0 < self.duration < math.inf:
             raise ConfigError("duration", f"{self.duration:g} s is out of range; allowed is above 0")
-        if self.at_once and self.duration is not None:  # at_once looks at the shape, and so checks it
+        if self.at_once and self.duration is not None:  # at_once builds the process, which checks its shape
             raise ConfigError(
                 "duration",
                 "has no effect when all requests are sent at once; give "
@@ -69,7 +65,7 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError for the shape of a schedule where there is no rate, nor will be one by `at_rate`."""
+        """Raise LlmschedError if the schedule has a shape but no rate. `at_rate` may still set one until then."""
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: the shape of a schedule, which needs a finite "
@@ -78,12 +74,12 @@ class Schedule:
 
     @property
     def replayed(self) -> bool:
-        """Whether requests come at times that were recorded, not drawn."""
+        """Whether requests are sent at recorded times."""
         return False
 
     @cached_property
     def process(self) -> Arrivals | None:
-        """The random schedule; None: recorded times, all at once, or by free slots."""
+        """The random schedule. None if times are recorded, all requests are sent at once, or the loop is closed."""
         if self.replayed or self.request_rate is None or math.isinf(self.request_rate):
             return None
         return Arrivals(
@@ -92,67 +88,50 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """The settings that shape a schedule and are not at their defaults; burstiness alone makes arrivals gamma."""
+        """The settings of SHAPES that were changed. Without `arrivals`, burstiness makes gamma arrivals by itself."""
         defaults = {f.name: f.default for f in fields(Schedule)}
-        changed = [name for name in _SHAPES if getattr(self, name) != defaults[name]]
+        changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":
             changed.remove("arrivals")
         return changed
 
     @property
     def closed(self) -> bool:
+        """Whether the loop is closed: requests are scheduled as earlier ones end."""
         return not self.replayed and self.request_rate is None and self.max_concurrency is not None
 
     @property
     def at_once(self) -> bool:
-        """Whether nothing but free slots keeps requests back."""
+        """Whether all requests are due at the start."""
         return not self.replayed and not self.closed and self.process is None
 
     @property
     def stop_after(self) -> float | None:
+        """Seconds after which a closed loop sends no more requests, if that ends it."""
         return self.duration if self.closed else None
 
     @property
     def asked_rate(self) -> float | None:
+        """Mean requests per second of the schedule, if there is one."""
         return None if self.process is None else self.process.mean_rate
 
     def random(self, stream: int) -> np.random.Generator:
-        """The random numbers of one stream of the seed."""
+        """Return the generator of one stream of the seed, from its beginning."""
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:
-        """Offsets in seconds of at most `count` requests; None: as many as `duration` holds."""
+        """Return the offsets in seconds of at most `count` requests; None: as many as `duration` allows."""
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
         return np.zeros(_MOST_CLOSED if count is None else count)
 
     def describe(self) -> str:
+        """Return in words when requests are sent."""
         during = f" for {self.duration:g} s" if self.duration is not None else ""
         if self.closed:
             return f"closed loop, {self.max_concurrency} at a time{during}"
         cap = f", at most {self.max_concurrency} at a time" if self.max_concurrency else ""
         return f"{self._describe_arrivals()}{during}{cap}"
 
-    def settings(self) -> dict[str, Any]:
-        """The fields for JSON, with the load in words; what shapes a schedule is null where it has no effect."""
-        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.repr}  # a trace has no place here
-        idle = set(_SHAPES) if self.process is None else set()
-        if self.arrivals != "daynight":
-            idle |= {"day_period", "day_amplitude"}
-        return {"load": self.describe(), **values, **dict.fromkeys(idle)}
-
     def _describe_arrivals(self) -> str:
         return "all at once" if self.process is None else self.process.describe()
-
-
-def _plain(value: Any) -> Any:
-    """A setting for JSON, which has no infinity: the rate "all at once" becomes null, as `load` says it in words."""
-    if value == math.inf:
-        return None
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """The SHA-256 of settings in their canonical JSON: equal if and only if all of them are."""
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,19 +1,18 @@
-"""Load from a trace: its lengths, its shared prefixes or its texts, and its times or a schedule of one's own."""
+"""Load from a trace: its lengths, shared prefixes or texts, at its own times or on a schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from llmsched.cli.load.arrivals import Times
-from llmsched.cli.load.lengths import Lengths, fixed
-from llmsched.cli.load.load import PlannedRequest
+from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import (
     BLOCK,
     OWN,
@@ -25,32 +24,33 @@ from llmsched.cli.load.prompts import (
     TextPrompt,
     Vocabulary,
 )
-from llmsched.cli.load.schedule import OUTPUTS, Schedule, fingerprint
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.random_lengths import RandomLengths, draw_lengths
+from llmsched.cli.load.schedule import OUTPUTS
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.load.traces.trace import Trace, TraceRequest, digest
 from llmsched.engine.errors import ConfigError, LlmschedError, setting
 
-#: The least speedup: recorded times stay far from infinite.
+#: The least speedup. It keeps recorded times finite.
 _SLOWEST = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceLoad(Schedule):
+class TraceLoad(Load):
     """The requests of a trace.
 
-    A timed trace is replayed at its own times, `speedup` times as fast; a finite `request_rate` scales its times so
-    that their mean rate becomes that, and keeps their pattern. With `ignore_timestamps`, and without timestamps, the
-    schedule is that of `Schedule`, and must be said: a rate (inf: all at once) or slots.
+    A timed trace is replayed at its own times, `speedup` times as fast. A finite `request_rate` scales these times to
+    that mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, `Schedule` applies
+    and needs a rate or `max_concurrency`.
 
-    `duration` keeps what is due before it. `max_input_len` and `max_output_len` cut what is longer; by default nothing
-    is cut, and what the target cannot take fails there. `output_len` is for requests whose answer's length the trace
-    does not state. A request cannot have no tokens: lengths of 0 become 1.
+    `duration` keeps the requests due before it. `max_input_len` and `max_output_len` cut longer prompts and answers; by
+    default nothing is cut, and the target refuses what it cannot take. `output_len` applies to requests whose answer's
+    length is not stated. Lengths of 0 become 1, because a request needs a token.
     """
 
     trace: Trace = field(repr=False)
     speedup: float = 1.0
     ignore_timestamps: bool = False
-    output_len: int | Lengths | None = None
+    output_len: int | RandomLengths | None = None
     max_input_len: int | None = None
     max_output_len: int | None = None
 
@@ -94,56 +94,38 @@ class TraceLoad(Schedule):
         return self.trace.rate * self._pace if self.replayed and self.trace.rate else super().asked_rate
 
     @property
-    def num_requests(self) -> int:
-        return len(self._offsets)
+    def _pace(self) -> float:
+        """How many times as fast as recorded the trace is replayed."""
+        return self.speedup if self.request_rate is None else self.request_rate / (self.trace.rate or math.nan)
 
     @property
     def longest_input(self) -> int:
-        return max((self._held(request.words_in, self.max_input_len) for request in self._requests), default=1)
-
-    @cached_property
-    def _offsets(self) -> Times:
-        if not self.replayed:
-            return self.due(len(self.trace.requests))
-        times = np.array([request.offset for request in self.trace.requests]) / self._pace
-        return times if self.duration is None else times[times < self.duration]
-
-    @property
-    def _pace(self) -> float:
-        """How many times as fast as recorded a trace is replayed."""
-        return self.speedup if self.request_rate is None else self.request_rate / (self.trace.rate or math.nan)
+        return max((_sendable(request.words_in, self.max_input_len) for request in self._requests), default=1)
 
     @property
     def _requests(self) -> tuple[TraceRequest, ...]:
         return self.trace.requests[: self.num_requests]
 
-    @staticmethod
-    def _held(length: int, most: int | None) -> int:
-        """A length that can be sent."""
-        return max(1, length if most is None else min(length, most))
+    def _all_offsets(self) -> Times:
+        if not self.replayed:
+            return self.due(len(self.trace.requests))
+        times = np.array([request.offset for request in self.trace.requests]) / self._pace
+        return times if self.duration is None else times[times < self.duration]
 
-    def plan(self, ids: Sequence[int] | None, encode: Encode | None = None) -> list[PlannedRequest]:
-        vocabulary = Vocabulary(ids)
-        answers = self._answers(encode)
-        return [
-            PlannedRequest(index, offset, self._prompt(index, request, vocabulary, encode), answer)
-            for index, (offset, request, answer) in enumerate(
-                zip(self._offsets.tolist(), self._requests, answers, strict=True)
-            )
-        ]
-
-    def _prompt(self, index: int, request: TraceRequest, vocabulary: Vocabulary, encode: Encode | None) -> Prompt:
-        if request.content is None:
-            return RandomPrompt(self.seed, tuple(self._parts(index, request)), vocabulary)
-        if encode is not None and not vocabulary.of_words:
-            return EncodedPrompt(encode.prompt(request.content)[: self.max_input_len])
-        if self.max_input_len is not None:
-            raise ConfigError("max_input_len", "prompts that are sent as text cannot be cut at a token")
-        return TextPrompt(request.content)
+    def _prompts(self, vocabulary: Vocabulary, encode: Encode | None) -> Iterable[Prompt]:
+        for index, request in enumerate(self._requests):
+            if request.content is None:
+                yield RandomPrompt(self.seed, tuple(self._parts(index, request)), vocabulary)
+            elif encode is not None and not vocabulary.of_words:
+                yield EncodedPrompt(encode.prompt(request.content)[: self.max_input_len])
+            elif self.max_input_len is not None:
+                raise ConfigError("max_input_len", "prompts that are sent as text cannot be cut at a token")
+            else:
+                yield TextPrompt(request.content)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
-        """The blocks of a prompt, or random tokens of its own."""
-        left = self._held(request.input_len or 0, self.max_input_len)
+        """Yield the blocks of a prompt; without blocks, random tokens that no other prompt has."""
+        left = _sendable(request.input_len or 0, self.max_input_len)
         if not request.hash_ids:
             yield Part(OWN, index, left)
         for block in request.hash_ids:
@@ -152,22 +134,24 @@ class TraceLoad(Schedule):
             left -= self.trace.block_tokens
 
     def _answers(self, encode: Encode | None) -> list[int]:
-        """Tokens of each answer; of a text, without an encoder, its words."""
-        missing = fixed(self.output_len) if isinstance(self.output_len, int) else self.output_len
-        drawn = [] if missing is None else missing.draw(self.random(OUTPUTS), self.num_requests).tolist()
+        drawn = (
+            None
+            if self.output_len is None
+            else draw_lengths(self.output_len, self.random(OUTPUTS), self.num_requests).tolist()
+        )
         answers = []
         for index, request in enumerate(self._requests):
             length = request.words_out
             if request.output_len is None and request.answer is not None and encode is not None:
                 length = encode.count(request.answer)
             if length is None:
-                if missing is None:
+                if drawn is None:
                     raise LlmschedError(
                         f"{self.trace.name}, line {request.line}: no max_tokens; "
                         f"give {setting('output_len')} for requests without it"
                     )
                 length = drawn[index]
-            answers.append(self._held(length, self.max_output_len))
+            answers.append(_sendable(length, self.max_output_len))
         return answers
 
     def _describe_arrivals(self) -> str:
@@ -179,15 +163,14 @@ class TraceLoad(Schedule):
         return f"over {self._offsets[-1]:,.4g} s at the trace's own times{pace}"
 
     def describe_requests(self) -> str:
-        facts = self._facts()
+        facts = self._length_facts()
         unit = "words" if self.trace.of_text else "tokens"
         out = facts["mean_output_len"]
         mean = f"mean {facts['mean_input_len']:,.0f} {unit} in" + ("" if out is None else f", {out:,.0f} out")
-        told = [f"{facts[name]:,} {text}" for name, text in _TOLD.items() if facts[name]]
+        told = [f"{facts[name]:,} {text}" for name, text in _CHANGED.items() if facts[name]]
         return f"{self.num_requests:,} requests of {self.trace.name} ({', '.join([mean, *told])})"
 
-    def _facts(self) -> dict[str, Any]:
-        """What the requests are like, for reports."""
+    def _length_facts(self) -> dict[str, Any]:
         inputs = [request.words_in for request in self._requests]
         outputs = [length for request in self._requests if (length := request.words_out) is not None]
         over = zip((inputs, outputs), (self.max_input_len, self.max_output_len), strict=True)
@@ -198,29 +181,26 @@ class TraceLoad(Schedule):
             "cut_lengths": sum(length > most for lengths, most in over if most is not None for length in lengths),
         }
 
-    def parameters(self) -> dict[str, Any]:
-        settings = self.settings() | {"trace": self.trace.name, "trace_format": self.trace.format}
-        settings |= {"num_prompts": self.num_requests, **self._facts(), "trace_sha256": self._digest}
-        if self.replayed:
-            settings["arrivals"] = "trace"
-        return {**settings, "fingerprint": fingerprint(settings)}
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "trace": self.trace.name,
+            "trace_format": self.trace.format,
+            "num_prompts": self.num_requests,
+            **self._length_facts(),
+            "trace_sha256": self._digest,
+            **({"arrivals": "trace"} if self.replayed else {}),
+        }
 
     @cached_property
     def _digest(self) -> str:
         return digest(self._requests)
 
-    def with_seed(self, seed: int) -> TraceLoad:
-        return replace(self, seed=seed)
-
-    def at_rate(self, rate: float) -> TraceLoad:
+    def at_rate(self, rate: float) -> Self:
         return replace(self, request_rate=rate, speedup=1.0)
 
-    def one_by_one(self, count: int, *, seed: int) -> Workload:
-        return self.head(count, seed=seed).one_by_one(count, seed=seed)
-
-    def head(self, count: int, *, seed: int, output_len: int | None = None) -> Workload:
-        inputs = [self._held(request.words_in, self.max_input_len) for request in self._requests]
-        return Workload(
+    def head(self, count: int, *, seed: int, output_len: int | None = None) -> SyntheticLoad:
+        inputs = [_sendable(request.words_in, self.max_input_len) for request in self._requests]
+        return SyntheticLoad(
             num_prompts=count,
             input_len=int(median(inputs)),
             output_len=output_len or int(median(self._answers(None))),
@@ -228,5 +208,10 @@ class TraceLoad(Schedule):
         )
 
 
-#: What reports tell of lengths that were not sent as they stand.
-_TOLD = {"zero_lengths": "of 0 sent as 1", "cut_lengths": "cut"}
+#: Counts of lengths that were changed before sending, in words.
+_CHANGED = {"zero_lengths": "of 0 sent as 1", "cut_lengths": "cut"}
+
+
+def _sendable(length: int, most: int | None) -> int:
+    """Return a length cut to `most`, but at least 1."""
+    return max(1, length if most is None else min(length, most))

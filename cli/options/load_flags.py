@@ -1,279 +1,321 @@
-"""The flags of a load, one field each."""
+"""The flags of a load, and the load that they ask for: synthetic, from a trace, or shipped with llmsched."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from llmsched.cli.load.arrivals import ArrivalProcess
-from llmsched.cli.load.lengths import SYNTAX
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.random_lengths import SYNTAX, parse_lengths
+from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.formats import TraceFormat
-from llmsched.cli.load.traces.times import TimestampUnit
-from llmsched.cli.options.engine import duration as parse_duration
-from llmsched.cli.options.engine import fraction
-from llmsched.profiles.shipped_workloads import workloads
+from llmsched.cli.load.traces.read import read_trace
+from llmsched.cli.load.traces.rows import TraceError
+from llmsched.cli.load.traces.timestamps import TimestampUnit
+from llmsched.cli.options.flags import typed, with_options
+from llmsched.cli.values import duration as parse_duration
+from llmsched.cli.values import fraction
+from llmsched.engine.errors import ConfigError, LlmschedError, setting
+from llmsched.profiles.shipped_workloads import find_workload, workloads
+from llmsched.profiles.toml_files import UnknownNameError
 
-_LOAD = "Load"
+R = TypeVar("R")
 
-#: How a file of requests is read, for every command that reads one.
-TraceFormatOption = Annotated[
-    TraceFormat | None,
-    typer.Option(
-        "--trace-format",
-        show_default="what the file looks like",
-        help="What the file of requests is.",
-        rich_help_panel=_LOAD,
-    ),
-]
-TimestampUnitOption = Annotated[
-    TimestampUnit | None,
-    typer.Option(
-        "--timestamp-unit",
-        show_default="ms for Mooncake, else s",
-        help="Unit of timestamps that are numbers. Times since 1970 are recognised whatever their unit.",
-        rich_help_panel=_LOAD,
-    ),
-]
-LimitOption = Annotated[
-    int | None,
-    typer.Option(
-        "--limit",
-        min=1,
-        metavar="REQUESTS",
-        show_default=False,
-        help="Only the first requests of the file, by time.",
-        rich_help_panel=_LOAD,
-    ),
-]
-TurnsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--turns",
-        min=1,
-        show_default="1",
-        help="How many turns of each ShareGPT conversation become requests, each with what was said before.",
-        rich_help_panel=_LOAD,
-    ),
-]
-TraceBlockSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--trace-block-size",
-        min=1,
-        metavar="TOKENS",
-        show_default="512",
-        help="How many tokens one of the hash_ids of a Mooncake trace stands for.",
-        rich_help_panel=_LOAD,
-    ),
-]
+#: Flags of a synthetic load that have no effect on a trace, and what to do instead.
+_SYNTHETIC = {
+    "num_prompts": "--limit keeps the first requests",
+    "input_len": "--max-input-len cuts its prompts",
+    "prefix_len": "its own blocks or texts say what prompts share",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class LoadFlags:
-    """The flags that say what is sent, when; None (False) where one was left out."""
+@dataclass(frozen=True)
+class SourceFlags:
+    """The flags that name a load."""
 
     workload: Annotated[
         str | None,
         typer.Option(
-            "--workload",
             metavar="NAME",
-            show_default=False,
-            help=f"A load that comes with llmsched: {', '.join(workloads())}. Other flags change it.",
-            rich_help_panel=_LOAD,
+            help=f"A load that comes with llmsched: {', '.join(workloads())}. Other flags change its settings.",
         ),
     ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace",
             metavar="FILE",
-            show_default=False,
-            help="Requests of a file: Azure or BurstGPT CSV, Mooncake or ShareGPT JSON, a log of requests (JSONL with "
-            "messages or prompt, max_tokens, timestamp), or lengths alone; may be packed with gzip. They are sent at "
-            "the file's own times; --request-rate scales these to another mean rate. "
-            "Prompts that are too long for the target fail there; lengths of 0 are sent as 1.",
-            rich_help_panel=_LOAD,
+            help="Send the requests of a file: Azure or BurstGPT CSV, Mooncake or ShareGPT JSON, a request log (JSONL "
+            "with messages or prompt, max_tokens, timestamp), or a table of lengths; gzip is unpacked. Requests are "
+            "sent at the file's own times; --request-rate scales these to another mean rate. Prompts that are too long "
+            "for the target fail there. Lengths of 0 are sent as 1.",
         ),
     ] = None
-    trace_format: TraceFormatOption = None
-    timestamp_unit: TimestampUnitOption = None
+
+
+@dataclass(frozen=True)
+class TraceFlags:
+    """The flags that say how to read the file of a trace."""
+
+    trace_format: Annotated[
+        TraceFormat | None,
+        typer.Option(show_default="recognised from the file", help="Format of the trace."),
+    ] = None
+    timestamp_unit: Annotated[
+        TimestampUnit | None,
+        typer.Option(
+            show_default="ms for Mooncake, else s",
+            help="Unit of numeric timestamps. Times since 1970 are recognised in any unit.",
+        ),
+    ] = None
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="REQUESTS", help="Use only the first requests of the trace, by time.")
+    ] = None
+    turns: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="1",
+            help="Number of turns of each ShareGPT conversation that become requests. Each request contains the turns "
+            "before it.",
+        ),
+    ] = None
+    trace_block_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            show_default="512",
+            help="Number of tokens per entry of hash_ids in a Mooncake trace.",
+        ),
+    ] = None
+
+    def reading(self) -> dict[str, Any]:
+        """Return the flags that were given, as keyword arguments of `read_trace`."""
+        values = {f.name: getattr(self, f.name) for f in fields(TraceFlags)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class LoadFlags(TraceFlags, SourceFlags):
+    """All flags of a load. None and False stand for flags that were not given."""
+
     ignore_timestamps: Annotated[
         bool,
         typer.Option(
             "--ignore-timestamps",
-            help="Take the requests of a trace in their order, but send by --request-rate or --max-concurrency.",
-            rich_help_panel=_LOAD,
+            help="Send the requests of a trace in their order, but at times set by --request-rate or "
+            "--max-concurrency.",
         ),
     ] = False
     speedup: Annotated[
         float | None,
-        typer.Option(
-            "--speedup",
-            metavar="FACTOR",
-            show_default="1",
-            help="Run a trace this many times as fast.",
-            rich_help_panel=_LOAD,
-        ),
+        typer.Option(metavar="FACTOR", show_default="1", help="Replay a trace this many times as fast."),
     ] = None
-    limit: LimitOption = None
-    turns: TurnsOption = None
-    trace_block_size: TraceBlockSizeOption = None
     max_input_len: Annotated[
-        int | None,
-        typer.Option(
-            "--max-input-len",
-            min=1,
-            metavar="TOKENS",
-            show_default=False,
-            help="Cut longer prompts of a trace to this.",
-            rich_help_panel=_LOAD,
-        ),
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Cut longer prompts of a trace to this length.")
     ] = None
     max_output_len: Annotated[
-        int | None,
-        typer.Option(
-            "--max-output-len",
-            min=1,
-            metavar="TOKENS",
-            show_default=False,
-            help="Cut longer answers of a trace to this.",
-            rich_help_panel=_LOAD,
-        ),
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Cut longer answers of a trace to this length.")
     ] = None
-
-    num_prompts: Annotated[
-        int | None, typer.Option("--num-prompts", min=1, help="Requests to send.", rich_help_panel=_LOAD)
-    ] = None
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Number of requests to send.")] = None
     input_len: Annotated[
         str | None,
-        typer.Option(
-            "--input-len",
-            metavar="TOKENS",
-            help=f"Tokens of each prompt: {SYNTAX}; longer than MAX is cut to MAX.",
-            rich_help_panel=_LOAD,
-        ),
+        typer.Option(metavar="TOKENS", help=f"Tokens of each prompt: {SYNTAX}. Samples above MAX are cut to MAX."),
     ] = None
     output_len: Annotated[
         str | None,
         typer.Option(
-            "--output-len",
             metavar="TOKENS",
-            help="Tokens of each answer, written likewise; of a trace, those of requests that do not say.",
-            rich_help_panel=_LOAD,
+            help="Tokens of each answer, in the same syntax. With a trace, it applies to requests without max_tokens.",
         ),
     ] = None
     prefix_len: Annotated[
         int | None,
         typer.Option(
-            "--prefix-len",
             min=0,
             metavar="TOKENS",
-            help="How many of the prompt's tokens are the same in every prompt, like a system prompt.",
-            rich_help_panel=_LOAD,
+            help="Number of tokens at the beginning that all prompts share, like a system prompt.",
         ),
     ] = None
     request_rate: Annotated[
         float | None,
         typer.Option(
-            "--request-rate",
             metavar="PER_SECOND",
-            show_default=False,
-            help="Open loop: send by a schedule of this many requests per second, come what may; inf: all at once.",
-            rich_help_panel=_LOAD,
+            help="Open loop: send this many requests per second on a schedule, however slow the answers are. inf sends "
+            "all at once.",
         ),
     ] = None
     arrivals: Annotated[
         ArrivalProcess | None,
         typer.Option(
-            "--arrivals",
             show_default="poisson",
-            help="How a schedule spreads. ramp: from --request-rate to --ramp-to. daynight: the rate swings around "
-            "--request-rate, see --day-period.",
-            rich_help_panel=_LOAD,
+            help="How requests are spread over time. ramp: the rate goes from --request-rate to --ramp-to. daynight: "
+            "the rate swings around --request-rate, see --day-period.",
         ),
     ] = None
     burstiness: Annotated[
         float | None,
         typer.Option(
-            "--burstiness",
             metavar="SHAPE",
             show_default="1",
-            help="Gamma-distributed gaps of this shape: 1 is Poisson, 0.25 twice as irregular, 4 half.",
-            rich_help_panel=_LOAD,
+            help="Shape of the gamma distribution of the gaps between requests: 1 is Poisson, 0.25 varies twice as "
+            "much, 4 half as much.",
         ),
     ] = None
     ramp_to: Annotated[
         float | None,
         typer.Option(
-            "--ramp-to",
             metavar="PER_SECOND",
-            show_default=False,
-            help="Rate at the end of a ramp, which takes --duration, or all of --num-prompts.",
-            rich_help_panel=_LOAD,
+            help="Rate at the end of a ramp. The ramp lasts --duration, or until --num-prompts are sent.",
         ),
     ] = None
     day_period: Annotated[
         float | None,
         typer.Option(
-            "--day-period",
-            parser=parse_duration,
+            parser=typed(parse_duration),
             metavar="DURATION",
             show_default="10min",
-            help="daynight: how long a day lasts; the load begins at night.",
-            rich_help_panel=_LOAD,
+            help="daynight: length of a day. The load begins at night, with the lowest rate.",
         ),
     ] = None
     day_amplitude: Annotated[
         float | None,
         typer.Option(
-            "--day-amplitude",
-            parser=fraction,
+            parser=typed(fraction),
             metavar="SHARE",
             show_default="0.8",
-            help="daynight: how far the rate swings around its mean; 0.8: from 0.2 to 1.8 times.",
-            rich_help_panel=_LOAD,
+            help="daynight: how far the rate swings around its mean. With 0.8 it goes from 0.2 to 1.8 times the mean.",
         ),
     ] = None
     max_concurrency: Annotated[
         int | None,
         typer.Option(
-            "--max-concurrency",
             min=1,
-            show_default=False,
-            help="Closed loop: this many requests at a time. Together with --request-rate it caps the open loop, and "
-            "latencies then include the wait for a free slot.",
-            rich_help_panel=_LOAD,
+            help="Closed loop: keep this many requests in flight. With --request-rate it limits the open loop, and "
+            "latencies include the wait for a request to end.",
         ),
     ] = None
     duration: Annotated[
         float | None,
         typer.Option(
-            "--duration",
-            parser=parse_duration,
+            parser=typed(parse_duration),
             metavar="DURATION",
-            show_default=False,
-            help="Send for this long, however many requests that is (with --num-prompts: at most so many; of a trace: "
-            "all that come before).",
-            rich_help_panel=_LOAD,
+            help="Send requests for this long; --num-prompts then is an upper limit. Of a trace, send the requests due "
+            "before it.",
         ),
     ] = None
     seed: Annotated[
         int,
         typer.Option(
-            "--seed", min=0, help="Same seed, same prompts and arrivals; another is cold.", rich_help_panel=_LOAD
+            min=0,
+            help="The same seed gives the same prompts and arrivals. A new seed gives prompts that no prefix cache "
+            "holds.",
         ),
     ] = 0
     timeout: Annotated[
         float,
         typer.Option(
-            "--timeout",
             show_default="10min",
-            parser=parse_duration,
+            parser=typed(parse_duration),
             metavar="DURATION",
-            help="How long a request may take before it counts as failed.",
-            rich_help_panel=_LOAD,
+            help="Time after which a request counts as failed.",
         ),
     ] = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """A load, the timeout of each request in seconds, and the file of the load's trace, if it has one."""
+
+    load: Load
+    timeout: float
+    trace: Path | None
+
+
+def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a Typer command the options of a load; it takes a keyword `load_options: LoadOptions` instead.
+
+    `defaults` are the command's own for a synthetic load. Its max_concurrency applies only if neither --request-rate
+    nor the times of a trace say when to send.
+    """
+
+    def make(flags: LoadFlags) -> LoadOptions:
+        if not flags.timeout > 0:
+            raise ConfigError("timeout", f"{flags.timeout:g} s is out of range; allowed is above 0")
+        return LoadOptions(make_load(flags, defaults), flags.timeout, flags.trace)
+
+    shown = defaults.copy()
+    if "max_concurrency" in defaults:
+        shown["max_concurrency"] = f"{defaults['max_concurrency']} without --request-rate or a trace's own times"
+    return with_options("load_options", LoadFlags, make, shown=shown)
+
+
+def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
+    """Return the load that the flags ask for; `defaults` stand for those not given. Raises LlmschedError."""
+    reading, other = flags.reading(), {f.name for f in fields(TraceFlags)} | {"timeout", "workload", "trace"}
+    values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in other}
+    given = {name: value for name, value in values.items() if value is not None and value is not False}
+    if flags.burstiness is not None:
+        given.setdefault("arrivals", "gamma")
+    path, name = flags.trace, None
+    shape: Mapping[str, Any] = {}
+    if flags.workload is not None and flags.trace is not None:
+        raise LlmschedError("--trace and --workload both name a load; give one of them")
+    if flags.workload is not None:
+        path, name, shape = _shipped(flags.workload)
+    if path is not None:
+        return _trace_load(path, name, reading, given, defaults.get("max_concurrency"))
+    return _synthetic_load(reading, {**shape, **given}, defaults)
+
+
+def _shipped(wanted: str) -> tuple[Path | None, str, Mapping[str, Any]]:
+    """Return the file of a shipped load, its name, and the settings of one without a file."""
+    try:
+        found = find_workload(wanted)
+    except UnknownNameError as problem:
+        raise ConfigError("workload", str(problem)) from problem
+    return found.file, found.name, found.settings
+
+
+def _trace_load(
+    path: Path, name: str | None, reading: Mapping[str, Any], given: dict[str, Any], concurrency: int | None
+) -> TraceLoad:
+    for flag, instead in _SYNTHETIC.items():
+        if flag in given:
+            raise ConfigError(flag, f"has no effect on a trace; {instead}")
+    try:
+        trace = read_trace(path, name=name, **reading)
+    except TraceError as problem:
+        raise problem if name else ConfigError("trace", problem.message) from problem
+    if "output_len" in given:
+        given["output_len"] = parse_lengths(given["output_len"], "output_len")
+    if not (trace.timed and "ignore_timestamps" not in given):
+        _fall_back(given, concurrency)
+    return TraceLoad(trace=trace, **given)
+
+
+def _synthetic_load(reading: Mapping[str, Any], given: dict[str, Any], defaults: Mapping[str, Any]) -> SyntheticLoad:
+    of_traces = ("ignore_timestamps", "speedup", "max_input_len", "max_output_len")
+    if useless := [*reading, *(name for name in of_traces if name in given)]:
+        raise LlmschedError(
+            f"{', '.join(map(setting, useless))}: only has an effect with --trace, or a --workload that is a trace"
+        )
+    if "duration" in given:
+        given.setdefault("num_prompts", None)
+    _fall_back(given, defaults.get("max_concurrency"))
+    settings = {name: value for name, value in defaults.items() if name != "max_concurrency"} | given
+    for name in ("input_len", "output_len"):
+        settings[name] = parse_lengths(str(settings[name]), name)
+    return SyntheticLoad(**settings)
+
+
+def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
+    """Set the concurrency where no flag says when to send; None sends all at once."""
+    if concurrency is not None and "request_rate" not in given:
+        given.setdefault("max_concurrency", concurrency)

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
+from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.flags import ModelArgument, resolve_model, typed
+from llmsched.cli.values import duration
 from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def serve(
     grace_period: Annotated[
         float,
         typer.Option(
-            parser=duration,
+            parser=typed(duration),
             metavar="DURATION",
             help="Time that running requests get to finish after SIGTERM or Ctrl-C.",
             rich_help_panel=_SERVER,

@@ -10,15 +10,17 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine import EngineOptions, ModelArgument, duration, resolve_model, with_engine_options
-from llmsched.cli.options.load import LoadOptions, with_load_options
-from llmsched.cli.options.target import simulate_option, with_slo_options
+from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.flags import ModelArgument, resolve_model, simulate_option, typed
+from llmsched.cli.options.load_flags import LoadOptions, with_load_options
+from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.output_files import check_file, writing
 from llmsched.cli.tune.knobs import KNOBS, parse_knobs
 from llmsched.cli.tune.resume import state_path
 from llmsched.cli.tune.trials import Goal
 from llmsched.cli.tune.tune_report import as_json, make_profile, page, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
+from llmsched.cli.values import duration
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -71,7 +73,7 @@ def tune(
         float,
         typer.Option(
             "--time-limit",
-            parser=duration,
+            parser=typed(duration),
             metavar="DURATION",
             show_default="3min",
             help="Time for the search. After the first round, a round starts only if it is expected to end in time.",

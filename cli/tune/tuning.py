@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from llmsched.cli import render
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
-from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.profiles.apply import device_table
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.knob_search import SearchSpace, search

@@ -18,7 +18,7 @@ import httpx
 from llmsched.cli.bench.selfcheck.self_check import scripted_server
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import send_workload
 from llmsched.engine.latency import Slo, Summary, summarise
@@ -38,7 +38,9 @@ async def main() -> None:
 
 
 async def row(root: str, streams: int) -> str:
-    load = Workload(num_prompts=streams, input_len=8, output_len=75, request_rate=streams / RAMP_S, arrivals="constant")
+    load = SyntheticLoad(
+        num_prompts=streams, input_len=8, output_len=75, request_rate=streams / RAMP_S, arrivals="constant"
+    )
     target = HttpTarget(HttpOptions(f"{root}/{SCRIPT}"))
     before = time.process_time()
     try:

@@ -18,14 +18,14 @@ import torch
 
 from llmsched.cli.bench.compare.mode import bench_variants
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.load.lengths import parse_lengths
-from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.load.random_lengths import parse_lengths
+from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
-LOAD = Workload(
+LOAD = SyntheticLoad(
     num_prompts=32,
     input_len=parse_lengths("32..192", "input_len"),
     output_len=parse_lengths("lognormal:64,1.0,320", "output_len"),

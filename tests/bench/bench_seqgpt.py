@@ -29,9 +29,9 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from llmsched.cli.bench.compare.mode import bench_variants
 from llmsched.cli.bench.modes import Modes
-from llmsched.cli.load.lengths import parse_lengths
-from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.load.random_lengths import parse_lengths
+from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.render import human_bytes
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.latency import Slo
@@ -57,7 +57,7 @@ def compare(model: str, scale: float, simulate: str | None, options: argparse.Na
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * scale))
 
-    load = Workload(
+    load = SyntheticLoad(
         num_prompts=options.requests,
         input_len=scaled(SYSTEM_PROMPT + QUESTION),
         output_len=parse_lengths(f"{scaled(SHORTEST)}..{scaled(LONGEST)}", "output_len"),

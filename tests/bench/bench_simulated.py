@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.prompts import usable_ids
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.random_lengths import parse_lengths
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_target import simulate_workload
@@ -65,8 +65,8 @@ class Round(NamedTuple):
     measured: Measurement
 
 
-def load(rate: float | None = None) -> Workload:
-    return Workload(
+def load(rate: float | None = None) -> SyntheticLoad:
+    return SyntheticLoad(
         num_prompts=REQUESTS,
         input_len=parse_lengths("32..256", "input_len"),
         output_len=parse_lengths("16..64", "output_len"),
@@ -75,7 +75,7 @@ def load(rate: float | None = None) -> Workload:
     )
 
 
-def measured(engine: Engine, workload: Workload) -> Measurement:
+def measured(engine: Engine, workload: SyntheticLoad) -> Measurement:
     """Run a load on an engine of its own, beside the one that the model was loaded for."""
 
     async def run() -> Measurement:
@@ -88,7 +88,7 @@ def measured(engine: Engine, workload: Workload) -> Measurement:
     return asyncio.run(run())
 
 
-def simulated(engine: Engine, before: Measured, after: Measured, workload: Workload) -> tuple[Measurement, Fit]:
+def simulated(engine: Engine, before: Measured, after: Measured, workload: SyntheticLoad) -> tuple[Measurement, Fit]:
     """The same load under the cost that fits the mean of two calibrations."""
     samples = [
         Sample(one.shape, (one.seconds + two.seconds) / 2)
@@ -117,7 +117,7 @@ def speed(one: Measured, first: Measured) -> float:
     return statistics.median(sample.seconds / before.seconds for sample, before in pairs)
 
 
-def show(name: str, workload: Workload, rounds: Sequence[Round]) -> list[str]:
+def show(name: str, workload: SyntheticLoad, rounds: Sequence[Round]) -> list[str]:
     """Print the rows of a load; returns what was missed."""
     print(f"\n{name}: {workload.request_rate:.2f} requests/s, {REQUESTS} requests, 32..256 tokens in, 16..64 out")
     print(f"{'':<12} {'SIMULATED':>11} {'MEASURED':>11} {'':<6} {'error':>8} {'rounds apart':>13}   asked")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, describe, powers_of_two
 from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--slo-itl", type=float, default=None, help="seconds")
     parser.add_argument("--no-slo", action="store_true", help="the most throughput, whatever the latency")
     options = parser.parse_args()
-    load = Workload(
+    load = SyntheticLoad(
         num_prompts=options.num_prompts,
         input_len=options.input_len,
         output_len=options.output_len,

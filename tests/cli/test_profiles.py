@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.profiles import apply as profile_module
 from llmsched.cli.profiles.apply import device_table, found_for_others, with_profile
 from llmsched.engine.config import EngineConfig

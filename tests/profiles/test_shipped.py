@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsched.cli.load.lengths import parse_lengths
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.random_lengths import parse_lengths
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.load.traces.read import read_trace
 from llmsched.profiles.shipped_workloads import find_workload, workloads
 from llmsched.profiles.toml_files import UnknownNameError
@@ -39,7 +39,7 @@ def test_synthetic_ones_are_settings_of_a_workload() -> None:
     assert set(shapes) == {"chat", "rag", "agent", "batch"}
     for settings in shapes.values():
         lengths = {name: parse_lengths(settings[name], name) for name in ("input_len", "output_len")}
-        planned = Workload(**{**settings, **lengths}).plan(range(1000))
+        planned = SyntheticLoad(**{**settings, **lengths}).plan(range(1000))
         assert len(planned) == 100
 
 

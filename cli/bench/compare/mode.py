@@ -8,7 +8,7 @@ from llmsched.cli.bench.compare.variant_engines import SimulatedVariants, Varian
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.modes import Modes
 from llmsched.cli.bench.result import Result
-from llmsched.cli.options.engine import EngineOptions
+from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import refuse_warmup
 from llmsched.engine.errors import LlmschedError

@@ -16,7 +16,7 @@ from llmsched.cli.bench.output.csv_file import append_csv, check_csv
 from llmsched.cli.bench.output.detailed import detailed_lines
 from llmsched.cli.bench.output.run_page import result_page
 from llmsched.cli.bench.result import Result
-from llmsched.cli.options.engine import with_options
+from llmsched.cli.options.flags import with_options
 from llmsched.cli.output_files import check_file, writing
 from llmsched.engine.errors import LlmschedError
 

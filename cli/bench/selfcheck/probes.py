@@ -14,7 +14,7 @@ from typing import Any, Literal
 from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
 from llmsched.cli.figures.client_lag import LAG_LIMIT_S
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.latency import Arrival, request_latency, steady_rate, summarise
 
 #: Allowed errors of typical and of tail figures, in seconds: about the delay of a loaded machine's scheduler.
@@ -33,7 +33,7 @@ class Probe:
 
     name: str
     what: str
-    load: Workload
+    load: SyntheticLoad
 
     @property
     def chat(self) -> bool:
@@ -87,8 +87,8 @@ class ProbeOutcome:
         return "wrong" if "wrong" in verdicts else "disturbed" if "disturbed" in verdicts else "right"
 
 
-def _load(count: int, **settings: Any) -> Workload:
-    return Workload(num_prompts=count, input_len=8, output_len=100, **settings)
+def _load(count: int, **settings: Any) -> SyntheticLoad:
+    return SyntheticLoad(num_prompts=count, input_len=8, output_len=100, **settings)
 
 
 PROBES = (

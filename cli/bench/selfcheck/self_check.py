@@ -23,7 +23,7 @@ from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
 from llmsched.cli.figures.client_lag import loop_lags
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
@@ -39,7 +39,7 @@ _TRIES, _PAUSE_S = 3, 0.5
 _LOOK_S = 0.002
 
 #: One request before the probes, so that they do not measure imports and the like.
-_WARM_UP = Probe("warm-up", "one request", Workload(num_prompts=1, input_len=8, output_len=100))
+_WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_len=8, output_len=100))
 
 
 _MARKS: dict[Verdict, str] = {"right": "", "disturbed": "disturbed", "wrong": "OFF"}

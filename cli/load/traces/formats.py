@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsched.cli.load.traces.length_tables import INPUT, OUTPUT, length_rows
-from llmsched.cli.load.traces.lines import Row, csv_rows, json_objects, shown
-from llmsched.cli.load.traces.times import TimestampUnit
+from llmsched.cli.load.traces.rows import Row, csv_rows, json_objects, shown
+from llmsched.cli.load.traces.timestamps import TimestampUnit
 from llmsched.cli.load.traces.trace import Content, TraceRequest
 from llmsched.engine.errors import setting
 

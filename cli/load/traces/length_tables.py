@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from llmsched.cli.load.traces.lines import (
+from llmsched.cli.load.traces.rows import (
     Row,
     TraceError,
     csv_rows,

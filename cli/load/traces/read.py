@@ -8,19 +8,19 @@ from pathlib import Path
 
 from llmsched.cli.load.traces.formats import FORMATS, Format, Reading, TraceFormat
 from llmsched.cli.load.traces.length_tables import tells_lengths
-from llmsched.cli.load.traces.lines import Row, TraceError, first_line, json_objects, names_of, shown
-from llmsched.cli.load.traces.times import Stamp, TimestampUnit, offsets, read_stamp
+from llmsched.cli.load.traces.rows import Row, TraceError, first_line, json_objects, names_of, shown
+from llmsched.cli.load.traces.timestamps import Stamp, TimestampUnit, offsets, read_stamp
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
 from llmsched.engine.errors import setting
 
 
 def read_trace(
     path: Path,
-    format_name: TraceFormat | None = None,
+    trace_format: TraceFormat | None = None,
     *,
-    unit: TimestampUnit | None = None,
+    timestamp_unit: TimestampUnit | None = None,
     turns: int | None = None,
-    block_tokens: int | None = None,
+    trace_block_size: int | None = None,
     limit: int | None = None,
     name: str | None = None,
 ) -> Trace:
@@ -33,8 +33,8 @@ def read_trace(
     Raises TraceError, with the line where one is to blame: a file that cannot be read or understood, a timestamp or a
     length that is missing, negative or no number, a unit that must be guessed, no request at all.
     """
-    known = FORMATS[detect(path) if format_name is None else format_name]
-    reading = _reading(path, known, turns, block_tokens)
+    known = FORMATS[detect(path) if trace_format is None else trace_format]
+    reading = _reading(path, known, turns, trace_block_size)
     found: list[tuple[Stamp | None, TraceRequest]] = []
     for entry in _entries(path, known, reading):
         found.append(entry)
@@ -45,23 +45,23 @@ def read_trace(
     stamps = [stamp for stamp, _ in found if stamp is not None]
     requests = [request for _, request in found]
     if stamps:
-        due = offsets(stamps, unit, known.unit, str(path))
+        due = offsets(stamps, timestamp_unit, known.unit, str(path))
         requests = [replace(request, offset=time) for request, time in zip(requests, due, strict=True)]
         requests.sort(key=lambda request: request.offset)
-    elif unit is not None:
-        raise TraceError(f"{path}: {setting('timestamp_unit')} {unit} is given, but there are no timestamps")
+    elif timestamp_unit is not None:
+        raise TraceError(f"{path}: {setting('timestamp_unit')} {timestamp_unit} is given, but there are no timestamps")
     return Trace(name or path.name, known.name, tuple(requests[:limit]), bool(stamps), reading.block_tokens)
 
 
-def _reading(path: Path, known: Format, turns: int | None, block_tokens: int | None) -> Reading:
+def _reading(path: Path, known: Format, turns: int | None, trace_block_size: int | None) -> Reading:
     if turns is not None and known.name != "sharegpt":
         raise TraceError(f"{path}: {setting('turns')} {turns} is given, but {known.name} traces have no conversations")
-    if block_tokens is not None and known.name != "mooncake":
+    if trace_block_size is not None and known.name != "mooncake":
         raise TraceError(
-            f"{path}: {setting('trace_block_size')} {block_tokens} is given, but {known.name} traces have no blocks"
+            f"{path}: {setting('trace_block_size')} {trace_block_size} is given, but {known.name} traces have no blocks"
         )
     default = Reading()
-    return Reading(turns or default.turns, block_tokens or default.block_tokens)
+    return Reading(turns or default.turns, trace_block_size or default.block_tokens)
 
 
 def _entries(path: Path, known: Format, reading: Reading) -> Iterator[tuple[Stamp | None, TraceRequest]]:

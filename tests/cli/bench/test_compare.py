@@ -19,7 +19,7 @@ from llmsched.cli.figures.kv_memory import KVMeter, memory_usage, merged
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import Chunk, LoopLag, RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.pool import KVUsage
@@ -88,7 +88,7 @@ def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
     assert [(r.index, r.scheduled, r.end) for r in joined.records] == [(0, 0, 1), (1, 0, 3), (2, 3, 5), (3, 4, 7)]
     assert [record.chunks[0].time for record in joined.records] == [1, 3, 5, 7]
     assert (joined.preemptions, joined.loop_lags) == (2, [LoopLag(0.0, 0.001)] * 2)
-    figures = measure(joined, Workload(), Slo())
+    figures = measure(joined, SyntheticLoad(), Slo())
     assert (figures.duration, figures.rates.output_tokens) == (7.0, 4 / 7)
     assert figures.latency.ttft.max == 3.0
 
@@ -96,7 +96,7 @@ def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
 def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
     """Ten requests at 1/s that take 1 s each, and a last one that takes 91 s: twice."""
     times = [(float(n), n + 1.0) for n in range(10)]
-    task = ComparisonPlan(Workload(request_rate=1.0), Slo(), timeout=60, warmup=0, rounds=2)
+    task = ComparisonPlan(SyntheticLoad(request_rate=1.0), Slo(), timeout=60, warmup=0, rounds=2)
     runs = [run_of(*times, (10.0, 101.0)) for _ in range(task.rounds)]
     rounds = tuple(measure(run, task.workload, task.slo) for run in runs)
     found = with_mean_rates(rounds, measure(concatenated(runs), task.workload, task.slo))
@@ -120,7 +120,7 @@ def test_rounds_are_interleaved_and_each_has_other_requests() -> None:
             raise InterruptedError
         return VariantRun(run_of((0, 1)), None)  # type: ignore[arg-type]
 
-    task = ComparisonPlan(Workload(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
+    task = ComparisonPlan(SyntheticLoad(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
     with pytest.raises(InterruptedError):
         asyncio.run(compare(["a", "b"], perform, task, silent))
     assert asked == [("a", 3), ("b", 3), ("a", 4), ("b", 4)]
@@ -155,7 +155,7 @@ def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
     """The same requests for both in every round, others in the next; static holds max_model_len for each."""
     configs = configure(tiny_config(tiny_model), parse_variants("static,continuous"))
     task = ComparisonPlan(
-        Workload(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
+        SyntheticLoad(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
     )
     document = as_json(asyncio.run(compare(list(configs), VariantEngines(configs, silent), task, silent)), task)
     static, continuous = document["runs"]

@@ -15,7 +15,7 @@ from virtual_time import run_virtual
 from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.latency import Slo
@@ -24,7 +24,7 @@ from llmsched.engine.progress import silent
 
 def interrupted(after: float, *, partial: bool) -> Measurement:
     """Requests at 10/s that take 0.5 s each; the run is cancelled at that time."""
-    work = Workload(num_prompts=1000, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
+    work = SyntheticLoad(num_prompts=1000, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
 
     async def main() -> Measurement:
         task = asyncio.current_task()

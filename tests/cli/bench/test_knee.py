@@ -17,7 +17,7 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
@@ -57,7 +57,7 @@ def find(opened: OpenTarget, plan: RunPlan, highest: float | None = None) -> Fou
 
 
 def plan(slo: Slo = Slo(ttft=0.5), **load: Any) -> RunPlan:  # noqa: B008 - frozen
-    return RunPlan(Workload(**{"num_prompts": 400, "input_len": 8, "output_len": 2, **load}), slo, 60, 0)
+    return RunPlan(SyntheticLoad(**{"num_prompts": 400, "input_len": 8, "output_len": 2, **load}), slo, 60, 0)
 
 
 def opened(queue: Queue) -> OpenTarget:
@@ -194,11 +194,11 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
 )
 def test_what_cannot_be_searched_is_refused_before_any_work(load: dict[str, Any], wish: Wish, message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
-        check(Workload(**load), wish)
+        check(SyntheticLoad(**load), wish)
 
 
 def test_the_shape_of_arrivals_needs_no_rate_of_its_own() -> None:
-    check(Workload(arrivals="constant"), Wish(None, 0.9, 0.1))
+    check(SyntheticLoad(arrivals="constant"), Wish(None, 0.9, 0.1))
 
 
 def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
-from llmsched.cli.options.target import ItlTarget, parse_itl_target
+from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.options.slo_flags import parse_itl_target
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.core import Timeline
@@ -30,7 +30,7 @@ from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.scheduler.ledger import Entry
 
-WORK = Workload(num_prompts=3, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
+WORK = SyntheticLoad(num_prompts=3, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
 SLO = Slo(ttft=0.5, itl=0.15, itl_statistic="max")
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
 
@@ -251,14 +251,14 @@ def test_a_file_that_fails_at_the_end_costs_no_report(command: CommandLine) -> N
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("50ms", ItlTarget("p99", 0.05)),
-        ("p99:50ms", ItlTarget("p99", 0.05)),
-        ("p99.9:1s", ItlTarget("p99.9", 1.0)),
-        ("mean:30ms", ItlTarget("mean", 0.03)),
-        ("max:1s", ItlTarget("max", 1.0)),
+        ("50ms", Slo(itl=0.05, itl_statistic="p99")),
+        ("p99:50ms", Slo(itl=0.05, itl_statistic="p99")),
+        ("p99.9:1s", Slo(itl=1.0, itl_statistic="p99.9")),
+        ("mean:30ms", Slo(itl=0.03, itl_statistic="mean")),
+        ("max:1s", Slo(itl=1.0, itl_statistic="max")),
     ],
 )
-def test_the_target_of_itl_names_its_statistic(text: str, target: ItlTarget) -> None:
+def test_the_target_of_itl_names_its_statistic(text: str, target: Slo) -> None:
     assert parse_itl_target(text) == target
 
 

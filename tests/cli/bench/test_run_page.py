@@ -26,7 +26,7 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
@@ -49,7 +49,7 @@ def run(
     """By a clock that stands at 100 when the run begins: two good requests, and one that fails after 3 s."""
     failed = RequestRecord(2, 101.0, 101.0, 101.0, None, 104.0, failure=RequestFailed("timeout", "no end"))
     records = [record(0, 100.0, [101.0, 101.5, 103.0]), record(1, 100.5, [102.0, 102.25]), failed]
-    return measure(RunRecord(records, samples=samples, memory=memory, meter=meter), Workload(), Slo(ttft=2.0))
+    return measure(RunRecord(records, samples=samples, memory=memory, meter=meter), SyntheticLoad(), Slo(ttft=2.0))
 
 
 def test_latencies_stand_where_requests_were_due() -> None:
@@ -76,7 +76,7 @@ def test_requests_under_way_are_counted_as_the_client_sees_them() -> None:
 def test_a_request_that_fails_is_answered_from_its_first_token_on() -> None:
     cut = record(0, 100.0, [101.0, 102.0])
     cut.failure = RequestFailed("cut without [DONE]")
-    figures = measure(RunRecord([cut, record(1, 100.0, [103.0])]), Workload(), Slo())
+    figures = measure(RunRecord([cut, record(1, 100.0, [103.0])]), SyntheticLoad(), Slo())
     answered, waiting = requests_over_time(figures).series
     assert answered.points == [(1.0, 1), (2.0, 0), (3.0, 0)]
     assert waiting.points == [(0.0, 2), (1.0, 1), (3.0, 0)]
@@ -101,7 +101,7 @@ def test_throughput_adds_up_to_the_tokens() -> None:
 def test_throughput_does_not_alternate_between_none_and_much() -> None:
     """A token a second for 40 s, in stretches of more than one."""
     steady = record(0, 100.0, [101.0 + n for n in range(40)])
-    points = throughput_over_time(measure(RunRecord([steady]), Workload(), Slo())).series[0].points
+    points = throughput_over_time(measure(RunRecord([steady]), SyntheticLoad(), Slo())).series[0].points
     assert len(points) == 11
     assert all(rate == pytest.approx(1.0, rel=0.26) for _, rate in points)
 
@@ -129,7 +129,7 @@ def test_what_a_target_does_not_tell_apart_is_drawn_as_one() -> None:
 
 
 def test_the_memory_of_a_run_is_in_the_report() -> None:
-    experiment = Experiment("m", Provenance("u"), Workload(), Slo())
+    experiment = Experiment("m", Provenance("u"), SyntheticLoad(), Slo())
     report = as_json(experiment, run())
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
@@ -143,14 +143,14 @@ def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
     meter = KVMeter()
     for use in (KVUsage(40, 10, 0, 100), KVUsage(60, 0, 0, 100), KVUsage(0, 0, 60, 100)):
         meter(use)
-    report = as_json(Experiment("m", Provenance("u"), Workload(), Slo()), run([], MEMORY, meter))
+    report = as_json(Experiment("m", Provenance("u"), SyntheticLoad(), Slo()), run([], MEMORY, meter))
     assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
 
 
 def test_of_memory_only_what_is_told_is_in_the_report() -> None:
     experiment, shares = (
-        Experiment("m", Provenance("u"), Workload(), Slo()),
+        Experiment("m", Provenance("u"), SyntheticLoad(), Slo()),
         run([TargetState(100.5, 1, 0, kv_held=0.5)], None),
     )
     report = as_json(experiment, shares)
@@ -175,7 +175,7 @@ def test_what_a_target_does_not_tell_is_not_drawn() -> None:
 
 
 def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
-    figures, experiment = run(), Experiment("<model>", Provenance("in process"), Workload(), Slo(ttft=2.0))
+    figures, experiment = run(), Experiment("<model>", Provenance("in process"), SyntheticLoad(), Slo(ttft=2.0))
     report = as_json(experiment, figures)
     html = result_page(Result(report, lambda: None, True, [report], Measured(experiment, figures)))
     tags = parsed(html)
@@ -191,8 +191,8 @@ def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
 def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
     failed = [RequestRecord(0, 0.0, failure=RequestFailed("connect", "refused"))]
     experiment, figures = (
-        Experiment("u", Provenance("u"), Workload(), Slo()),
-        measure(RunRecord(failed), Workload(), Slo()),
+        Experiment("u", Provenance("u"), SyntheticLoad(), Slo()),
+        measure(RunRecord(failed), SyntheticLoad(), Slo()),
     )
     report = as_json(experiment, figures)
     tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(experiment, figures))))

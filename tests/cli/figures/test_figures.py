@@ -18,20 +18,20 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 
-ONE = Workload(num_prompts=1, input_len=8, output_len=5)
+ONE = SyntheticLoad(num_prompts=1, input_len=8, output_len=5)
 VLLM = {"data": [{"id": "served", "owned_by": "vllm"}]}
 
 
 def bench(
     server: FakeServer,
-    workload: Workload = ONE,
+    workload: SyntheticLoad = ONE,
     slo: Slo | None = None,
     *,
     timeout: float | None = None,
@@ -62,7 +62,7 @@ def always(script: Script) -> Callable[[int], Script]:
     return lambda number: script
 
 
-def json_of(figures: Measurement, workload: Workload = ONE, slo: Slo | None = None) -> dict[str, Any]:
+def json_of(figures: Measurement, workload: SyntheticLoad = ONE, slo: Slo | None = None) -> dict[str, Any]:
     """The JSON report, as a script would read it."""
     report = as_json(Experiment("m", Provenance("u"), workload, slo or Slo()), figures)
     parsed: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))

@@ -11,7 +11,7 @@ from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord
 from llmsched.cli.load.load import PlannedRequest, run_load
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 
 
 def test_rate_running_and_medians_so_far() -> None:
@@ -32,7 +32,7 @@ def test_rate_running_and_medians_so_far() -> None:
     async def main() -> None:
         now = asyncio.get_running_loop().time
         live = LiveFigures(now, lambda text: told.append((round(now(), 3), text)))
-        work = Workload(num_prompts=7, input_len=8, output_len=4, max_concurrency=4)
+        work = SyntheticLoad(num_prompts=7, input_len=8, output_len=4, max_concurrency=4)
         await run_load(
             work.plan(COMMON_IDS),
             live.watching(send),

@@ -15,7 +15,7 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, LoopLag, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.figures.throughput import steady_window
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, arrivals, served
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.latency import Slo
 
 
@@ -57,28 +57,28 @@ def test_a_usage_of_zero_beside_text_is_no_count() -> None:
 
 def test_the_worst_source_names_the_run() -> None:
     exact = record([Chunk(1.0, "x", 1)])
-    assert measure(RunRecord([exact]), Workload(), Slo()).tokens.source == EXACT
-    assert measure(RunRecord([exact, record(texts(1))]), Workload(), Slo()).tokens.source == CHUNKS
+    assert measure(RunRecord([exact]), SyntheticLoad(), Slo()).tokens.source == EXACT
+    assert measure(RunRecord([exact, record(texts(1))]), SyntheticLoad(), Slo()).tokens.source == CHUNKS
 
 
 def test_a_late_client_makes_the_run_invalid() -> None:
     late = [record([Chunk(1.2, "x", 1)], ready=0.0, sent=0.2), record([Chunk(1.0, "x", 1)])]
-    figures = measure(RunRecord(late), Workload(), Slo())
+    figures = measure(RunRecord(late), SyntheticLoad(), Slo())
     assert figures.valid is False
     assert figures.client.send.max == pytest.approx(0.2)
     assert figures.warnings[0].startswith("the client itself was late (P99 198.0 ms)")
 
 
 def test_a_wait_for_a_slot_is_not_the_clients_fault() -> None:
-    figures = measure(RunRecord([record([Chunk(9.0, "x", 1)], ready=5.0, sent=5.01)]), Workload(), Slo())
+    figures = measure(RunRecord([record([Chunk(9.0, "x", 1)], ready=5.0, sent=5.01)]), SyntheticLoad(), Slo())
     assert figures.valid is True
     assert figures.client.send.max == pytest.approx(0.01)
 
 
 def test_lag_is_judged_against_what_is_measured() -> None:
     """50 ms are nothing beside a TTFT of 10 s, and all of one of 60 ms."""
-    assert measure(RunRecord([record([Chunk(10.0, "x", 1)], sent=0.05)]), Workload(), Slo()).valid
-    assert not measure(RunRecord([record([Chunk(0.06, "x", 1)], sent=0.05)]), Workload(), Slo()).valid
+    assert measure(RunRecord([record([Chunk(10.0, "x", 1)], sent=0.05)]), SyntheticLoad(), Slo()).valid
+    assert not measure(RunRecord([record([Chunk(0.06, "x", 1)], sent=0.05)]), SyntheticLoad(), Slo()).valid
 
 
 def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Measurement:
@@ -86,7 +86,7 @@ def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Me
     chunks = [Chunk(ttft + gap * n, "x", tokens) for n in range(20)]
     return measure(
         RunRecord([record(chunks) for _ in range(10)], loop_lags=[LoopLag(due=ttft + 1, **lags)] * 50),
-        Workload(),
+        SyntheticLoad(),
         Slo(),
     )
 
@@ -115,10 +115,12 @@ def test_before_the_first_token_no_gap_can_be_wrong() -> None:
     """To send all requests at once takes a client its time, of which only TTFTs have a part."""
     before, after = [LoopLag(1.0, 0.2)] * 50, [LoopLag(5.0, 0.001)] * 50
     chunks = [Chunk(3.0 + 0.05 * n, "x", 1) for n in range(100)]
-    assert measure(RunRecord([record(chunks)], loop_lags=before + after), Workload(), Slo()).valid
-    assert not measure(RunRecord([record(chunks)], loop_lags=[LoopLag(1.0, 0.4)] * 50 + after), Workload(), Slo()).valid
+    assert measure(RunRecord([record(chunks)], loop_lags=before + after), SyntheticLoad(), Slo()).valid
     assert not measure(
-        RunRecord([record(chunks)], loop_lags=[*before, *after, LoopLag(5.0, 0.2)]), Workload(), Slo()
+        RunRecord([record(chunks)], loop_lags=[LoopLag(1.0, 0.4)] * 50 + after), SyntheticLoad(), Slo()
+    ).valid
+    assert not measure(
+        RunRecord([record(chunks)], loop_lags=[*before, *after, LoopLag(5.0, 0.2)]), SyntheticLoad(), Slo()
     ).valid
 
 
@@ -140,7 +142,7 @@ def test_what_fell_due_while_the_loop_was_late_counts_too() -> None:
 def test_an_engine_in_the_same_process_takes_its_part_of_the_loop() -> None:
     chunks = [Chunk(1.0 + 0.01 * n, "x", 1) for n in range(20)]
     figures = measure(
-        RunRecord([record(chunks)], loop_lags=[LoopLag(2.0, 0.2)] * 50, own_process=False), Workload(), Slo()
+        RunRecord([record(chunks)], loop_lags=[LoopLag(2.0, 0.2)] * 50, own_process=False), SyntheticLoad(), Slo()
     )
     assert figures.valid
     assert figures.client.loop is not None
@@ -190,7 +192,7 @@ def test_the_records_of_a_run_are_not_walked_through_while_it_runs() -> None:
 def test_a_run_in_which_nothing_was_sent() -> None:
     failure = RequestFailed("connect", "refused")
     figures = measure(
-        RunRecord([RequestRecord(index, 0.0, failure=failure) for index in range(3)]), Workload(), Slo(ttft=1.0)
+        RunRecord([RequestRecord(index, 0.0, failure=failure) for index in range(3)]), SyntheticLoad(), Slo(ttft=1.0)
     )
     assert (figures.requests.completed, figures.requests.failed, figures.requests.failures) == (0, 3, {"connect": 3})
     assert figures.duration == 0.0

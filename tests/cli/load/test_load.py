@@ -11,22 +11,22 @@ import pytest
 from virtual_time import run_virtual
 
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
-from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.load import PlannedRequest, run_load
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.random_lengths import parse_lengths
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.errors import LlmschedError
 
 
 def plan(**settings: Any) -> list[PlannedRequest]:
-    return Workload(**settings).plan(COMMON_IDS)
+    return SyntheticLoad(**settings).plan(COMMON_IDS)
 
 
 def offsets(**settings: Any) -> list[float]:
     return [request.offset for request in plan(**settings)]
 
 
-def run(workload: Workload, seconds: float = 0.0, timeout: float | None = None) -> list[RequestRecord]:
+def run(workload: SyntheticLoad, seconds: float = 0.0, timeout: float | None = None) -> list[RequestRecord]:
     """The records of a load on a target that takes `seconds` for everything."""
 
     async def send(request: PlannedRequest, record: RequestRecord) -> None:
@@ -62,7 +62,7 @@ def test_prompts_do_not_depend_on_the_rate() -> None:
 
 def test_constant_arrivals_keep_the_schedule() -> None:
     """F08: the last of 1,000 requests at 200/s leaves at 4.995 s, however long the others take."""
-    records = run(Workload(num_prompts=1000, input_len=1, request_rate=200, arrivals="constant"), seconds=0.7)
+    records = run(SyntheticLoad(num_prompts=1000, input_len=1, request_rate=200, arrivals="constant"), seconds=0.7)
     assert [record.sent for record in records] == pytest.approx([index / 200 for index in range(1000)])
     assert [record.scheduled for record in records] == pytest.approx([record.sent for record in records])
 
@@ -78,20 +78,20 @@ def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
 
 @pytest.mark.parametrize("rate", [None, float("inf")])
 def test_all_at_once(rate: float | None) -> None:
-    records = run(Workload(num_prompts=20, input_len=1, request_rate=rate), seconds=1)
+    records = run(SyntheticLoad(num_prompts=20, input_len=1, request_rate=rate), seconds=1)
     assert {record.scheduled for record in records} == {0.0}
     assert {record.end for record in records} == {1.0}
 
 
 def test_closed_loop_schedules_when_a_slot_is_free() -> None:
-    records = run(Workload(num_prompts=7, input_len=1, max_concurrency=3), seconds=1)
+    records = run(SyntheticLoad(num_prompts=7, input_len=1, max_concurrency=3), seconds=1)
     assert [record.scheduled for record in records] == [0, 0, 0, 1, 1, 1, 2]
     assert all(record.sent == record.ready == record.scheduled for record in records)
 
 
 def test_a_capped_open_loop_does_not_hide_the_wait_for_a_slot() -> None:
     records = run(
-        Workload(num_prompts=4, input_len=1, request_rate=10, arrivals="constant", max_concurrency=1), seconds=1
+        SyntheticLoad(num_prompts=4, input_len=1, request_rate=10, arrivals="constant", max_concurrency=1), seconds=1
     )
     assert [record.scheduled for record in records] == pytest.approx([0, 0.1, 0.2, 0.3])
     assert [record.sent for record in records] == pytest.approx([0, 1, 2, 3])
@@ -99,7 +99,7 @@ def test_a_capped_open_loop_does_not_hide_the_wait_for_a_slot() -> None:
 
 
 def test_one_that_hangs_ends_by_the_timeout_and_frees_its_slot() -> None:
-    records = run(Workload(num_prompts=2, input_len=1, max_concurrency=1), seconds=1e9, timeout=2)
+    records = run(SyntheticLoad(num_prompts=2, input_len=1, max_concurrency=1), seconds=1e9, timeout=2)
     assert [record.end for record in records] == [2, 4]
     assert [record.failure.reason for record in records if record.failure] == ["timeout", "timeout"]
 
@@ -143,7 +143,7 @@ def test_prompts_have_exactly_the_length_and_share_exactly_the_prefix() -> None:
 
 
 def test_text_prompts_are_words() -> None:
-    planned = Workload(num_prompts=3, input_len=12, prefix_len=4).plan(None)
+    planned = SyntheticLoad(num_prompts=3, input_len=12, prefix_len=4).plan(None)
     texts = [(request.prompt.text or "").split(" ") for request in planned]
     assert all(len(words) == 12 and all(words) for words in texts)
     assert len({tuple(words[:4]) for words in texts}) == 1
@@ -163,24 +163,24 @@ def test_text_prompts_are_words() -> None:
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
-        Workload(**settings)
+        SyntheticLoad(**settings)
 
 
 def test_the_load_in_words() -> None:
-    assert Workload(max_concurrency=4).describe() == "closed loop, 4 at a time"
-    assert Workload().describe() == "all at once"
-    assert Workload(request_rate=2.5).describe() == "poisson arrivals at 2.5 requests/s"
-    assert Workload(request_rate=float("inf"), max_concurrency=4).describe() == "all at once, at most 4 at a time"
+    assert SyntheticLoad(max_concurrency=4).describe() == "closed loop, 4 at a time"
+    assert SyntheticLoad().describe() == "all at once"
+    assert SyntheticLoad(request_rate=2.5).describe() == "poisson arrivals at 2.5 requests/s"
+    assert SyntheticLoad(request_rate=float("inf"), max_concurrency=4).describe() == "all at once, at most 4 at a time"
 
 
 def test_a_closed_loop_of_a_duration_sends_until_it_is_over() -> None:
-    records = run(Workload(num_prompts=None, input_len=1, max_concurrency=2, duration=2.5), seconds=1)
+    records = run(SyntheticLoad(num_prompts=None, input_len=1, max_concurrency=2, duration=2.5), seconds=1)
     assert [record.scheduled for record in records] == [0, 0, 1, 1, 2, 2]
-    assert len(run(Workload(num_prompts=3, input_len=1, max_concurrency=2, duration=2.5), seconds=1)) == 3
+    assert len(run(SyntheticLoad(num_prompts=3, input_len=1, max_concurrency=2, duration=2.5), seconds=1)) == 3
 
 
 def test_an_open_loop_of_a_duration() -> None:
-    workload = Workload(num_prompts=None, input_len=1, request_rate=4, arrivals="constant", duration=2)
+    workload = SyntheticLoad(num_prompts=None, input_len=1, request_rate=4, arrivals="constant", duration=2)
     assert workload.num_requests == 8
     assert [record.scheduled for record in run(workload)] == pytest.approx([n / 4 for n in range(8)])
     assert workload.describe() == "constant arrivals at 4 requests/s for 2 s"
@@ -203,12 +203,12 @@ def test_prompts_shorter_than_the_prefix_are_its_beginning() -> None:
 
 def test_a_load_that_would_fill_the_memory_is_refused() -> None:
     with pytest.raises(LlmschedError, match=r"request_rate: 1000000000.0 for 60 s makes too many requests"):
-        Workload(num_prompts=None, request_rate=1e9, duration=60)
+        SyntheticLoad(num_prompts=None, request_rate=1e9, duration=60)
 
 
 def test_the_fingerprint_is_that_of_all_settings() -> None:
     def fingerprint(**settings: Any) -> str:
-        return str(Workload(**settings).parameters()["fingerprint"])
+        return str(SyntheticLoad(**settings).parameters()["fingerprint"])
 
     assert fingerprint() == fingerprint(num_prompts=100)
     different: list[dict[str, Any]] = [{"seed": 1}, {"input_len": 9}, {"max_concurrency": 1}, {"prefix_len": 3}]
@@ -229,7 +229,7 @@ def test_the_fingerprint_is_that_of_all_settings() -> None:
 )
 def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
-        Workload(**settings)
+        SyntheticLoad(**settings)
 
 
 @pytest.mark.parametrize(
@@ -243,5 +243,5 @@ def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any]
 )
 def test_a_shape_needs_a_rate(settings: dict[str, Any], names: str) -> None:
     with pytest.raises(LlmschedError, match=f"^{names}: the shape of a schedule"):
-        Workload(**settings).check_shape()
-    Workload(**settings).at_rate(1.0).check_shape()
+        SyntheticLoad(**settings).check_shape()
+    SyntheticLoad(**settings).at_rate(1.0).check_shape()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.load.lengths import parse_lengths
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.trace import Content, Trace, TraceRequest
 from llmsched.engine.errors import LlmschedError

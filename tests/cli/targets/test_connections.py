@@ -10,7 +10,7 @@ import pytest
 from llmsched.cli.bench.selfcheck.scripted_server import ScriptedServer
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets import http1
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
@@ -19,7 +19,7 @@ from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
 
-def bench(name: str, workload: Workload) -> Measurement:
+def bench(name: str, workload: SyntheticLoad) -> Measurement:
     async def main() -> Measurement:
         server = await asyncio.start_server(ScriptedServer().serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -36,19 +36,19 @@ def bench(name: str, workload: Workload) -> Measurement:
 
 
 def test_one_after_the_other_uses_one_connection() -> None:
-    figures = bench("rate", Workload(num_prompts=20, input_len=8, output_len=1, max_concurrency=1))
+    figures = bench("rate", SyntheticLoad(num_prompts=20, input_len=8, output_len=1, max_concurrency=1))
     assert (figures.requests.completed, figures.latency.connect.count) == (20, 1)
     assert all(record.sent is not None and record.client_lag is not None for record in figures.run.records)
 
 
 def test_as_many_connections_as_requests_at_a_time() -> None:
-    figures = bench("steady", Workload(num_prompts=12, input_len=8, output_len=40, max_concurrency=6))
+    figures = bench("steady", SyntheticLoad(num_prompts=12, input_len=8, output_len=40, max_concurrency=6))
     assert (figures.requests.completed, figures.latency.connect.count) == (12, 6)
     assert figures.tokens.output == 12 * 40
 
 
 def test_a_connection_that_was_cut_is_not_used_again() -> None:
-    figures = bench("failures", Workload(num_prompts=10, input_len=8, output_len=40, max_concurrency=1))
+    figures = bench("failures", SyntheticLoad(num_prompts=10, input_len=8, output_len=40, max_concurrency=1))
     reasons = {"cut without [DONE]": 2, "error event": 2, "http 500": 2, "empty stream": 2}
     assert (figures.requests.completed, figures.requests.failures) == (2, reasons)
 

@@ -13,7 +13,7 @@ from llmsched.cli.bench.output.charts import memory_over_time
 from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.interface import Target
@@ -25,7 +25,7 @@ from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 
-WORK = Workload(num_prompts=6, input_len=40, output_len=60, max_concurrency=3)
+WORK = SyntheticLoad(num_prompts=6, input_len=40, output_len=60, max_concurrency=3)
 
 
 @pytest.fixture(scope="module")

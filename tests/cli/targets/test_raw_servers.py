@@ -15,7 +15,7 @@ import pytest
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.interface import TargetUnreachableError
 from llmsched.cli.targets.load_run import run_workload
@@ -99,7 +99,7 @@ def bench(answer: Sequence[bytes], *, tls: ssl.SSLContext | None = None, host: s
         server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
         url = f"{'http' if tls is None else 'https'}://{host}:{server.sockets[0].getsockname()[1]}"
         target = HttpTarget(HttpOptions(url))
-        work = Workload(num_prompts=2, input_len=8, output_len=3, max_concurrency=1)
+        work = SyntheticLoad(num_prompts=2, input_len=8, output_len=3, max_concurrency=1)
         try:
             await target.connect()
             return await run_workload(target, work, Slo(), ids=COMMON_IDS, timeout=20.0, progress=silent)

@@ -18,7 +18,7 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, served
 from llmsched.cli.load.prompts import COMMON_IDS
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
@@ -39,7 +39,7 @@ def bench_of(server: FakeServer, **options: Any) -> Measurement:
     async def main() -> Measurement:
         target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
         await target.connect()
-        work = Workload(num_prompts=1, input_len=8, output_len=3)
+        work = SyntheticLoad(num_prompts=1, input_len=8, output_len=3)
         ids = None if options.get("endpoint") == "chat" else COMMON_IDS
         try:
             return await run_workload(target, work, Slo(), ids=ids, timeout=9.0, progress=silent)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine, Outcome
 
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.simulated_target import simulate_workload
 from llmsched.cli.tune import runners
 from llmsched.cli.tune.knobs import Setting
@@ -25,7 +25,7 @@ from llmsched.profiles.tuned import list_profiles, load_profile
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"
 LOAD_FLAGS = ("--num-prompts", "40", "--input-len", "400", "--output-len", "30", "--request-rate", "20")
 SLO_FLAGS = ("--slo-ttft", "200ms", "--slo-itl", "30ms")
-LOAD = Workload(num_prompts=40, input_len=400, output_len=30, request_rate=20.0)
+LOAD = SyntheticLoad(num_prompts=40, input_len=400, output_len=30, request_rate=20.0)
 SLO = Slo(ttft=1.0, itl=0.03)
 
 
@@ -66,7 +66,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
 
 def test_what_ends_in_its_first_step_is_demand_as_well() -> None:
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
-    load = Workload(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
+    load = SyntheticLoad(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
     demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, TrialLoad(load, SLO, 60.0)).demand
     assert demand is not None
     assert demand.running == 4

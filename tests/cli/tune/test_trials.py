@@ -10,7 +10,7 @@ from simulated_machine import made_run
 
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import Race, RaceRules
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run, run_of
@@ -20,7 +20,7 @@ from llmsched.engine.latency import Slo
 
 SLO = Slo(ttft=1.0, itl=0.2)
 A, B, C, D, E = (Setting(tokens, 8) for tokens in (32, 64, 128, 256, 512))
-WORK = Workload(num_prompts=10, max_concurrency=1)
+WORK = SyntheticLoad(num_prompts=10, max_concurrency=1)
 
 
 def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05) -> Measurement:

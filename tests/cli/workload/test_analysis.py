@@ -8,31 +8,32 @@ from dataclasses import replace
 
 import pytest
 
-from llmsched.cli.workload.advice import advise, headroom
-from llmsched.cli.workload.figures import arrival_figures, length_figures
-from llmsched.cli.workload.prefixes import Pin, prefix_figures
-from llmsched.cli.workload.sample import Sample
+from llmsched.cli.workload.analysis import advise, arrival_figures, headroom, length_figures
+from llmsched.cli.workload.request_sample import RequestSample
+from llmsched.cli.workload.shared_prefixes import Pin, shared_prefixes
 
 
-def tokens(*prompts: Sequence[int]) -> Sample:
+def tokens(*prompts: Sequence[int]) -> RequestSample:
     """Prompts of known token ids."""
-    return Sample("s", "log", "t", [len(p) for p in prompts], [1] * len(prompts), prompts=prompts)
+    return RequestSample("s", "log", "t", [len(p) for p in prompts], [1] * len(prompts), prompts=prompts)
 
 
-def blocks(*prompts: tuple[int, Sequence[int]]) -> Sample:
+def blocks(*prompts: tuple[int, Sequence[int]]) -> RequestSample:
     """Prompts of a length in tokens and blocks of 512."""
     lengths = [length for length, _ in prompts]
-    return Sample("s", "mooncake", "t", lengths, [1] * len(prompts), prompts=[ids for _, ids in prompts], unit=512)
+    return RequestSample(
+        "s", "mooncake", "t", lengths, [1] * len(prompts), prompts=[ids for _, ids in prompts], unit=512
+    )
 
 
-def hit_rate(sample: Sample, block_size: int) -> float:
-    found = prefix_figures(sample, block_size)
+def hit_rate(sample: RequestSample, block_size: int) -> float:
+    found = shared_prefixes(sample, block_size)
     assert found is not None
     return found.hit_rate
 
 
-def coverage(sample: Sample) -> dict[int, float]:
-    found = prefix_figures(sample, 16)
+def coverage(sample: RequestSample) -> dict[int, float]:
+    found = shared_prefixes(sample, 16)
     assert found is not None
     return {row.tokens: row.share for row in found.coverage}
 
@@ -73,7 +74,7 @@ def test_coverage_of_blocks() -> None:
     found = coverage(sample)
     assert (found[512], found[1024], found[2048]) == (0.6, 0.4, 0)
     assert (found[32], found[64], found[128]) == (0.8, 0.8, 0.6)
-    rows = prefix_figures(sample, 16)
+    rows = shared_prefixes(sample, 16)
     assert rows is not None
     assert [row.tokens for row in rows.coverage if row.exact] == [512, 1024, 2048, 4096]
 
@@ -106,7 +107,7 @@ def test_the_same_block_elsewhere_is_no_prefix() -> None:
 
 
 def test_a_cache_without_limits_holds_each_beginning_once() -> None:
-    found = prefix_figures(blocks((1024, [0, 1]), (700, [0, 2]), (1024, [0, 1])), 16)
+    found = shared_prefixes(blocks((1024, [0, 1]), (700, [0, 2]), (1024, [0, 1])), 16)
     assert found is not None
     assert found.distinct_tokens == 512 + 512 + 188
 
@@ -114,28 +115,28 @@ def test_a_cache_without_limits_holds_each_beginning_once() -> None:
 def test_the_pin_is_the_beginning_that_saves_the_most() -> None:
     """Three of 16 tokens are less than two of 48."""
     long, short = list(range(48)), list(range(16))
-    found = prefix_figures(tokens([7] * 20, [*short, *[9] * 8], [*long, 1], [*long, 2], [5]), 16)
+    found = shared_prefixes(tokens([7] * 20, [*short, *[9] * 8], [*long, 1], [*long, 2], [5]), 16)
     assert found is not None
     assert found.pin == Pin(tokens=48, requests=2, example=2)
-    alone = prefix_figures(tokens([1] * 40, [2] * 40), 16)
+    alone = shared_prefixes(tokens([1] * 40, [2] * 40), 16)
     assert alone is not None
     assert alone.pin is None
 
 
 def test_a_beginning_of_few_requests_is_no_pin() -> None:
     prompts = [[number] * 16 for number in range(58)] + [[99] * 16] * 2
-    assert prefix_figures(tokens(*prompts), 16).pin is None  # type: ignore[union-attr]
-    assert prefix_figures(tokens(*prompts, [99] * 16, [99] * 16), 16).pin == Pin(16, 4, 58)  # type: ignore[union-attr]
+    assert shared_prefixes(tokens(*prompts), 16).pin is None  # type: ignore[union-attr]
+    assert shared_prefixes(tokens(*prompts, [99] * 16, [99] * 16), 16).pin == Pin(16, 4, 58)  # type: ignore[union-attr]
 
 
 def test_prompts_that_are_not_known() -> None:
     sample = replace(tokens([1]), prompts=None)
-    assert prefix_figures(sample, 16) is None
+    assert shared_prefixes(sample, 16) is None
     assert advise(sample, None).prefix_caching is None
 
 
 def test_max_model_len_holds_the_longest() -> None:
-    sample = Sample("s", "azure", "t", [10, 250, 600], [5, 6, 100])
+    sample = RequestSample("s", "azure", "t", [10, 250, 600], [5, 6, 100])
     advice = advise(sample, None)
     assert (advice.max_model_len, advice.refused_by_half) == (768, pytest.approx(1 / 3))
     assert advise(replace(sample, outputs=[None, None, 168]), None).max_model_len == 768
@@ -147,14 +148,14 @@ def test_headroom_is_what_answers_exceed_their_mean_by() -> None:
     excess = 2.326 * 10 / (4 * 112.5)
     assert headroom([(100, 10), (100, 30)], 16) == pytest.approx(excess / (1 + excess))
     assert headroom([(100, 10), (100, 10)], 16) == 0
-    advice = advise(Sample("s", "azure", "t", [100, 100], [10, 30]), None)
+    advice = advise(RequestSample("s", "azure", "t", [100, 100], [10, 30]), None)
     assert advice.headroom_by_running is not None
     assert list(advice.headroom_by_running) == [16, 64, 256]
-    assert advise(Sample("s", "log", "t", [5], [None]), None).headroom_by_running is None
+    assert advise(RequestSample("s", "log", "t", [5], [None]), None).headroom_by_running is None
 
 
 def test_caching_pays_where_something_comes_again() -> None:
     same = list(range(64))
     for prompts, pays in (((same, same), True), (([1] * 64, [2] * 64), False)):
         sample = tokens(*prompts)
-        assert advise(sample, prefix_figures(sample, 16)).prefix_caching is pays
+        assert advise(sample, shared_prefixes(sample, 16)).prefix_caching is pays

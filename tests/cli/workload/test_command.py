@@ -59,9 +59,17 @@ def test_a_log_of_texts_in_a_models_tokens(command: CommandLine, log: Path, tiny
 def test_as_text(command: CommandLine, log: Path) -> None:
     outcome = command("workload", str(log))
     assert outcome.code == 0
-    for part in ("10 requests", "P99/mean", "1.00", "ideal hit rate", "max_model_len 256", "headroom", "pays, up to"):
+    for part in (
+        "10 requests",
+        "P99/mean",
+        "1.00",
+        "ideal prefix hit rate",
+        "max_model_len 256",
+        "headroom",
+        "worthwhile, it saves up to",
+    ):
         assert part in outcome.out
-    assert "to pin: the first 32 tokens of 100.0% of requests, as in 'rule0 rule1" in outcome.out
+    assert "pin the first 32 tokens, which 100.0% of requests share, such as 'rule0 rule1" in outcome.out
 
 
 def test_shipped_ones(command: CommandLine) -> None:
@@ -73,20 +81,23 @@ def test_shipped_ones(command: CommandLine) -> None:
     agent = command("workload", "agent", "--json").json
     assert (agent["requests"], agent["arrivals"]) == (1000, None)
     assert "does not say what its prompts share" in command("workload", "azure-code").out
-    assert "does not pay" in command("workload", "batch").out
+    assert "not worthwhile" in command("workload", "batch").out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere",), "nowhere is neither a file nor a load that is shipped: azure-code,"),
+        (("nowhere",), "nowhere is neither a file nor a load that comes with llmsched: azure-code,"),
         (("chat", "--limit", "5"), "chat is drawn, not read"),
         (("chat", "--tokenizer", "demo"), "chat is drawn, not read"),
         (("azure-code", "--turns", "2"), "--turns 2 is given, but azure traces have no conversations"),
         (("azure-code", "--timestamp-unit", "s"), "the timestamps are dates"),
         (("azure-code", "--block-size", "0"), "--block-size"),
         (("azure-code", "--block-size", "257"), "'--block-size': '257'; allowed is 256 or less"),
-        (("azure-code", "--tokenizer", "demo"), "--tokenizer demo: azure-code has no texts but lengths in tokens"),
+        (
+            ("azure-code", "--tokenizer", "demo"),
+            "--tokenizer: demo has no effect: azure-code states lengths",
+        ),
         ((), "FILE|NAME"),
     ],
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.load.traces import lines
-from llmsched.cli.load.traces.lines import TraceError
+from llmsched.cli.load.traces import rows
 from llmsched.cli.load.traces.read import read_trace
+from llmsched.cli.load.traces.rows import TraceError
 from llmsched.cli.load.traces.trace import Trace, digest
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -139,13 +139,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_unit_may_be_said(write: Any) -> None:
-    assert offsets(read_trace(write(log(27482, 27492)), unit="ms")) == [0, 0.01]
-    assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), unit="s")) == [0, 60]
-    assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), unit="ms")) == [0, 0.06]
+    assert offsets(read_trace(write(log(27482, 27492)), timestamp_unit="ms")) == [0, 0.01]
+    assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), timestamp_unit="s")) == [0, 60]
+    assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), timestamp_unit="ms")) == [0, 0.06]
     with pytest.raises(TraceError, match="the timestamps are dates"):
-        read_trace(write(AZURE + f"{MINUTE}01,1,1"), unit="s")
+        read_trace(write(AZURE + f"{MINUTE}01,1,1"), timestamp_unit="s")
     with pytest.raises(TraceError, match="there are no timestamps"):
-        read_trace(write("num_prefill_tokens,num_decode_tokens\n5,6"), unit="s")
+        read_trace(write("num_prefill_tokens,num_decode_tokens\n5,6"), timestamp_unit="s")
 
 
 def test_azure(write: Any) -> None:
@@ -212,7 +212,7 @@ def test_columns_may_stand_in_any_order(write: Any) -> None:
 
 def test_blocks_of_another_size(write: Any) -> None:
     path = write('{"timestamp": 1.5, "input_length": 40, "output_length": 2, "hash_ids": [7, 8, 9]}')
-    trace = read_trace(path, unit="s", block_tokens=16)
+    trace = read_trace(path, timestamp_unit="s", trace_block_size=16)
     assert (trace.block_tokens, trace.requests[0].hash_ids) == (16, (7, 8, 9))
     with pytest.raises(TraceError, match=r"40 tokens are 1 blocks of 512 \(trace_block_size sets another size"):
         read_trace(path)
@@ -222,7 +222,7 @@ def test_what_has_no_meaning_for_a_format_is_refused(write: Any) -> None:
     with pytest.raises(TraceError, match="turns 2 is given, but mooncake traces have no conversations"):
         read_trace(write(mooncake(1)), turns=2)
     with pytest.raises(TraceError, match="trace_block_size 16 is given, but log traces have no blocks"):
-        read_trace(write(log(1)), block_tokens=16)
+        read_trace(write(log(1)), trace_block_size=16)
 
 
 def test_mooncake_without_blocks(write: Any) -> None:
@@ -299,7 +299,7 @@ def test_an_array_may_be_cut_anywhere_while_it_is_read(write: Any, monkeypatch: 
     talk = [{"from": "human", "value": 'é "\\ \n \u00e9 -1.5e3 true'}, {"from": "gpt", "value": "]} , {["}]
     path = write("  \n" * 9 + json.dumps([{"n": -1.5e-7, "ok": None, "conversations": talk}] * 7, indent=1))
     whole = read_trace(path).requests
-    monkeypatch.setattr(lines, "_CHUNK", chunk)
+    monkeypatch.setattr(rows, "_CHUNK", chunk)
     assert read_trace(path, "sharegpt").requests == whole
     assert len(whole) == 7
 
@@ -341,4 +341,4 @@ def test_the_digest_is_that_of_the_content(write: Any) -> None:
         return digest(read_trace(write(text), **settings).requests)
 
     assert of(mooncake(0, 5)) == of(mooncake(27_482, 27_487).replace("\n", "\r\n\r\n"))
-    assert len({of(mooncake(0, 5)), of(mooncake(0, 6)), of(mooncake(0)), of(log(0, 5), unit="ms")}) == 4
+    assert len({of(mooncake(0, 5)), of(mooncake(0, 6)), of(mooncake(0)), of(log(0, 5), timestamp_unit="ms")}) == 4

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.synthetic import Workload
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.load.trace_load import TraceLoad
-from llmsched.cli.options.engine import flag
-from llmsched.cli.options.load import make_load
-from llmsched.cli.options.load_flags import LoadFlags
+from llmsched.cli.options.flags import flag
+from llmsched.cli.options.load_flags import LoadFlags, make_load
 from llmsched.engine.errors import LlmschedError
 
 DEFAULTS = {"num_prompts": 100, "input_len": 128, "output_len": 64}
@@ -41,9 +40,9 @@ def make(defaults: dict[str, Any] = DEFAULTS, **flags: Any) -> Load:
 
 
 def test_nothing_given() -> None:
-    assert make() == Workload()
-    assert make(TUNE) == Workload(max_concurrency=4)
-    assert make(TUNE, request_rate=2.0) == Workload(request_rate=2.0)
+    assert make() == SyntheticLoad()
+    assert make(TUNE) == SyntheticLoad(max_concurrency=4)
+    assert make(TUNE, request_rate=2.0) == SyntheticLoad(request_rate=2.0)
 
 
 def test_flags_are_settings() -> None:

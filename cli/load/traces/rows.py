@@ -14,7 +14,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmsched.cli.options.engine import MOST_TOKENS
+from llmsched.cli.values import MOST_TOKENS
 from llmsched.engine.errors import LlmschedError
 
 _GZIP = b"\x1f\x8b"

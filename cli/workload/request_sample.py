@@ -1,4 +1,4 @@
-"""What is analysed: the lengths, times and prompts of a trace or of a synthetic load, as numbers."""
+"""Lengths, times and prompts of a load as numbers, whether it is a trace or synthetic."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from llmsched.cli.load.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """The requests of a load in the order in which they come.
+class RequestSample:
+    """Requests of a load in the order of their times.
 
-    `inputs` and `outputs` are in tokens (None: not stated), `offsets` in seconds; None where the load has no times.
-    `prompts` are rows of units of `unit` tokens each, the last one maybe shorter; equal units are equal tokens. None
-    where the prompts are not known. `begins` is the beginning of each prompt as text, where it is text.
+    `inputs` and `outputs` are lengths in tokens, None if not stated. `offsets` are in seconds, None if the load has no
+    times. Each of the `prompts` is a row of units; a unit stands for `unit` tokens, the last one for as many or fewer,
+    and equal units stand for equal tokens. It is None if the prompts are unknown. `texts` are the prompts as text, if
+    they are text. `tokens` says in words what counts as a token.
     """
 
     name: str
@@ -27,16 +28,16 @@ class Sample:
     offsets: Sequence[float] | None = None
     prompts: Sequence[Sequence[int]] | None = None
     unit: int = 1
-    begins: Sequence[str] | None = None
+    texts: Sequence[str] | None = None
 
 
-def sample_trace(trace: Trace, encode: Encode | None, tokenizer: str | None) -> Sample:
-    """A trace; texts are counted by `encode`, whose name is `tokenizer`, or word by word where there is none."""
+def sample_trace(trace: Trace, encode: Encode | None, tokenizer: str | None) -> RequestSample:
+    """Return the requests of a trace; texts are encoded with `encode`, named `tokenizer`, or split into words."""
     offsets = [request.offset for request in trace.requests] if trace.timed else None
     if trace.of_text:
         return _sample_texts(trace, encode, tokenizer, offsets)
     blocks = [request.hash_ids for request in trace.requests]
-    return Sample(
+    return RequestSample(
         name=trace.name,
         format=trace.format,
         tokens="as the trace states them",
@@ -50,9 +51,9 @@ def sample_trace(trace: Trace, encode: Encode | None, tokenizer: str | None) -> 
 
 def _sample_texts(
     trace: Trace, encode: Encode | None, tokenizer: str | None, offsets: Sequence[float] | None
-) -> Sample:
+) -> RequestSample:
     known: dict[str, int] = {}
-    prompts, outputs, begins = [], [], []
+    prompts, outputs, texts = [], [], []
     for request in trace.requests:
         assert request.content is not None
         if encode is None:
@@ -62,8 +63,8 @@ def _sample_texts(
             prompts.append(encode.prompt(request.content))
             counted = request.output_len is None and request.answer is not None
             outputs.append(encode.count(request.answer or "") if counted else request.output_len)
-        begins.append(request.content.text)
-    return Sample(
+        texts.append(request.content.text)
+    return RequestSample(
         name=trace.name,
         format=trace.format,
         tokens="words (name a model with --tokenizer for its tokens)" if encode is None else f"of {tokenizer}",
@@ -71,15 +72,15 @@ def _sample_texts(
         outputs=outputs,
         offsets=offsets,
         prompts=prompts,
-        begins=begins,
+        texts=texts,
     )
 
 
-def sample_load(name: str, load: Load) -> Sample:
-    """A synthetic load, as it is drawn."""
+def sample_load(name: str, load: Load) -> RequestSample:
+    """Return the requests of a synthetic load as they are drawn."""
     planned = load.plan(COMMON_IDS)
     prompts = [request.prompt.token_ids or [] for request in planned]
-    return Sample(
+    return RequestSample(
         name=name,
         format="synthetic",
         tokens="as drawn",

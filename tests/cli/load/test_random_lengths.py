@@ -1,17 +1,17 @@
-"""Lengths as they are written and drawn."""
+"""RandomLengths as they are written and drawn."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from llmsched.cli.load.lengths import Lengths, parse_lengths
+from llmsched.cli.load.random_lengths import RandomLengths, parse_lengths
 from llmsched.engine.errors import LlmschedError
 
 
 def draw(text: str, count: int = 20_000) -> np.ndarray:
     lengths = parse_lengths(text, "input_len")
-    assert isinstance(lengths, Lengths)
+    assert isinstance(lengths, RandomLengths)
     assert str(lengths) == text
     return lengths.draw(np.random.default_rng(0), count)
 

@@ -1,4 +1,4 @@
-"""Quantities with units, MODEL resolution, and the engine flags that EngineConfig generates."""
+"""MODEL resolution, and the engine flags that EngineConfig generates."""
 
 from __future__ import annotations
 
@@ -11,52 +11,10 @@ import pytest
 import typer
 
 from llmsched.cli import main as cli
-from llmsched.cli.options import engine as options
-from llmsched.cli.options.engine import EngineOptions, knob_value, with_engine_options
+from llmsched.cli.options import flags
+from llmsched.cli.options.engine_flags import EngineOptions, knob_value, with_engine_options
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("800ms", 0.8), ("1.5s", 1.5), ("250us", 0.00025), ("2min", 120), ("2m", 120), ("1h", 3600), (" 5 ms ", 0.005)],
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert options.duration(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["800", "-1s", "1.5 parsecs", "", "ms", "nan", "1e999s", "1s2", "1e-320s", "1e30h"])
-def test_a_duration_without_a_clear_unit_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match=r"duration|unit"):
-        options.duration(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("24GiB", 24 * 1024**3),
-        ("24GB", 24 * 1000**3),
-        ("24gib", 24 * 1024**3),
-        ("1.5 MiB", 1572864),
-        ("7B", 7),
-        ("1TiB", 1024**4),
-        ("2097152", 2097152),
-    ],
-)
-def test_sizes_keep_binary_and_decimal_units_apart(text: str, count: int) -> None:
-    assert options.size(text) == count
-
-
-@pytest.mark.parametrize("text", ["24", "24G", "-1GiB", "0GiB", "GiB", "24 chickens", "inf"])
-def test_a_size_that_must_be_guessed_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="GiB"):
-        options.size(text)
-
-
-@pytest.mark.parametrize("text", ["1e30", "1e30GiB", "0.1B", "1e-320GiB"])
-def test_a_size_that_cannot_be_meant_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="allowed is 1B to 1048576TiB"):
-        options.size(text)
 
 
 def test_no_swap_space_can_be_asked_for(run) -> None:  # type: ignore[no-untyped-def]
@@ -64,37 +22,16 @@ def test_no_swap_space_can_be_asked_for(run) -> None:  # type: ignore[no-untyped
     assert (code, json.loads(out)["config"]["swap_space"]) == (0, 0)
 
 
-def test_shares() -> None:
-    assert options.fraction("0.9") == 0.9
-    assert options.fraction("90%") == pytest.approx(0.9)
-    with pytest.raises(typer.BadParameter, match="share"):
-        options.fraction("0.9GiB")
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("0.5k", 512), ("1M", 1 << 20)]
-)
-def test_tokens(text: str, count: int) -> None:
-    assert options.tokens(text) == count
-    assert options.context_length(text) == count
-
-
-@pytest.mark.parametrize("text", ["0", "-8k", "1.5", "8q", "k", "nan", "auto", "1e30", "17M"])
-def test_what_is_no_number_of_tokens(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="tokens"):
-        options.tokens(text)
-
-
 def test_model_comes_from_argument_then_environment_then_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LLMSCHED_MODEL", "org/model")
-    assert options.resolve_model("mine") == "mine"
+    assert flags.resolve_model("mine") == "mine"
     assert capsys.readouterr().err == ""
-    assert options.resolve_model(None) == "org/model"
+    assert flags.resolve_model(None) == "org/model"
     assert "org/model (from LLMSCHED_MODEL)" in capsys.readouterr().err
     monkeypatch.delenv("LLMSCHED_MODEL")
-    assert options.resolve_model(None) == "demo"
+    assert flags.resolve_model(None) == "demo"
     assert "demo" in capsys.readouterr().err
 
 

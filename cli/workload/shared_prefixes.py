@@ -1,4 +1,4 @@
-"""What prompts have in common: how many begin alike, and what a prefix cache without limits would save."""
+"""Prefixes that prompts share, and the tokens that an unlimited prefix cache would save."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llmsched.cli.workload.sample import Sample
+from llmsched.cli.workload.request_sample import RequestSample
 
-#: Lengths, in tokens, of which the most frequent beginning is looked for.
+#: Lengths in tokens for which the most frequent prefix is counted.
 PREFIX_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-#: The least share of requests that must begin alike for their beginning to be worth a pin.
+#: The least share of requests that a prefix must have to be recommended for pinning.
 PIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The share of all requests that begin with the most frequent `tokens` tokens.
+    """The share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    Not `exact`: blocks of the trace are longer than that, so it is the share that has the whole block, and may be more.
+    If the trace's blocks are longer than that, it is not `exact`: it counts prompts that share a whole block, and the
+    true share may be larger.
     """
 
     tokens: int
@@ -29,7 +30,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A beginning of `tokens` tokens that `requests` have in common, the first of them number `example`."""
+    """A prefix of `tokens` tokens that `requests` prompts share; `example` is the index of the first of them."""
 
     tokens: int
     requests: int
@@ -37,11 +38,12 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixFigures:
-    """`hit_rate`: prompt tokens that an unlimited cache of whole blocks would have served, each request with those
-    before it; the last token of a prompt is always computed. `distinct_tokens` is what such a cache would hold.
+class SharedPrefixes:
+    """Figures of an unlimited prefix cache that serves each request from all requests before it.
 
-    `pin` is the beginning that saves the most prompt tokens, None if no beginning is that of enough requests.
+    `hit_rate` is the share of prompt tokens served in whole blocks; the last token of a prompt is always computed.
+    `distinct_tokens` is what the cache holds at the end. `pin` is the prefix that saves the most prompt tokens, None if
+    no prefix is shared by enough requests.
     """
 
     coverage: tuple[Coverage, ...]
@@ -50,8 +52,8 @@ class PrefixFigures:
     pin: Pin | None
 
 
-def prefix_figures(sample: Sample, block_size: int) -> PrefixFigures | None:
-    """What the prompts of a sample have in common, at blocks of `block_size` tokens; None if they are not known."""
+def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | None:
+    """Return the shared prefixes in blocks of `block_size` tokens; None if the prompts are unknown."""
     if sample.prompts is None:
         return None
     tree = _Tree(block_size if sample.unit == 1 else sample.unit)
@@ -59,7 +61,7 @@ def prefix_figures(sample: Sample, block_size: int) -> PrefixFigures | None:
         min(tree.add(_steps(prompt, length, sample.unit, tree.step)) // block_size * block_size, max(0, length - 1))
         for prompt, length in zip(sample.prompts, sample.inputs, strict=True)
     )
-    return PrefixFigures(
+    return SharedPrefixes(
         coverage=tuple(_coverage(sample, tokens) for tokens in PREFIX_LENGTHS),
         hit_rate=hits / sum(sample.inputs) if any(sample.inputs) else 0.0,
         distinct_tokens=tree.distinct_tokens,
@@ -67,7 +69,7 @@ def prefix_figures(sample: Sample, block_size: int) -> PrefixFigures | None:
     )
 
 
-def _coverage(sample: Sample, tokens: int) -> Coverage:
+def _coverage(sample: RequestSample, tokens: int) -> Coverage:
     assert sample.prompts is not None
     units = max(1, tokens // sample.unit)
     heads = Counter(
@@ -79,12 +81,12 @@ def _coverage(sample: Sample, tokens: int) -> Coverage:
     return Coverage(tokens, share, exact=tokens % sample.unit == 0)
 
 
-#: A piece of a prompt: what is compared, and how many tokens it is.
+#: A piece of a prompt: a key for comparison, and its number of tokens.
 Step = tuple[object, int]
 
 
 def _steps(prompt: Sequence[int], length: int, unit: int, step: int) -> Iterator[Step]:
-    """A prompt in pieces of `step` tokens. A shorter one at the end counts only as a unit of the trace."""
+    """Yield a prompt in pieces of `step` tokens. A shorter piece at the end is dropped unless it is a trace's unit."""
     if unit == 1:
         for start in range(0, length - step + 1, step):
             yield tuple(prompt[start : start + step]), step
@@ -94,7 +96,7 @@ def _steps(prompt: Sequence[int], length: int, unit: int, step: int) -> Iterator
 
 
 class _Tree:
-    """All prompts so far, as a tree of pieces; every node is a beginning that some prompts have in common."""
+    """Tree of the prompts added so far. Each node is a piece; the path to it is a prefix."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -102,7 +104,7 @@ class _Tree:
         self._tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
 
     def add(self, steps: Iterator[Step]) -> int:
-        """Add a prompt. Returns how many of its first tokens an earlier one began with."""
+        """Add a prompt and return how many of its first tokens were already in the tree."""
         node, matched = 0, 0
         self._count[0] += 1
         for key, tokens in steps:
@@ -129,7 +131,7 @@ class _Tree:
         return sum(self._tokens)
 
     def best_pin(self) -> Pin | None:
-        """The beginning that, kept for good, serves the most tokens; None if it is that of too few requests."""
+        """Return the prefix that would serve the most tokens if pinned; None if too few requests share one."""
         enough = max(2, PIN_SHARE * self._count[0])
         nodes = [node for node in range(1, len(self._count)) if self._count[node] >= enough]
         if not nodes:

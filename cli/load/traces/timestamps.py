@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from llmsched.cli.load.traces.lines import Row, TraceError, shown
+from llmsched.cli.load.traces.rows import Row, TraceError, shown
 from llmsched.engine.errors import setting
 
 TimestampUnit = Literal["s", "ms", "us", "ns"]

@@ -1,0 +1,141 @@
+"""The engine's flags, one per knob of EngineConfig, and what was given of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+from llmsched.cli import render
+from llmsched.cli.options.flags import option_parameter, replace_keyword, typed
+from llmsched.cli.values import AUTO, context_length, duration, fraction, size, size_or_none, switch
+from llmsched.engine.config import EngineConfig, check_knob, check_together
+from llmsched.engine.errors import ConfigError, LlmschedError
+
+R = TypeVar("R")
+
+#: The knobs that steps and a memory plan depend on, whatever the scheduler does.
+MEMORY_KNOBS = (
+    "dtype",
+    "kv_cache_dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+)
+#: Knobs whose flag takes AUTO for None.
+_TAKES_AUTO = frozenset({"max_model_len"})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The engine flags that stand on the command line, by knob.
+
+    `automatic` names those that were set to auto: a profile's value for them does not count.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    automatic: frozenset[str] = frozenset()
+
+    def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
+        """Return the flags, else `defaults` (a profile's), else EngineConfig's own defaults. Raises ConfigError."""
+        profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
+        return EngineConfig(**{**profile, **self.given, "model": model})
+
+
+def with_engine_options(
+    exclude: Collection[str] = (), only: Collection[str] | None = None
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a Typer command one option per knob of EngineConfig: all but `model` and `exclude`, or just those of `only`.
+
+    The command takes a keyword `engine_options: EngineOptions` instead.
+    """
+    types = get_type_hints(EngineConfig)
+    wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
+    knobs = [f for f in fields(EngineConfig) if f.name in wanted - {"model", *exclude}]
+    return replace_keyword(
+        "engine_options", [option_parameter(f.name, _flag(f, types[f.name])) for f in knobs], _options
+    )
+
+
+def _options(flags: Mapping[str, Any]) -> EngineOptions:
+    automatic = frozenset(name for name in flags if name in _TAKES_AUTO and flags[name] == AUTO)
+    given = {name: value for name, value in flags.items() if value is not None and name not in automatic}
+    for name, value in given.items():
+        check_knob(name, value, EngineConfig.knob_rule(name))
+    check_together(given)
+    return EngineOptions(given, automatic)
+
+
+def _flag(knob: Field[Any], annotation: Any) -> Any:
+    """Return the annotation from which Typer builds the option of a knob; its default None means "not given"."""
+    parse, metavar = _parser(knob, annotation)
+    parser = None if parse is None else typed(parse)
+    option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
+    return Annotated[annotation | None, option]
+
+
+def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | None, str | None]:
+    """Return the parser and the metavar of a knob's flag; None where Typer chooses both by the type."""
+    low, high, unit = knob.metadata["low"], knob.metadata["high"], knob.metadata["unit"]
+    if knob.name in _TAKES_AUTO:
+        return context_length, "TOKENS|auto"
+    if unit == "bytes":
+        return size_or_none if low == 0 else size, "SIZE"
+    if unit == "seconds":
+        return duration, "DURATION"
+    if annotation is float and low is not None and low >= 0 and high is not None and high <= 1:
+        return fraction, "SHARE"
+    return None, None
+
+
+def knob_value(name: str, text: str) -> Any:
+    """Return the value of a knob as its flag reads `text`; None for auto. Raises ConfigError where the flag would."""
+    known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
+        raise ConfigError(name, f"is no setting of the engine; settings are {', '.join(near)}")
+    annotation = get_type_hints(EngineConfig)[name]
+    parse = _parser(known[name], annotation)[0] or _plain_parser(annotation)
+    try:
+        value = parse(text)
+    except ValueError:
+        whole = "a whole number" if int in (annotation, *get_args(annotation)) else "a number"
+        raise ConfigError(name, f"{text!r} is not {whole}") from None
+    except LlmschedError as problem:
+        raise ConfigError(name, problem.message) from problem
+    if value == AUTO and name in _TAKES_AUTO:
+        return None
+    check_knob(name, value, known[name].metadata)
+    return value
+
+
+def _plain_parser(annotation: Any) -> Callable[[str], Any]:
+    if annotation is bool:
+        return switch
+    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
+
+
+def _help(knob: Field[Any]) -> str:
+    """Return the knob's explanation, its range and its default."""
+    rule = knob.metadata
+    low, high = rule["low"], rule["high"]
+    facts = []
+    if high is not None and rule["unit"] == "bytes":
+        facts.append(f"{low} to {render.human_bytes(high)}")
+    elif high is not None:
+        facts.append(f"{low} to {high} {rule['unit']}".strip())
+    elif low is not None:
+        facts.append(f"{low} or more {rule['unit']}".strip())
+    if isinstance(knob.default, bool):
+        facts.append(f"default: {'on' if knob.default else 'off'}")
+    elif knob.default is not None:
+        facts.append(f"default: {knob.default}")
+    return f"{rule['why']}  [{'; '.join(facts)}]" if facts else str(rule["why"])

@@ -1,0 +1,153 @@
+"""Options that several commands share, and dataclasses of flags as a Typer command's options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+from llmsched.cli import render
+from llmsched.engine.architecture.quantization import QUANTIZATIONS
+from llmsched.engine.errors import LlmschedError
+
+R = TypeVar("R")
+F = TypeVar("F")
+V = TypeVar("V")
+
+#: The MODEL argument of every command. Give it the default None and pass it to `resolve_model`.
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="Hugging Face directory, hub id, .gguf file, or demo (a small chat model, fetched once).  "
+        "[default: LLMSCHED_MODEL, else demo]",
+    ),
+]
+
+
+def resolve_model(argument: str | None) -> str:
+    """Return the argument, else LLMSCHED_MODEL, else "demo". Unless it is the argument, say on stderr which it is."""
+    if argument:
+        return argument
+    if model := os.environ.get("LLMSCHED_MODEL"):
+        render.note(f"model {model} (from LLMSCHED_MODEL)")
+        return model
+    render.note("model demo (no MODEL given, LLMSCHED_MODEL not set)")
+    return "demo"
+
+
+def quantization_option(doing: str) -> typer.models.OptionInfo:
+    """Return --quantization; `doing` says what the command does with MODEL, as the beginning of a sentence."""
+    option: typer.models.OptionInfo = typer.Option(
+        metavar="|".join(QUANTIZATIONS),
+        show_default=False,
+        help=f"{doing} of MODEL whose weights are quantised like this. Such a checkpoint need not exist. fp8_block has "
+        "one scale per block of 128 x 128 weights.",
+    )
+    return option
+
+
+def simulate_option(doing: str) -> typer.models.OptionInfo:
+    """Return --simulate; `doing` says what the command simulates, as the beginning of a sentence."""
+    option: typer.models.OptionInfo = typer.Option(
+        metavar="GPU[:ENGINE]|local",
+        show_default=False,
+        help=f"{doing} on a virtual clock, without the hardware: on this GPU (l4, h100, ...), on it with another "
+        "engine's speed (h100:vllm), or on this machine (local, after `llmsched calibrate`). Of MODEL, config.json is "
+        "enough.",
+    )
+    return option
+
+
+def flag(name: str) -> str:
+    """Return the flag that sets `name`: --max-num-seqs for max_num_seqs. The model is an argument and has none."""
+    return name if name == "model" else "--" + name.replace("_", "-")
+
+
+def typed_options(context: typer.Context) -> list[str]:
+    """Return the options and arguments that stand on the command line; defaults and the environment do not count."""
+    sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
+    return [max(option.opts, key=len) for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def typed(parse: Callable[[str], V]) -> Callable[[str | V], V]:
+    """Return `parse` as the parser of a Typer option, whose errors then name the flag. Defaults pass unchanged."""
+
+    @functools.wraps(parse)
+    def parser(value: str | V) -> V:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse(value)
+        except LlmschedError as problem:
+            raise typer.BadParameter(str(problem)) from problem
+
+    return parser
+
+
+def with_options(
+    keyword: str,
+    flags: type[F],
+    make: Callable[[F], Any] = lambda given: given,
+    shown: Mapping[str, object] = MappingProxyType({}),
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a Typer command one option per field of the dataclass `flags`, whose annotations hold their typer.Option.
+
+    The command takes a keyword `keyword` instead: what `make` returns for the flags that were given. `shown` are the
+    defaults that the help states for fields whose default is None.
+    """
+    assert is_dataclass(flags)
+    types = get_type_hints(flags, include_extras=True)
+    options = [
+        option_parameter(
+            f.name, _showing(types[f.name], shown[f.name]) if f.name in shown else types[f.name], f.default
+        )
+        for f in fields(flags)
+    ]
+    return replace_keyword(keyword, options, lambda values: make(flags(**values)))
+
+
+def option_parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    """Return the parameter of a command that Typer turns into an option."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def replace_keyword(
+    keyword: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
+
+    The command gets as `keyword` what `make` returns for the options' values by name.
+    """
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for name, p in own.items() if name != keyword]
+        parameters += options
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> R:
+            given = {option.name: values.pop(option.name, None) for option in options}
+            return command(**values, **{keyword: make(given)})
+
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _showing(annotation: Any, default: object) -> Any:
+    """Return the annotation with `default` as the default that the help states."""
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.show_default = str(default)
+    return Annotated[kind, option]

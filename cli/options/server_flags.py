@@ -1,0 +1,116 @@
+"""The flags that say how to talk to a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, TypeVar
+
+import httpx
+import typer
+
+from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.flags import flag, with_options
+from llmsched.cli.targets.http_target import Endpoint, HttpOptions
+from llmsched.cli.targets.interface import RunPlan
+from llmsched.engine.errors import LlmschedError
+
+R = TypeVar("R")
+
+_LOOKUP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """Flags that apply only to a URL. None and False stand for flags that were not given."""
+
+    endpoint: Annotated[
+        Endpoint | None, typer.Option(show_default="completions", help="API endpoint to send requests to.")
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(show_default="the first of /v1/models", help="Name of the model in requests."),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=["LLMSCHED_API_KEY", "OPENAI_API_KEY"], help="Key to send as bearer token."),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Model whose tokenizer is used: random prompts are drawn from its vocabulary, texts of a trace become "
+            "token ids, and answers are counted with it if the server reports no usage.",
+        ),
+    ] = None
+    text_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--text-prompts", help="Send prompts as words instead of token ids. The chat endpoint always gets words."
+        ),
+    ] = False
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="Do not send ignore_eos, for servers that refuse it.")
+    ] = False
+    no_usage: Annotated[
+        bool,
+        typer.Option(
+            "--no-usage",
+            help="Do not ask for token counts (stream_options), for servers that refuse it. --tokenizer then counts.",
+        ),
+    ] = False
+
+
+def with_server_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Give a Typer command the options of a server; it takes a keyword `server: ServerFlags` instead."""
+    return with_options("server", ServerFlags)(command)
+
+
+def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
+    """Return the settings for talking to the server. Raises LlmschedError for a bad URL and for engine flags."""
+    if engine_options.given:
+        names = ", ".join(map(flag, engine_options.given))
+        raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
+    _check_url(url)
+    if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
+        raise LlmschedError("--api-key may hold printable ASCII letters only, as an HTTP header does")
+    return HttpOptions(
+        url,
+        endpoint=flags.endpoint or ("chat" if url.rstrip("/").endswith("/chat/completions") else "completions"),
+        model=flags.served_model_name,
+        api_key=flags.api_key,
+        ignore_eos=not flags.stop_at_eos,
+        ask_usage=not flags.no_usage,
+        tokenizer=flags.tokenizer,
+        text_prompts=flags.text_prompts,
+        lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
+        timelines=plan.timelines,
+    )
+
+
+def _check_url(url: str) -> None:
+    """Raise LlmschedError for an invalid URL, and for parts of it that are not sent."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as problem:
+        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
+    if not parsed.host:
+        raise LlmschedError(f"{url!r} names no host; write http://host:port")
+    if parsed.port is not None and not 1 <= parsed.port <= 65535:
+        raise LlmschedError(f"{url!r}: port must be 1 to 65535, not {parsed.port}")
+    if parsed.userinfo:
+        raise LlmschedError("a user or password in the URL is not supported; --api-key sends a key")
+    if parsed.query or parsed.fragment:
+        raise LlmschedError(f"{url!r} has a query or a fragment; name the URL up to /v1")
+
+
+def refuse_server_flags(typed: Sequence[str]) -> None:
+    """Raise LlmschedError if flags that apply only to a URL are among the `typed` ones.
+
+    OPENAI_API_KEY may be set for other reasons, so a key from the environment is not a mistake.
+    """
+    useless = {flag(f.name) for f in fields(ServerFlags)}
+    if given := [name for name in typed if name in useless]:
+        raise LlmschedError(
+            f"{', '.join(given)}: only of use with the URL of a server, and the target is a model in this process"
+        )

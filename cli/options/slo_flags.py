@@ -1,0 +1,69 @@
+"""The flags of latency targets (SLOs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
+
+import typer
+
+from llmsched.cli.options.flags import typed, with_options
+from llmsched.cli.values import duration
+from llmsched.engine.latency import READER_SPEED, Slo
+
+R = TypeVar("R")
+
+
+def parse_itl_target(text: str) -> Slo:
+    """Return the target for ITL that "50ms" (its P99), "p95:50ms", "mean:30ms" or "max:1s" describes."""
+    statistic, colon, limit = text.rpartition(":")
+    return Slo(itl=duration(limit), itl_statistic=statistic if colon else "p99")
+
+
+def _slo(meaning: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        parser=typed(duration), metavar="DURATION", help=f"Target for {meaning}, such as 800ms."
+    )
+    return option
+
+
+@dataclass(frozen=True, slots=True)
+class SloFlags:
+    """The flags of latency targets; None for no target."""
+
+    slo_ttft: Annotated[float | None, _slo("the time to the first token (TTFT)")] = None
+    slo_itl: Annotated[
+        Slo | None,
+        typer.Option(
+            parser=typed(parse_itl_target),
+            metavar="[STATISTIC:]DURATION",
+            help="Target for the gaps between the tokens of a request (ITL). 50ms or p99:50ms limits their P99; other "
+            "statistics are p50 to p99.9, mean and max.",
+        ),
+    ] = None
+    slo_tpot: Annotated[float | None, _slo("the mean time per output token after the first (TPOT)")] = None
+    slo_e2e: Annotated[float | None, _slo("the time to the last token (E2E)")] = None
+    reader_speed: Annotated[
+        float,
+        typer.Option(
+            metavar="TOKENS_PER_SECOND",
+            help="Reading speed assumed for counting stalls: a pause counts if such a reader has to wait. Most people "
+            "read more slowly than 10 tokens/s.",
+        ),
+    ] = READER_SPEED
+
+    def slo(self) -> Slo:
+        """Return the targets. Raises ConfigError unless the reader's speed is above 0 and finite."""
+        return replace(
+            self.slo_itl or Slo(),
+            ttft=self.slo_ttft,
+            tpot=self.slo_tpot,
+            e2e=self.slo_e2e,
+            reader_speed=self.reader_speed,
+        )
+
+
+def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Give a Typer command the options of latency targets; it takes a keyword `slo: Slo` instead."""
+    return with_options("slo", SloFlags, SloFlags.slo)(command)

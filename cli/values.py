@@ -1,0 +1,104 @@
+"""Quantities as a person writes them ("800ms", "24GiB", "8k", "90%") in base units: seconds, bytes, tokens, shares.
+
+Every function raises LlmschedError with the text, what is wrong with it and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from llmsched.engine.errors import LlmschedError
+
+#: The most tokens of a prompt or an answer. A larger number is a typing error, and its prompts would fill the memory.
+MOST_TOKENS = 1 << 24
+
+#: The value of a flag that leaves the choice to model and memory, whatever a profile says.
+AUTO = "auto"
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+#: Durations outside this range are typing errors, and charts could not show them.
+_SHORTEST_S, _LONGEST_S = 1e-9, 9e8
+_BYTES = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_MOST_BYTES = 1 << 60
+_TOKENS = {"": 1, "k": 1024, "m": 1024**2}
+_SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
+
+
+def duration(text: str) -> float:
+    """Return the seconds of "800ms", "1.5s", "2min" or "1h": 0, or 1 ns to 30 years. The unit must be given."""
+    number, unit = _split(text, "a duration such as 800ms or 1.5s")
+    if unit not in _SECONDS:
+        raise LlmschedError(f"{text!r} needs a unit: us, ms, s, min or h (800ms, 1.5s)")
+    if number < 0:
+        raise LlmschedError(f"{text!r} is negative; a duration is 0 or more")
+    seconds = number * _SECONDS[unit]
+    if seconds and not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise LlmschedError(f"{text!r} is out of range; a duration is 0, or 0.001us to 250000h")
+    return seconds
+
+
+def size(text: str) -> int:
+    """Return the bytes of "24GiB" (1024^3 each), "24GB" (1000^3 each) or a plain number of at least 1 MiB.
+
+    A smaller plain number is refused, because its unit was probably forgotten.
+    """
+    number, unit = _split(text, "a size such as 24GiB or 512MiB")
+    factor = _BYTES.get(unit.lower())
+    if number <= 0:
+        raise LlmschedError(f"{text!r} is not above zero; write a size such as 24GiB")
+    if factor is None and not (not unit and number.is_integer() and number >= 1 << 20):
+        raise LlmschedError(f"{text!r} needs a unit: GiB (1024^3 bytes) or GB (1000^3 bytes), likewise K, M, T")
+    count = number * (factor or 1)
+    if not 1 <= count <= _MOST_BYTES:
+        raise LlmschedError(f"{text!r} is out of range; allowed is 1B to {_MOST_BYTES >> 40}TiB")
+    return int(count)
+
+
+def size_or_none(text: str) -> int:
+    """Return the bytes of a size; "0" is allowed and needs no unit."""
+    return 0 if text == "0" else size(text)
+
+
+def tokens(text: str) -> int:
+    """Return the tokens of "8192" or "8k". One k is 1024, as in the names of models: 128k is 131072."""
+    number, unit = _split(text, "a number of tokens such as 8192 or 8k")
+    count = number * _TOKENS.get(unit.lower(), math.nan)
+    if not 1 <= count <= MOST_TOKENS or not count.is_integer():
+        raise LlmschedError(
+            f"{text!r} is not a whole number of tokens from 1 to {MOST_TOKENS}, such as 8192 or 8k (8 x 1024)"
+        )
+    return int(count)
+
+
+def context_length(text: str) -> int | str:
+    """Return tokens, or AUTO as it is."""
+    return AUTO if text == AUTO else tokens(text)
+
+
+def fraction(text: str) -> float:
+    """Return the share that "0.9" or "90%" stands for."""
+    number, unit = _split(text, "a share such as 0.9 or 90%")
+    if unit not in ("", "%"):
+        raise LlmschedError(f"{text!r} is not a share such as 0.9 or 90%")
+    return number / 100 if unit else number
+
+
+def switch(text: str) -> bool:
+    """Return whether the text means on (on, true, yes, 1) or off (off, false, no, 0), in any case of letters."""
+    if (value := _SWITCH.get(text.lower())) is None:
+        raise LlmschedError(f"{text!r} is neither on nor off")
+    return value
+
+
+def _split(text: str, wanted: str) -> tuple[float, str]:
+    """Return a finite number and the unit after it, as written."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None or not math.isfinite(float(match[1])):
+        raise LlmschedError(f"{text!r} is not {wanted}")
+    return float(match[1]), match[2]
