@@ -10,9 +10,8 @@ from llmsched.engine.architecture.flops import model_flops
 from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.executor.fitted import fitted_cost
+from llmsched.engine.executor.cost import StepCost, fitted_cost
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.engine.executor.simulated_executor import StepCost
 from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import ModelPlanner, model_name

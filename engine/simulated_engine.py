@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from llmsched.engine.config import ResolvedConfig
-from llmsched.engine.executor.simulated_executor import SimulatedExecutor, StepCost, VirtualClock
+from llmsched.engine.executor.cost import StepCost
+from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import FinishReason, Request, SamplingParams

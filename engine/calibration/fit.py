@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmsched.engine.executor.cost import StepShape
-from llmsched.engine.executor.fitted import LINEAR, FittedCost, terms
+from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, terms
 
 Array = npt.NDArray[np.float64]
 

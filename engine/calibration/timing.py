@@ -19,8 +19,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.base import Executor, StepPlan, StepResult
-from llmsched.engine.executor.cost import shape_of
-from llmsched.engine.executor.fitted import LINEAR, FittedCost
+from llmsched.engine.executor.cost import LINEAR, FittedCost, shape_of
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams

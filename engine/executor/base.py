@@ -1,4 +1,4 @@
-"""The contract between scheduler and executor: a StepPlan goes in, a StepResult comes out."""
+"""Contract between scheduler and executor: a StepPlan goes in, a StepResult comes out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from llmsched.engine.request import Sequence, TokenLogprob
 
 
 class ScheduledRow(NamedTuple):
-    """One sequence's part of a step.
+    """Part of one sequence that a step computes: tokens `start .. start + num_tokens` of `sequence.token_ids`.
 
-    Tokens `start .. start + num_tokens` of `sequence.token_ids` are computed; their KV goes to the same positions of
-    `block_table` (int32 block ids [groups, width], of group g position p lives in block_table[g, p // block_size]),
-    which already covers them. The KV of all positions before `start` that a layer of the group sees is there; in front
-    of a group's window ids mean nothing. Only if `sample` is set do the tokens reach the end of the sequence and
-    the last position's logits yield a new token.
+    Their KV goes to the same positions of `block_table` (int32 block ids [groups, width]), which already covers them:
+    for group g of layers, position p is in block_table[g, p // block_size]. The KV of earlier positions that the group
+    sees has been computed; ids before a group's window are meaningless. If `sample` is set, the tokens reach the end of
+    the sequence, and the logits of the last position yield a new token.
     """
 
     sequence: Sequence
@@ -31,13 +30,13 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One packed forward pass: prefill chunks and decodes alike. A sequence has at most one row.
+    """One packed forward pass of prefill chunks and decodes. A sequence has at most one row.
 
-    `finished` names the sequences that ended since the last plan, so that the executor can drop what it keeps of them.
+    `finished` names the sequences that ended since the last plan, so that the executor can drop their state.
 
-    Before anything is computed, KV is copied: first `swap_out`, (block, slot of host memory) pairs, then `copies`,
-    (source, destination) blocks, then `swap_in`, (slot, block) pairs. Each of these in its order, or all read before
-    any is written, which is the same: nothing is read after it was written, and each place is written once.
+    The executor first copies KV: `swap_out`, (block, host block) pairs, then `copies`, (source, destination) blocks,
+    then `swap_in`, (host block, block) pairs. Within each list the order does not matter: each block is written once,
+    and none is read after it was written.
     """
 
     rows: ListLike[ScheduledRow]
@@ -53,10 +52,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowResult:
-    """What a row yielded. `token_id` is None for a row that did not sample.
+    """Result of a row. `token_id` is None for a row that did not sample.
 
-    `prompt_logprobs`, if the sequence asked for them: entries for the prompt tokens that the computed positions
-    predict, i.e. tokens start+1 .. start+num_tokens that belong to the prompt. `error` ends this sequence alone.
+    `prompt_logprobs` has entries, if the sequence asked for them, for the prompt tokens that the computed positions
+    predict: tokens start + 1 .. start + num_tokens, as far as they belong to the prompt. `error` ends this sequence
+    alone.
     """
 
     token_id: int | None = None
@@ -67,8 +67,10 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """One RowResult per row of the plan, in its order. `elapsed` is in seconds (virtual for a simulated executor), of
-    which copies from and to host memory took `swap_elapsed`.
+    """One RowResult per row of the plan, in its order, and the step's time.
+
+    `elapsed` is in seconds (virtual ones for a simulated executor) and includes `swap_elapsed`, the copies from and to
+    host memory.
     """
 
     rows: list[RowResult]
@@ -77,8 +79,8 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Computes steps. Knows tokens, blocks and sampling; never priorities, queues, text or sockets."""
+    """Object that computes steps. It knows tokens, blocks and sampling, but no priorities, queues, text or sockets."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step. An exception means that the engine cannot go on; a fault of one row is its `error`."""
+        """Compute one step. An exception stops the engine; a fault of one row becomes its `error`."""
         ...

@@ -1,4 +1,4 @@
-"""Packing: the rows of a step become a few flat arrays, without padding and without a loop over tokens."""
+"""Packing of a step's rows into flat arrays, without padding and without a loop over tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PackedBatch:
     """T tokens of B rows, one row after the other.
 
     input_ids, positions [T]; slot_mapping [G, T] and block_tables [G, B, max_blocks] (0 beyond a row's context) for
-    each of G groups of layers; cu_seqlens_q [B + 1]; context_lens [B], the new tokens included. `logit_rows` are the
-    packed tokens whose logits are needed: first the last token of each row in `sampling_rows` (indices of the rows that
-    sample), then the positions that predict prompt tokens; `prompt_counts` [B] says how many of those each row has.
+    each of G groups of layers; cu_seqlens_q [B + 1]; context_lens [B], including the new tokens. `logit_rows` are the
+    packed tokens whose logits are needed: the last token of each row in `sampling_rows` (indices of the rows that
+    sample), then the positions that predict prompt tokens, of which row i has `prompt_counts[i]`.
     """
 
     input_ids: Int64
@@ -70,7 +70,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
 
 
 def num_prompt_predictions(row: ScheduledRow) -> int:
-    """How many of the row's positions predict a prompt token whose log-probability was asked for (the first ones)."""
+    """Return how many of the row's first positions predict a prompt token whose log-probability was asked for."""
     if row.sequence.sampling.prompt_logprobs is None:
         return 0
     end = min(row.start + row.num_tokens, row.sequence.num_prompt_tokens - 1)
@@ -78,10 +78,10 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Cut a step into parts whose logits for prompt tokens number at most max_predictions; nearly always one part.
+    """Yield parts of a step with at most max_predictions logits for prompt tokens each; nearly always one part.
 
-    Yields (index into `rows`, row or piece of it). Pieces of one row come in order, and only the last one samples, so
-    computing the parts one after the other is the same as computing the step (chunks are exact at any boundary).
+    A part is a list of (index into `rows`, row or piece of it). The pieces of a row come in order, and only the last
+    samples, so computing the parts one after the other equals computing the step.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions
@@ -100,7 +100,7 @@ def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[t
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The array on `device`; to a GPU by way of pinned memory, so that the copy does not wait for the stream."""
+    """Copy the array to `device`; to a GPU from pinned memory, so that the copy does not wait for the stream."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)

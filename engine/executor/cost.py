@@ -1,21 +1,23 @@
-"""How long a step takes: fixed + prefill tokens + decode sequences + KV tokens read, fitted while serving."""
+"""Step costs: what the time of a step depends on, and models of it (see roofline.py for GPUs that are not there)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from llmsched.engine.executor.base import StepPlan
 
-#: Steps after which older ones count half.
+#: Number of later steps after which a step counts half in StepTimeModel.
 HALF_LIFE = 200
-#: Steps before the fit is trusted.
+#: Number of steps before the fit is trusted.
 MIN_STEPS = 16
 
 
 class StepShape(NamedTuple):
-    """What the time of a step depends on; a row of one token counts as a decode, others are prefill.
+    """Quantities on which the time of a step depends. A row of one token counts as a decode, others as prefill.
 
     `kv_tokens` are the tokens of KV that attention reads for all rows, of which prefill rows read `prefill_kv_tokens`.
     `prefill_pairs` are (query, key) pairs of prefill rows: n tokens after s of context make n s + n (n + 1) / 2. The
@@ -35,7 +37,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
-    """The shape of a step, for a model whose windowed layers see `window` tokens (None: it has no such layers)."""
+    """Return the shape of a step for a model whose windowed layers see `window` tokens (None: no such layers)."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
     for _, start, count, _, sample in plan.rows:
@@ -69,15 +71,94 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
 
 
 def _pairs(start: int, count: int) -> int:
-    """(query, key) pairs of `count` tokens after `start` of context, each of which sees itself and all before it."""
+    """Return the (query, key) pairs of `count` tokens after `start` of context under causal attention."""
     return count * start + count * (count + 1) // 2
 
 
-class StepTimeModel:
-    """seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens, by least squares with forgetting.
+class StepCost(Protocol):
+    """Model of the time of a step. `window` is that of the model's windowed layers in tokens, None if it has none."""
 
-    Coefficients are kept from going negative by a ridge towards the typical magnitudes of each term; the fit is a
-    4 x 4 system, solved when asked for after new steps.
+    @property
+    def window(self) -> int | None: ...
+
+    def seconds(self, shape: StepShape) -> float: ...
+
+
+class LinearCost(NamedTuple):
+    """Seconds: fixed, per prefill token, per decoding sequence, per token of KV read. Windows make no difference."""
+
+    fixed: float
+    per_prefill_token: float
+    per_decode_seq: float
+    per_kv_token: float
+
+    @property
+    def window(self) -> None: ...
+
+    def seconds(self, shape: StepShape) -> float:
+        return (
+            self.fixed
+            + self.per_prefill_token * shape.prefill_tokens
+            + self.per_decode_seq * shape.decode_seqs
+            + self.per_kv_token * shape.kv_tokens
+        )
+
+
+class FittedCost(NamedTuple):
+    """Cost of a step on a device on which steps were measured: coefficients fitted to them.
+
+        seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
+                  + decode_kv x KV tokens that decodes read
+                  + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
+                  + the last three again for layers with a window, if there are any
+
+    Coefficients are seconds per unit and at least 0. `knee` is the number of tokens at which the arithmetic of the
+    matrix products takes as long as reading the weights: fewer tokens take hardly less time, more take proportionally
+    more.
+    """
+
+    knee: float
+    step: float
+    token: float
+    row: float
+    decode: float
+    decode_kv: float
+    prefill_pair: float
+    prefill_kv: float
+    window_decode_kv: float = 0.0
+    window_prefill_pair: float = 0.0
+    window_prefill_kv: float = 0.0
+    window: int | None = None
+
+    def seconds(self, shape: StepShape) -> float:
+        total = 0.0
+        for coefficient, term in zip(self[1:-1], terms(shape, self.knee, self.window is not None), strict=False):
+            total += coefficient * term
+        return total
+
+
+#: Coefficients of FittedCost in which the time is linear, in the order of `terms`; those of windowed layers last.
+LINEAR = FittedCost._fields[1:-1]
+NUM_PLAIN = LINEAR.index("window_decode_kv")
+
+
+def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
+    """Return the factor of each coefficient of LINEAR; without windowed layers, of the first NUM_PLAIN."""
+    prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
+    plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
+    return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain
+
+
+def fitted_cost(coefficients: Mapping[str, float], window: int | None) -> FittedCost:
+    """Return the cost with the coefficients that a calibration stores by name. Raise TypeError for a wrong name."""
+    return FittedCost(**coefficients, window=window)
+
+
+class StepTimeModel:
+    """Model that is fitted while serving: c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens seconds.
+
+    The fit is least squares with forgetting, a 4 x 4 system that is solved on demand. Terms with negative coefficients
+    are dropped.
     """
 
     def __init__(self) -> None:
@@ -93,7 +174,7 @@ class StepTimeModel:
         return self.num_steps >= MIN_STEPS
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """Take in one measured step."""
+        """Add one measured step to the fit."""
         x = self._terms(shape)
         self._gram = self._gram * self._forget + np.outer(x, x)
         self._moment = self._moment * self._forget + x * seconds
@@ -101,11 +182,11 @@ class StepTimeModel:
         self.num_steps += 1
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds that a step of this shape takes."""
+        """Return the predicted seconds of a step of this shape."""
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """How many prefill tokens a step with these decodes can take in `seconds`; 0 if the decodes alone take that."""
+        """Return how many prefill tokens fit in a step of `seconds` beside these decodes; 0 if the decodes fill it."""
         fit = self._fit()
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
         per_token = fit[1] / self._scale[1]
@@ -117,7 +198,7 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Non-negative least squares by dropping terms that come out negative, at most three times."""
+        """Solve non-negative least squares: drop the most negative term until none is negative, at most three times."""
         if self._coefficients is None:
             active = [0, 1, 2, 3]
             while True:

@@ -1,17 +1,17 @@
-"""From logits to a drawn token, row by row: temperature, min_p, top_k, top_p, and the draw itself.
+"""Sampling filters and the draw, row by row: temperature, min_p, top_k, top_p, exponential race.
 
-Order of tokens for all filters: higher logit first, and of equal logits (common in bfloat16) the lower id first. With
-that, what a row keeps depends on its own logits alone, not on how a sort happened to treat the batch.
+All filters order tokens by logit, and equal logits (common in bfloat16) by id, lower first. So what a row keeps depends
+on its own logits alone, not on how a sort treated the batch.
 
 The draw is an exponential race: of tokens with weights w and independent exponential times E, the one with the largest
-w / E wins, with probability w / sum(w): the Gumbel-max trick, as log w - log E is log w plus Gumbel noise. The times do
-not depend on the logits, so when a repeated computation rounds these differently, another token comes out only if the
-best two were within that rounding of each other: about one draw in 1e6 where logits move by 1e-6. The inverse of the
-cumulative distribution would be far worse: there a token's share of [0, 1) moves with the sum before it, and over a
-large vocabulary a flat distribution has shares no wider than such moves.
+w / E wins, with probability w / sum(w). This is the Gumbel-max trick, as log w - log E is log w plus Gumbel noise. The
+times do not depend on the logits. If a repeated computation rounds these differently, another token wins only if the
+best two were within that rounding of each other: about one draw in 1e6 if logits move by 1e-6. Inverting the cumulative
+distribution would be far worse: a token's share of [0, 1) moves with the sum before it, and the shares of a flat
+distribution over a large vocabulary are no wider than such moves.
 
-Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014: the trick, and that a set of tokens races with
-the sum of its weights.
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, also for racing a set of tokens by the sum of its
+weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.executor.rng import UInt64, hashed
 
-#: How many of the best tokens are sorted first for top_p. Rows whose nucleus is larger try again with so many times
-#: more: sorting a whole vocabulary takes a CPU longer than a forward pass of a small model.
+#: Number of best tokens that are sorted first for top_p, and its growth factor for rows with a larger nucleus: on a
+#: CPU, sorting a whole vocabulary takes longer than a forward pass of a small model.
 CANDIDATES, CANDIDATES_GROWTH = 256, 16
-#: The draw races chunks of this many tokens by their sums first, then the tokens of the chunk that won.
+#: Tokens per chunk of the draw: chunks race by their sums first, then the tokens of the winning chunk.
 CHUNK = 256
 
 Float64 = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ Float64 = npt.NDArray[np.float64]
 class Filters(NamedTuple):
     """Parameters of S rows, each [S]: temperature above 0; top_k 0, top_p 1 and min_p 0 are off.
 
-    keys [2, S]: the draw's random key, two words of 32 bits.
+    keys [2, S] are the random keys of the draw, two words of 32 bits each.
     """
 
     temperature: Float64
@@ -48,11 +48,11 @@ class Filters(NamedTuple):
 
 
 def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """One token id for each row of logits [S, V] (fp32), [S] int64 on the same device.
+    """Draw a token id for each row of logits [S, V] (fp32); return them [S] int64 on the same device.
 
-    Temperature first; then min_p keeps tokens of at least min_p times the best one's probability; of those, top_k keeps
-    the k best; of those, renormalised, top_p keeps the fewest best ones that together reach top_p. At least one stays.
-    A row whose best logit is not finite gets an id that means nothing.
+    After temperature, min_p keeps tokens of at least min_p times the best one's probability; of those, top_k keeps the
+    k best; of those, renormalised, top_p keeps the fewest best ones that together reach top_p. At least one remains. A
+    row whose best logit is not finite gets a meaningless id.
     """
     numbers = to_device(np.vstack(filters), logits.device)
     temperature, top_k, top_p, min_p = numbers[:4]
@@ -74,7 +74,7 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(logits - best) / temperature: the best is 0 and nothing overflows. Filled with -inf to a multiple of CHUNK."""
+    """Return (logits - best) / temperature, in which the best is 0, padded with -inf to a multiple of CHUNK."""
     rows, width = logits.shape
     scores = logits.new_full((rows, -(-width // CHUNK) * CHUNK), float("-inf"))
     torch.sub(logits, logits.amax(dim=1, keepdim=True), out=scores[:, :width])
@@ -82,9 +82,9 @@ def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: int) -> None:
-    """Apply top_k and top_p [S] to scores [S, V] (best of a row: 0) in place; what goes becomes -inf.
+    """Apply top_k and top_p [S] to scores [S, V] (best of a row: 0) in place; dropped tokens get -inf.
 
-    `look` is how many of the best tokens are sorted: at least the largest top_k. It does not change the result.
+    `look` is the number of best tokens to sort, at least the largest top_k. It does not change the result.
     """
     width = scores.shape[1]
     look = min(look, width)
@@ -107,7 +107,7 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
 
 
 def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
-    """Keep the `kept` [S] best of each row, whose last one scores `last` [S, 1]; ties at the end by lower id."""
+    """Keep the `kept` [S] best tokens of each row, the last of which scores `last` [S, 1]. Lower ids win ties."""
     keep = scores >= last
     crowded = (keep.sum(dim=1) > kept).nonzero()[:, 0]
     if len(crowded):
@@ -119,13 +119,13 @@ def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) ->
 
 
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Ids [S], each drawn in proportion to its row's weights [S, V], V a multiple of CHUNK, with keys [S, 2] (int64).
+    """Draw ids [S] in proportion to each row's weights [S, V], V a multiple of CHUNK, with keys [S, 2] (int64).
 
-    Chunks race by their sums, then the tokens of the winner: the same distribution as one race of all tokens, with far
-    fewer times. Of equals the lower id wins. A token of weight 0 is never drawn, unless all are 0: then the id is any.
+    Chunks race by their sums, then the tokens of the winning chunk. The distribution is that of one race of all tokens,
+    but far fewer times are drawn. The lower id wins ties. A token of weight 0 is never drawn, unless all weights are 0.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
-    # float64: the order of additions, which may differ between batches, then does not tell.
+    # In float64 the order of additions, which may differ between batches, does not show.
     sums = chunks.sum(dim=2, dtype=torch.float64)
     times = exponential(CHUNK + sums.shape[1], keys)
     chunk = (sums / times[:, CHUNK:]).argmax(dim=1)
@@ -134,7 +134,7 @@ def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(count: int, keys: torch.Tensor) -> torch.Tensor:
-    """Independent numbers above 0 of the exponential distribution of mean 1: [S, count] float64 for keys [S, 2]."""
+    """Return independent exponential numbers (mean 1, above 0): [S, count] float64 for keys [S, 2]."""
     names = torch.arange(count, device=keys.device)
     uniform = (hashed(names, keys[:, :1], keys[:, 1:]).double() + 0.5) * 2.0**-32
     return uniform.neg_().log1p_().neg_()

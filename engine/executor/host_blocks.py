@@ -1,4 +1,4 @@
-"""Host memory that KV blocks are copied to and from."""
+"""Host blocks: host memory to and from which KV blocks are copied."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.model.paged import KVCache
 
-#: Blocks that are gathered at a time on a GPU: bounds the memory of the gathered copy, one layer's at a time.
+#: Most blocks of one layer that are gathered at a time on a GPU, which bounds the memory of the gathered copy.
 MAX_GATHERED = 64
 
 Pairs = ListLike[tuple[int, int]]
+Copy = Callable[[np.ndarray, np.ndarray], None]
 
 
 class HostBlocks:
-    """`num_slots` blocks in host memory, one slot like a block of the cache: the same type, so a copy and its way back
-    change nothing.
+    """`num_blocks` blocks in host memory, of the same type as those of the cache, so swapping changes no value.
 
-    On a CPU a copy is a plain one. On a GPU host memory is page-locked and copies run on a stream of their own, after
-    what the computing stream was given before, and before what it is given afterwards.
+    On a GPU the host memory is page-locked, and copies run on a separate stream: after the work that the computing
+    stream already has, and before the work that it gets later.
     """
 
-    def __init__(self, cache: KVCache, num_slots: int, device: torch.device) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
         tensors = [*cache.keys, *cache.values]
-        shapes = [(num_slots, *tensor.shape[1:]) for tensor in tensors]
+        shapes = [(num_blocks, *tensor.shape[1:]) for tensor in tensors]
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)
         if not self._on_gpu:
-            memory.zero_()  # takes the memory now, not amid the first copies
+            memory.zero_()  # touches the pages now, not during the first copies
         else:
             weakref.finalize(self, _lock_pages(memory)).atexit = False
         parts = [
@@ -49,27 +49,27 @@ class HostBlocks:
         self._layers = list(zip(tensors, parts, strict=True))
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks to slots: (block, slot) pairs."""
-        blocks, slots = _columns(pairs)
-        self._timed(self._gather_out if self._on_gpu else self._copy_out, blocks, slots)
+        """Copy blocks to host blocks: (block, host block) pairs."""
+        blocks, host_blocks = _columns(pairs)
+        self._timed(self._gather_out if self._on_gpu else self._copy_out, blocks, host_blocks)
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy slots to blocks: (slot, block) pairs."""
-        slots, blocks = _columns(pairs)
-        self._timed(self._scatter_in if self._on_gpu else self._copy_in, blocks, slots)
+        """Copy host blocks to blocks: (host block, block) pairs."""
+        host_blocks, blocks = _columns(pairs)
+        self._timed(self._scatter_in if self._on_gpu else self._copy_in, blocks, host_blocks)
 
     def seconds(self) -> float:
-        """How long the copies since the last call took; on a GPU it waits for them."""
+        """Return the seconds that the copies since the last call took. On a GPU, wait for them."""
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3
         seconds, self._seconds, self._events = self._seconds, 0.0, []
         return seconds
 
-    def _timed(self, copy: Callable[[np.ndarray, np.ndarray], None], blocks: np.ndarray, slots: np.ndarray) -> None:
+    def _timed(self, copy: Copy, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
         if self._stream is None:
             started = time.perf_counter()
-            copy(blocks, slots)
+            copy(blocks, host_blocks)
             self._seconds += time.perf_counter() - started
             return
         computing = torch.cuda.current_stream(self._device)
@@ -77,42 +77,42 @@ class HostBlocks:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             start.record(self._stream)
-            copy(blocks, slots)
+            copy(blocks, host_blocks)
             end.record(self._stream)
         computing.wait_stream(self._stream)
         self._events.append((start, end))
 
     # -- CPU --------------------------------------------------------------------------------------------------
 
-    def _copy_out(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        sources, destinations = torch.from_numpy(blocks), torch.from_numpy(slots)
+    def _copy_out(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
+        sources, destinations = torch.from_numpy(blocks), torch.from_numpy(host_blocks)
         for tensor, host in self._layers:
             host[destinations] = tensor[sources]
 
-    def _copy_in(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        sources, destinations = torch.from_numpy(slots), torch.from_numpy(blocks)
+    def _copy_in(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
+        sources, destinations = torch.from_numpy(host_blocks), torch.from_numpy(blocks)
         for tensor, host in self._layers:
             tensor[destinations] = host[sources]
 
-    # -- GPU: blocks lie anywhere, slots mostly side by side ----------------------------------------------------
+    # -- GPU: blocks are scattered, host blocks mostly contiguous ---------------------------------------------
 
-    def _gather_out(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        for part in _runs(slots):
-            indices, first = to_device(blocks[part], self._device), int(slots[part.start])
+    def _gather_out(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
+        for part in _runs(host_blocks):
+            indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
             for tensor, host in self._layers:
                 host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
 
-    def _scatter_in(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        for part in _runs(slots):
-            indices, first = to_device(blocks[part], self._device), int(slots[part.start])
+    def _scatter_in(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
+        for part in _runs(host_blocks):
+            indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
             for tensor, host in self._layers:
                 tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
 
 def _lock_pages(memory: torch.Tensor) -> Callable[[], None]:
-    """Page-lock the tensor's memory; returns what undoes that.
+    """Page-lock the tensor's memory and return a function that unlocks it.
 
-    torch's own pinned tensors are rounded up to a power of two, which could be twice the memory that was planned for.
+    torch's own pinned tensors are rounded up to a power of two, which could be twice the planned memory.
     """
     cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
@@ -128,10 +128,10 @@ def _columns(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
 
 
-def _runs(slots: np.ndarray) -> Iterator[slice]:
-    """Slices of `slots` that count up by one, at most MAX_GATHERED long."""
+def _runs(host_blocks: np.ndarray) -> Iterator[slice]:
+    """Yield slices of consecutive host blocks, at most MAX_GATHERED long."""
     start = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or slots[end] != slots[end - 1] + 1 or end - start == MAX_GATHERED:
+    for end in range(1, len(host_blocks) + 1):
+        if end == len(host_blocks) or host_blocks[end] != host_blocks[end - 1] + 1 or end - start == MAX_GATHERED:
             yield slice(start, end)
             start = end

@@ -1,6 +1,6 @@
-"""What is added to, barred from or scaled in logits before sampling: bias, min_tokens, penalties. Sparse throughout.
+"""Logit edits before sampling: logit_bias, min_tokens, penalties.
 
-A row touches the few hundred ids that it names or has seen, so the work is by seen ids, never by vocabulary.
+The edits are sparse: a row touches only the few hundred ids that it names or has seen, never the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def uses_penalties(sampling: SamplingParams) -> bool:
 
 
 def bars_stop(sequence: Sequence) -> bool:
-    """Whether min_tokens still keeps the sequence from ending."""
+    """Return whether min_tokens still keeps the sequence from ending."""
     return sequence.num_output_tokens < sequence.sampling.min_tokens
 
 
 class SeenTokens:
-    """The distinct ids of one sequence, prompt and output, sorted, and how often each is in the output."""
+    """Distinct ids of one sequence, prompt and output, sorted, and how often each is in the output."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -37,7 +37,7 @@ class SeenTokens:
         self._num_counted = sequence.num_tokens
 
     def catch_up(self) -> None:
-        """Count the output tokens that have come since."""
+        """Count the output tokens that were added since the last call."""
         for token in self.sequence.token_ids[self._num_counted :]:
             place = int(np.searchsorted(self.ids, token))
             if place == len(self.ids) or self.ids[place] != token:
@@ -48,13 +48,13 @@ class SeenTokens:
 
 
 class LogitEditor:
-    """Changes logits in place, in this order: logit_bias, min_tokens, repetition_penalty, presence and frequency.
+    """Edits logits in place, in this order: logit_bias, min_tokens, repetition_penalty, presence and frequency.
 
     - logit_bias is added; below min_tokens the sequence's `stop_ids` get -inf.
     - repetition_penalty covers prompt and output, once per distinct id: a logit above 0 is divided, others multiplied.
     - presence and frequency cover the output: logit - frequency * count - presence * (count > 0).
 
-    Counts are kept per sequence and built anew from its tokens when there are none, so nothing hangs on them.
+    Token counts are cached per sequence; missing ones are counted again from its tokens.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class LogitEditor:
             self._seen.pop(request_id, None)
 
     def needs(self, sequence: Sequence) -> bool:
-        """Whether the sequence's logits would be changed."""
+        """Return whether `edit` would change the sequence's logits."""
         return bool(sequence.sampling.logit_bias) or uses_penalties(sequence.sampling) or bars_stop(sequence)
 
     def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
-        """Change logits [R, vocabulary] fp32 in place. Ids of logit_bias must be within the vocabulary."""
+        """Edit logits [R, vocabulary] fp32 in place. Ids of logit_bias must be within the vocabulary."""
         self._add_bias(logits, sequences)
         self._bar_stop(logits, sequences)
         self._penalise(logits, sequences)
@@ -113,7 +113,7 @@ class LogitEditor:
 def locate(
     logits: torch.Tensor, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Index of the entries ids[i] of row rows[i], for all i; None if there are none. No entry is named twice."""
+    """Return the index of entries ids[i] of row rows[i] for all i, or None if there are none. Entries are distinct."""
     lengths = [len(each) for each in ids]
     if not sum(lengths):
         return None

@@ -1,8 +1,8 @@
-"""Random numbers that depend on nothing but (seed, position) and a name: a counter-based generator and a keyed hash.
+"""Random numbers that depend only on (seed, position) and a name: a counter-based generator and a keyed hash.
 
-A counter-based generator (Philox4x32-10) has no state to keep, copy or lose: key `position` of stream `seed` is a pure
-function, so a preempted, moved or re-batched sequence draws what it would have drawn anyway. From a key, a cheap hash
-makes as many numbers as a draw needs, on the device of the logits.
+The counter-based generator (Philox4x32-10) has no state: the key of `position` in stream `seed` is a pure function, so
+preemption and batching do not change what a sequence draws. From a key, a cheap hash makes as many numbers as a draw
+needs, on the device of the logits.
 
 Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
 C. Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers (of least measured bias among
@@ -29,9 +29,9 @@ _MIX_0, _MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
-    """A key of two words of 32 bits for each of N pairs (seed, position): [2, N].
+    """Return a key of two words of 32 bits for each of N pairs (seed, position): [2, N].
 
-    A seed is taken modulo 2**64 (so negative ones are fine); positions are 0 or more.
+    Seeds are taken modulo 2**64 and may be negative; positions are 0 or more.
     """
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     low = np.array(positions, dtype=np.uint64)
@@ -40,9 +40,9 @@ def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
 
 
 def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each name under a key of two words, all int64 in [0, 2**32) and of shapes that fit.
+    """Return 32 random bits for each name under a key of two words, all int64 in [0, 2**32), of broadcastable shapes.
 
-    Under one key, different names have different hashes. No product reaches 2**63, so every device agrees.
+    Under one key, different names have different hashes. No product reaches 2**63, so all devices agree.
     """
     mixed = names ^ first
     mixed = ((mixed ^ mixed >> 16) * _MIX_0) & _MASK
@@ -53,7 +53,7 @@ def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> to
 def philox4x32(
     c0: UInt64, c1: UInt64, c2: UInt64, c3: UInt64, k0: UInt64, k1: UInt64
 ) -> tuple[UInt64, UInt64, UInt64, UInt64]:
-    """Philox4x32-10 of counters (c0..c3) under keys (k0, k1), element by element; every word is 32 bits wide."""
+    """Return Philox4x32-10 of counters (c0..c3) under keys (k0, k1), elementwise. Every word has 32 bits."""
     for _ in range(_ROUNDS):
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = (

@@ -1,16 +1,16 @@
-"""The time of a step on a GPU that is not there, from the model's shape and what the GPU and the engine reach.
+"""Roofline model of the time of a step, from the model's shape and the rates that a GPU and an engine reach.
 
-A step is a sum of parts that follow one another:
+The time is the sum of parts that run one after the other:
 
-    launch      per step + per layer x layers + per row x rows (sampling, bookkeeping of the host)
+    launch      per step + per layer x layers + per row x rows (sampling, host work)
     matrices    dense, experts, head: hypot(operations / matrix rate, bytes / bandwidth)
     vectors     norms, residuals, activations: bytes / bandwidth
     attention   of prefills and of decodes: hypot(operations / attention rate, KV bytes / KV bandwidth)
 
-Hypot because a product is slowed down by both limits where they meet: against microsoft/vidur's profiles of matrix
-products (A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B) it errs by 3 % (median) and 9 % (P90), with 26 microseconds
-for each layer, 73 to 76 % of the matrix rate, and 79 to 92 % of the bandwidth (tests/executor/test_op_profiles.py). The
-shares come from profiles/engines.toml.
+hypot, because both limits slow down a product where they meet. Against microsoft/vidur's profiles of matrix products
+(A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B) its error is 3 % (median) and 9 % (P90), with 26 microseconds per
+layer, 73 to 76 % of the matrix rate, and 79 to 92 % of the bandwidth (tests/executor/test_op_profiles.py). The shares
+come from profiles/engines.toml.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from llmsched.engine.executor.cost import StepShape
 from llmsched.profiles.engines import Efficiency, EngineSpec
 from llmsched.profiles.gpus import GpuSpec
 
-#: Share of the link's rate that copies from page-locked memory reach.
+#: Share of the host link's rate that copies from page-locked memory reach.
 SWAP_SHARE = 0.8
 
 
 class Roofline:
-    """A StepCost: seconds(shape) of one model on one GPU under one class of engines.
+    """StepCost of one model on one GPU under one class of engines.
 
-    `dtype` is the type of activations (bfloat16, float16, float32). `window` is the model's. `error` is the median
-    relative error of TPOT against published measurements that were not fitted to, None where there are none for this
-    engine on this kind of GPU. Raises ConfigError for a dtype that the GPU does not multiply.
+    `dtype` is the type of activations (bfloat16, float16, float32). `error` is the median relative error of TPOT
+    against published measurements that the fit did not use, None if there are none for this engine on this kind of GPU.
+    Raises ConfigError for a dtype that the GPU does not multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -60,7 +60,7 @@ class Roofline:
         self._swap = 1 / (gpu.host_bandwidth * SWAP_SHARE)
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of a step. Fields of `shape` may be numpy arrays of one length, which gives an array."""
+        """Return the seconds of a step. Fields of `shape` may be numpy arrays of one length; then so is the result."""
         prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
         tokens = prefill_tokens + decodes
         (a, b), (c, d) = self._dense, self._head
@@ -75,18 +75,21 @@ class Roofline:
         return seconds + _both(q * kv + wq * window_kv, full * kv + windowed * window_kv)
 
     def swap_seconds(self, num_bytes: int) -> float:
-        """Seconds to copy so many bytes of KV to or from host memory."""
+        """Return the seconds to copy so many bytes of KV to or from host memory."""
         return num_bytes * self._swap
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Seconds of what is limited by both."""
+    """Return the seconds of work that both limit."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
 
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
-    """Operations per second that products reach. Without fp8 units fp8 weights are converted on the way."""
+    """Return the operations per second that products reach. Without fp8 units, fp8 weights are converted first.
+
+    Raise ConfigError for a dtype that the GPU does not multiply.
+    """
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
     flops = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}.get(dtype, 0.0)
@@ -98,12 +101,12 @@ def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithm
 def _seconds(
     matrices: Matrices, rates: dict[Arithmetic, float], bandwidth: float, share: float = 1.0
 ) -> tuple[float, float]:
-    """Seconds of arithmetic per token, and of reading."""
+    """Return the seconds of arithmetic per token, and of reading the weights."""
     return 2 * matrices.numbers / (rates[matrices.arithmetic] * share), matrices.size / bandwidth
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Sums over full layers and over windowed ones."""
+    """Return the sums over full layers and over windowed ones."""
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

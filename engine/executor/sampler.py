@@ -1,9 +1,9 @@
-"""Chooses the next token of each row. Every parameter is per row; rows do not see each other.
+"""Sampler: chooses the next token of each row. Parameters are per row; rows do not influence each other.
 
-Order: log-probabilities are taken from the raw logits; then logit_bias, min_tokens and penalties (`penalties`); of the
-result, a greedy row takes the best token (the lowest id among equals), the others go through temperature, min_p, top_k,
-top_p and the draw (`filters`). The draw's random key belongs to (sequence.seed, number of output tokens so far), so it
-is the same alone, in any batch, for any chunking, and after preemption.
+Log-probabilities are those of the raw logits. Then come logit_bias, min_tokens and penalties (penalties.py). A greedy
+row takes the best token (the lowest id of equals); others go through temperature, min_p, top_k, top_p and the draw
+(filters.py). The random key of a draw is (sequence.seed, number of output tokens so far), so the draw is the same alone
+or in any batch, for any chunking, and after preemption.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from collections.abc import Sequence as ListLike
 import numpy as np
 import torch
 
-from llmsched.engine.executor import logprobs as lp
 from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.filters import Filters, draw
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
 
-#: A temperature below this is greedy: dividing by it would leave fp32 nothing but the best token anyway.
+#: Temperatures below this are greedy: dividing by them leaves only the best token in fp32.
 MIN_TEMPERATURE = 1e-5
 
 _NOT_FINITE = "the model computed logits without a usable number for this sequence (NaN or all -inf)"
@@ -30,30 +29,30 @@ _ALL_BARRED = "no token is left to sample: min_tokens bars every token that the 
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether nothing but the best token can come out."""
+    """Return whether only the best token can be chosen."""
     return sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
 
 
 class Sampler:
-    """Keeps token counts of the sequences that use penalties, and nothing else."""
+    """Samples batches of rows. Its only state are token counts of the sequences that use penalties."""
 
     def __init__(self) -> None:
         self._editor = LogitEditor()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept of sequences that have ended."""
+        """Drop the state of sequences that have ended."""
         self._editor.forget(request_ids)
 
     def sample(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> list[RowResult]:
-        """One result for each row of logits [R, V], which are overwritten. Row i continues sequences[i].
+        """Return a result for each row of logits [R, V], which may be overwritten. Row i continues sequences[i].
 
         A row without a finite best logit gets an `error` and no token. Ids of logit_bias must be below V.
         """
         logits = logits.float()
         raw_best, choice = logits.max(dim=1)
         best = raw_best
-        wanting = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        raw = torch.log_softmax(logits[wanting], dim=1) if wanting else None
+        with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        raw = torch.log_softmax(logits[with_logprobs], dim=1) if with_logprobs else None
         if any(self._editor.needs(sequence) for sequence in sequences):
             self._editor.edit(logits, sequences)
             best, choice = logits.max(dim=1)
@@ -63,18 +62,18 @@ class Sampler:
         elif drawing:
             choice[drawing] = draw(logits[drawing], filters_of([sequences[row] for row in drawing]))
         results = [
-            judge(token, raw_value, value)
+            result_of(token, raw_value, value)
             for token, raw_value, value in zip(choice.tolist(), raw_best.tolist(), best.tolist(), strict=True)
         ]
         if raw is not None:
-            counts = [sequences[row].sampling.logprobs or 0 for row in wanting]
-            for row, found in zip(wanting, lp.pick(raw, choice[wanting], counts), strict=True):
+            counts = [sequences[row].sampling.logprobs or 0 for row in with_logprobs]
+            for row, found in zip(with_logprobs, pick(raw, choice[with_logprobs], counts), strict=True):
                 results[row].logprob = found if results[row].error is None else None
         return results
 
 
-def judge(token: int, raw_best: float, best: float) -> RowResult:
-    """The row's result, given its best logit as computed by the model and as edited."""
+def result_of(token: int, raw_best: float, best: float) -> RowResult:
+    """Return the row's result, given its best logit as computed by the model and as edited."""
     if not math.isfinite(raw_best):
         return RowResult(error=_NOT_FINITE)
     if not math.isfinite(best):
@@ -83,9 +82,36 @@ def judge(token: int, raw_best: float, best: float) -> RowResult:
 
 
 def filters_of(sequences: ListLike[Sequence]) -> Filters:
-    """The filters' parameters and the draw's keys of the given rows."""
+    """Return the filters' parameters and the draw's keys of the given rows."""
     samplings = [sequence.sampling for sequence in sequences]
     settings = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
     temperature, top_k, top_p, min_p = np.array(settings, dtype=np.float64).T
     words = keys([s.seed for s in sequences], [s.num_output_tokens for s in sequences])
     return Filters(temperature, top_k, top_p, min_p, words)
+
+
+def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> list[TokenLogprob]:
+    """Return, for row i of logprobs [N, V] (fp32), token token_ids[i] and the counts[i] best tokens."""
+    chosen = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+        for row, (token, logprob, count) in enumerate(zip(token_ids.tolist(), chosen, counts, strict=True))
+    ]
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
+) -> list[TokenLogprob]:
+    """Return `pick` of the log-softmax of logits [N, V] (any dtype), of which rows_at_once rows are fp32 at a time."""
+    found: list[TokenLogprob] = []
+    for low in range(0, len(counts), rows_at_once):
+        part = slice(low, low + rows_at_once)
+        found += pick(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])
+    return found
+
+
+def has_nan(logprobs: ListLike[TokenLogprob]) -> bool:
+    """Return whether the model computed NaN for one of the tokens."""
+    return any(math.isnan(each.logprob) for each in logprobs)

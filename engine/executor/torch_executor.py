@@ -1,4 +1,4 @@
-"""The executor that computes for real: packs a step, runs the model over the paged cache, samples."""
+"""Executor that runs a model: packs a step, computes it over the paged KV cache, samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.host_blocks import HostBlocks
-from llmsched.engine.executor.logprobs import prompt_logprobs, unusable
-from llmsched.engine.executor.sampler import Sampler
+from llmsched.engine.executor.sampler import Sampler, has_nan, prompt_logprobs
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.request import SamplingParams, Sequence
 
-#: How the steps of the warm-up sample: with all there is. And how most requests do.
+#: Sampling of the warm-up, which uses everything, and of most requests.
 _EVERYTHING = SamplingParams(
     temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
 )
@@ -33,13 +32,13 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 class TorchExecutor:
-    """One model and its KV cache on one device. Not thread-safe: the engine's thread alone calls it.
+    """One model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    The same row gives the same token alone and in a batch as far as matrix products do: their rounding depends on the
-    number of rows, so logits differ by about 1e-6 (fp32) or a bf16 ulp between batch sizes; nothing else differs.
+    Batching changes only the rounding of matrix products, which depends on the number of rows: logits differ by about
+    1e-6 (fp32) or a bf16 ulp between batch sizes.
 
-    `layout` is how the cache is laid out (default: all layers keep all tokens). Raises ModelError when the model cannot
-    be computed exactly, or not up to max_model_len tokens, or does not fit the layout.
+    By default the layout keeps all tokens in all layers. Raises ModelError if the model cannot be computed exactly, or
+    not up to max_model_len tokens, or does not fit the layout.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class TorchExecutor:
         self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
-        #: Sees the sequences and the logits [R, vocab_size] that their next tokens are chosen from, before they are.
+        #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
     @property
@@ -78,11 +77,11 @@ class TorchExecutor:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits: ids below it can be sampled, others must not be asked for."""
+        """Width of the logits. Only ids below it can be sampled or biased."""
         return self._model.vocab_size
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step (see `Executor.execute`). `elapsed` is wall time, until all of it has been computed."""
+        """Compute one step (see `Executor.execute`). `elapsed` is the wall time until all of it is computed."""
         started = time.perf_counter()
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
@@ -96,13 +95,13 @@ class TorchExecutor:
                     found.error = earlier.error or found.error
                     results[index] = found
         if self.device.type == "cuda":
-            # Rows that sample nothing have not been waited for: the next step would seem to take their time.
+            # Wait also for rows that sample nothing; otherwise their time would count for the next step.
             torch.cuda.synchronize(self.device)
         swap_elapsed = self._host.seconds() if self._host is not None else 0.0
         return StepResult(results, time.perf_counter() - started, swap_elapsed)
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
-        """Compute the rows as `execute` does and return every token's logits [T, vocab_size]; nothing is sampled."""
+        """Compute the rows as `execute` does, without sampling. Return the logits [T, vocab_size] of every token."""
         with torch.inference_mode():
             return self._forward(pack(rows, self.block_size), every_token=True)
 
@@ -113,7 +112,7 @@ class TorchExecutor:
             torch.cuda.empty_cache()
 
     def _move(self, plan: StepPlan) -> None:
-        """Make the plan's copies of KV, in the order that StepPlan states."""
+        """Copy KV blocks as the plan says, in the order that StepPlan states."""
         if plan.swap_out:
             assert self._host is not None
             self._host.swap_out(plan.swap_out)
@@ -125,7 +124,7 @@ class TorchExecutor:
             self._host.swap_in(plan.swap_in)
 
     def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
-        """One forward pass and what it yields for each row."""
+        """Run one forward pass and return the result of each row."""
         batch = pack(rows, self.block_size)
         logits = self._forward(batch)
         results = [RowResult() for _ in rows]
@@ -141,28 +140,19 @@ class TorchExecutor:
         return results
 
     def _forward(self, batch: PackedBatch, *, every_token: bool = False) -> torch.Tensor:
-        """Logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
-        input_ids, positions, slot_mapping, block_tables, cu_seqlens_q, context_lens = (
-            to_device(array, self.device)
-            for array in (
-                batch.input_ids,
-                batch.positions,
-                batch.slot_mapping,
-                batch.block_tables,
-                batch.cu_seqlens_q,
-                batch.context_lens,
-            )
-        )
-        # A step of decodes alone needs every token's logits, in order: then there is nothing to select.
+        """Return the logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
+        input_ids, positions = (to_device(array, self.device) for array in (batch.input_ids, batch.positions))
+        placement = (batch.slot_mapping, batch.block_tables, batch.cu_seqlens_q, batch.context_lens)
+        context = PagedContext(self._cache, *(to_device(array, self.device) for array in placement))
+        # A step of decodes alone needs the logits of every token, in order, so none are selected.
         every_token |= len(batch.sampling_rows) == len(batch.input_ids)
         logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
-        context = PagedContext(self._cache, slot_mapping, block_tables, cu_seqlens_q, context_lens)
         return self._model.forward(input_ids, positions, context, logit_rows)
 
     def _add_prompt_logprobs(
         self, rows: ListLike[ScheduledRow], batch: PackedBatch, logits: torch.Tensor, results: list[RowResult]
     ) -> None:
-        """Hand the log-probabilities of prompt tokens, predicted by logits [sum of prompt_counts, V], to their rows."""
+        """Add to each row the log-probabilities of its prompt tokens, from their logits [sum of prompt_counts, V]."""
         if not len(logits):
             return
         targets: list[int] = []
@@ -174,14 +164,14 @@ class TorchExecutor:
         found = prompt_logprobs(logits, token_ids, wanted, self._logits_at_once)
         for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
             result.prompt_logprobs = found[end - count : end]
-            if unusable(result.prompt_logprobs):
+            if has_nan(result.prompt_logprobs):
                 result.error = "the model computed logits that are not numbers for the prompt of this sequence"
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
-        """Run the largest steps the scheduler may plan, once: a full prefill and a full batch of decodes.
+        """Run the largest steps that the scheduler may plan once: a full prefill and a full batch of decodes.
 
-        Compiles kernels and, on CUDA, measures: returns the most bytes that were allocated beyond weights and cache.
-        None on other devices, where torch does not count. Overwrites the cache: call it before anything is served.
+        This compiles the kernels. On CUDA, return the peak of bytes allocated beyond weights and cache; on other
+        devices, where torch does not count them, None. It overwrites the cache, so call it before serving.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
@@ -199,9 +189,9 @@ class TorchExecutor:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """A step with rows of (context, new tokens), greedy, that copies `num_swapped` blocks out and in again.
+        """Return a step with greedy rows of (context, new tokens) that swaps `num_swapped` blocks out and in again.
 
-        To be computed for its time alone: it overwrites the cache, so nothing may be served before or after.
+        It is for measuring time only: it overwrites the cache, so an engine that runs it must not serve.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
@@ -210,7 +200,7 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """A row of no sequence: its result is not used. Rows share blocks where there are not enough."""
+        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if there are too few."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

@@ -1,8 +1,8 @@
-"""How this package compiles with Numba, and the small functions its kernels are made of.
+"""Numba compilation, and the small functions that the CPU kernels share.
 
-Compiled code is kept on disk (beside the source, or in the user's cache where that is read-only); where neither can be
-written, each process compiles for itself. Numba compiles anew when the file of the compiled function changes, not when
-one that it calls does: whoever edits this file removes the *.nbi and *.nbc files in __pycache__.
+Compiled code is cached on disk, beside the source or in the user's cache directory; if neither can be written, each
+process compiles again. Numba recompiles a function when its own file changes, not when a function that it calls
+changes: after editing this file, remove the *.nbi and *.nbc files in __pycache__.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CACHE_LINE = 64
 REORDER = {"reassoc", "contract", "arcp", "nsz"}  # sums may be vectorised; infinity and NaN keep their meaning
 EXACT = {"contract"}
 
-# What compiled code reads a cache as: Numba knows neither bfloat16 nor float16 on a CPU, so these come as their bits.
+# Types as which compiled code reads a cache: on a CPU, Numba has no bfloat16 or float16, so it gets their bits.
 ELEMENTS = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.uint16),
@@ -33,7 +33,7 @@ ELEMENTS = {
 
 
 def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
-    """Compile on the first call; the GIL is released while the function runs."""
+    """Return a decorator that compiles on the first call. The function runs without the GIL."""
 
     def decorate(function: Function) -> Function:
         options = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
@@ -43,7 +43,7 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Compile now, as a C function `void f(argument)`; the result's `.address` is its entry."""
+    """Return a decorator that compiles now, to a C function `void f(argument)` with its entry in `.address`."""
 
     def decorate(function: Callable[..., None]) -> Any:
         return with_cache(lambda **cache: numba.cfunc(types.void(argument), **cache)(function))
@@ -54,12 +54,12 @@ def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
 def with_cache(build: Callable[..., Any]) -> Any:
     try:
         return build(cache=True)
-    except RuntimeError:  # Numba found no place to keep it
+    except RuntimeError:  # Numba found no directory for its cache
         return build()
 
 
 def to_float32(element: Any) -> Any:
-    """A float32, or the float32 that bfloat16 (uint16) or float16 (int16) bits stand for."""
+    """Convert a float32, or the bits of a bfloat16 (uint16) or float16 (int16), to float32."""
     raise NotImplementedError("compiled code only")
 
 
@@ -77,7 +77,7 @@ def from_bfloat16(element: Any) -> Any:
 
 
 def from_float16(element: Any) -> Any:
-    """Exponent and mantissa move to where float32 has them; the product mends the bias, also of subnormal numbers."""
+    """Shift exponent and mantissa to float32's places; the product corrects the bias, also for subnormal numbers."""
     bits = np.uint32(np.uint16(element))
     magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
     magnitude = np.float32(magnitude * np.float32(2.0**112))
@@ -88,9 +88,9 @@ def from_float16(element: Any) -> Any:
 
 @jit(EXACT)
 def exp32(x: Any) -> Any:
-    """exp(x) for x <= 0 to about one unit in the last place; a loop over it is vectorised, as over math.exp it is not.
+    """Return exp(x) for x <= 0, to about one unit in the last place. Loops over it are vectorised, unlike math.exp.
 
-    Cephes' expf: x = k ln 2 + r, with ln 2 in two parts, and a polynomial in r. Below -87 it stays at exp(-87).
+    Cephes' expf: x = k ln 2 + r, with ln 2 in two parts, and a polynomial in r. Below -87 the result is exp(-87).
     """
     x = np.float32(-87) if x < np.float32(-87) else x
     k = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
@@ -109,7 +109,7 @@ def exp32(x: Any) -> Any:
 
 @jit(EXACT)
 def tanh32(x: Any) -> Any:
-    """tanh(x), Cephes' tanhf: a polynomial near zero, else from the exponential."""
+    """Return tanh(x) by Cephes' tanhf: a polynomial near zero, else from the exponential."""
     square = x * x
     y = np.float32(-5.70498872745e-3)
     y = y * square + np.float32(2.06390887954e-2)
@@ -125,7 +125,7 @@ def tanh32(x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch_line(typing_context: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line that holds byte `offset` of a contiguous array."""
+    """Prefetch the cache line that holds byte `offset` of a contiguous array."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -142,7 +142,7 @@ def prefetch_line(typing_context: Any, array: Any, offset: Any) -> Any:
 
 @jit()
 def prefetch_rows(array: Any, first: int, end: int) -> None:
-    """Ask for rows first..end - 1 of a contiguous matrix."""
+    """Prefetch rows first..end - 1 of a contiguous matrix."""
     row_bytes = array.shape[1] * array.itemsize
     for offset in range(first * row_bytes, end * row_bytes, CACHE_LINE):
         prefetch_line(array, offset)

@@ -1,9 +1,9 @@
-"""Running compiled code on torch's own OpenMP threads.
+"""Execution of compiled code on torch's own OpenMP threads.
 
-Numba's thread pools beside torch's would put twice as many spinning threads on the cores: on two cores, a kernel of
-0.1 ms then takes up to 8 ms (measured). So a body is started as GCC's compiled `#pragma omp parallel` would start it,
-through GOMP_parallel, which LLVM's OpenMP runtime offers too, and torch's threads, warm from the product before, do it.
-Where torch brings a runtime without that entry (macOS, Windows), the body runs on the calling thread alone.
+Numba's thread pool beside torch's would double the number of spinning threads: on two cores, a kernel of 0.1 ms then
+takes up to 8 ms (measured). So a body is started through GOMP_parallel, as GCC's compiled `#pragma omp parallel` does,
+and runs on torch's threads, which the previous product has warmed up. LLVM's OpenMP runtime has that entry too. Where
+torch's runtime lacks it (macOS, Windows), the body runs on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
 
 
 def load_runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime that importing torch put into the process, if it has the entries needed."""
+    """Return the OpenMP runtime that importing torch loaded into the process, if it has the entries needed."""
     if sys.platform != "linux":
         return None
     runtime = ctypes.CDLL(None)
@@ -35,7 +35,7 @@ def load_runtime() -> ctypes.CDLL | None:
 
 @cache
 def parallel_entry() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel(function, data, num_threads, flags). A call releases the GIL."""
+    """Return GOMP_parallel(function, data, num_threads, flags), which releases the GIL; None if there is no runtime."""
     if runtime is None:
         return None
     entry = runtime.GOMP_parallel
@@ -45,10 +45,10 @@ def parallel_entry() -> Callable[[int, int, int, int], None] | None:
 
 
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
-    """Call `body`, a numba.cfunc of one pointer, on each of torch's threads, or on the calling one alone.
+    """Call `body`, a numba.cfunc of one pointer, on each of torch's threads, or on the calling thread alone.
 
-    `arguments` is one record; its field num_threads is set for the body, which finds its own number by thread_num().
-    The team is always torch's whole: libgomp ends threads that a smaller team leaves over, and starting them is slow.
+    `arguments` is one record, whose field num_threads is set here; the body gets its own number from thread_num(). All
+    of torch's threads are used, because libgomp ends the threads that a smaller team does not need and restarts slowly.
     """
     enter = parallel_entry() if parallel else None
     arguments["num_threads"] = torch.get_num_threads() if enter else 1
@@ -60,13 +60,13 @@ def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
 
 @cache
 def alone(body: Any) -> Callable[[int], None]:
-    """A cfunc as Python calls it; the GIL is released meanwhile."""
+    """Return a cfunc as a Python callable that releases the GIL."""
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body.address)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def as_pointer(typing_context: Any, address: Any) -> Any:
-    """An address (intp) as a pointer for numba.carray."""
+    """Convert an address (intp) to a pointer for numba.carray."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)

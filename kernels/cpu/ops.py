@@ -1,17 +1,16 @@
-"""The CPU's ops: Numba where memory is the limit (decodes, KV writes), torch's products where arithmetic is."""
+"""CPU ops: Numba where memory bandwidth is the limit (decodes, KV writes), torch's products where arithmetic is."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from llmsched.kernels.cpu.chunks import attend_chunk
 from llmsched.kernels.cpu.compiled import ELEMENTS, jit
-from llmsched.kernels.cpu.rows import attend_rows, list_rows
-
-MAX_ROW_QUERIES = 16  # of one sequence; beyond, products win (measured: the two meet between 12 and 24)
+from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, attend_rows
+from llmsched.kernels.cpu.prefill_attention import attend_chunk
+from llmsched.kernels.reference import AttentionOptions
 
 
 def paged_attention(
@@ -21,64 +20,37 @@ def paged_attention(
     block_tables: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """As `reference.paged_attention`. The caches must be contiguous, in float32, bfloat16 or float16."""
-    check_cache(key_cache)
-    check_cache(value_cache)
-    if sinks is not None:
-        sinks = sinks.detach().float().contiguous()
-    if slopes is not None:
-        slopes = slopes.detach().float().contiguous()
+    """Compute `reference.paged_attention`. Raise ValueError unless the caches are float32, bfloat16 or float16."""
+    check_dtype(key_cache)
+    check_dtype(value_cache)
+    options["sinks"], options["slopes"] = as_float32(options.get("sinks")), as_float32(options.get("slopes"))
     output = torch.empty(query.shape[0], query.shape[1], value_cache.shape[3])
     bounds, contexts = cu_seqlens_q.numpy(), context_lens.numpy()
     for sequence in (bounds[1:] - bounds[:-1] > MAX_ROW_QUERIES).nonzero()[0].tolist():
         tokens = slice(bounds[sequence], bounds[sequence + 1])
-        output[tokens] = attend_chunk(
-            query[tokens],
-            key_cache,
-            value_cache,
-            block_tables[sequence],
-            int(contexts[sequence]),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            slopes=slopes,
-        )
-    rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
-    if rows.shape[1] > 1:
-        attend_rows(
-            query.detach().float().contiguous(),
-            key_cache,
-            value_cache,
-            block_tables.contiguous(),
-            rows,
-            output,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            slopes=slopes,
-        )
+        table, context = block_tables[sequence], int(contexts[sequence])
+        output[tokens] = attend_chunk(query[tokens], key_cache, value_cache, table, context, **options)
+    attend_rows(query, key_cache, value_cache, block_tables, bounds, contexts, output, **options)
     return output.to(query.dtype)
 
 
+def as_float32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """As `reference.write_kv`. The caches must be contiguous, in float32, bfloat16 or float16."""
+    """Perform `reference.write_kv`. Raise ValueError unless the caches are float32, bfloat16 or float16."""
     slots = slot_mapping.numpy()
     for new, cache in ((key, key_cache), (value, value_cache)):
-        check_cache(cache)
+        check_dtype(cache)
         copy_rows(bits(new.detach().to(cache.dtype)), bits(cache), slots)
 
 
 @jit()
 def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
-    """cache[block, h, offset] = rows[t, h], of two arrays of the same bits."""
+    """Copy rows[t, h] to cache[block, h, offset] for each slot t, both arrays of the same bits."""
     tokens, kv_heads, _ = rows.shape
     block_size = cache.shape[2]
     for token in range(tokens):
@@ -89,13 +61,10 @@ def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
 
 
 def bits(tensor: Tensor) -> Any:
-    """A tensor's memory as Numba can read it."""
+    """Return a NumPy view of the tensor's memory as integers, which Numba can read."""
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
 
 
-def check_cache(cache: Tensor) -> None:
-    """Raise ValueError for a cache whose memory compiled code cannot walk through."""
+def check_dtype(cache: Tensor) -> None:
     if cache.dtype not in ELEMENTS:
         raise ValueError(f"KV cache of {cache.dtype} on the CPU; allowed is float32, bfloat16 or float16")
-    if not cache.is_contiguous():
-        raise ValueError(f"KV cache with strides {cache.stride()} on the CPU; it must be contiguous")

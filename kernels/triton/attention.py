@@ -1,10 +1,10 @@
 """Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding.
 
-One program takes a tile of consecutive queries of one sequence and all query heads that share one KV head, so that a
-decode fills the rows of a tensor-core product with its heads, and visits the keys that the tile sees. Which sequence a
-tile belongs to is found on the device, so nothing waits for the lengths to reach the host: sequence b's tiles begin at
-number cu_seqlens_q[b] // TILE_QUERIES + b, which leaves each sequence room for its own, and programs in the gaps end
-at once. With few programs the keys are cut into splits, which `join_kernel` puts together.
+A program takes a tile of consecutive queries of one sequence with all query heads that share one KV head, and visits
+the keys that the tile sees. So the heads of a decode fill the rows of a tensor-core product. The device finds the
+sequence of a tile, and nothing waits for the lengths to reach the host: sequence b's tiles begin at number
+cu_seqlens_q[b] // TILE_QUERIES + b, which leaves room for all tiles of each sequence; programs in the gaps end at once.
+If there are few programs, the keys are cut into splits, which `join_kernel` joins.
 """
 
 # Triton's language, not Python's types; what is known at compile time is written in capitals.
@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """The last sequence whose first tile is not after `tile`."""
+    """Return the last sequence whose first tile is not after `tile`."""
     low = tl.full([], 0, tl.int32)
     high = num_sequences.to(tl.int32)
     while low < high:
@@ -31,6 +31,18 @@ def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr)
         else:
             high = middle
     return low - 1
+
+
+@triton.jit
+def begin_softmax(sinks, heads, real, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """Return each row's maximum and total before the first key. A sink is a first key without a value."""
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # noqa: SIM102  (SINKS is decided at compile time)
+        if split == 0:
+            maximum = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    return maximum, total
 
 
 @triton.jit
@@ -61,9 +73,10 @@ def visit_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax over keys begin..end - 1; unless MASKED, every row sees them all and they fill whole tiles.
+    """Continue the online softmax over keys begin..end - 1.
 
-    Scores are in units of log2 e, as the hardware has exp2. `scale` contains that factor unless there is a softcap.
+    Unless MASKED, every row sees all of them and they fill whole tiles. Scores are in units of log2 e, for exp2.
+    `scale` contains that factor unless there is a softcap.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
@@ -87,7 +100,7 @@ def visit_keys(
                 visible &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that has seen no key yet has no maximum; any finite one will do.
+        # A row that has seen no key yet has no maximum; any finite number will do.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
@@ -103,7 +116,7 @@ def visit_keys(
     return accumulator, maximum, total
 
 
-# What changes from batch to batch must not lead to a compilation of its own.
+# Arguments that change from batch to batch must not cause new compilations.
 @triton.jit(
     do_not_specialize=["num_sequences", "max_blocks", "splits"],
     do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "context_lens"],
@@ -141,7 +154,7 @@ def attend_kernel(
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head's GROUP."""
+    """Attend as program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head."""
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
@@ -171,12 +184,7 @@ def attend_kernel(
     end = tl.minimum(begin + split_length, end_key)
 
     accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:  # noqa: SIM102  (the sink is a first key without a value; SINKS decides at compile time)
-        if split == 0:
-            maximum = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
-            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    maximum, total = begin_softmax(sinks, heads, real, split, BLOCK_M, SINKS)
     falling = maximum
     if SLOPES:
         falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
@@ -218,7 +226,7 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Program (line): each split weighs by its exponentials, seen from the greatest maximum."""
+    """Join the splits of one line as program (line), weighted by their sums of exponentials."""
     line = tl.program_id(0).to(tl.int64)
     numbers, value_dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
     there = numbers < splits
@@ -247,7 +255,7 @@ def write_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (token, KV head) copies one vector."""
+    """Copy one vector as program (token, KV head)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     if slot < 0:

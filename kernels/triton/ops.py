@@ -1,12 +1,14 @@
-"""The CUDA ops: launching the Triton kernels. Nothing here waits for the device."""
+"""CUDA ops: launch the Triton kernels. Nothing here waits for the device."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from llmsched.kernels.reference import AttentionOptions
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling, padded
 
@@ -19,74 +21,65 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
+    tiling: Tiling | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """As `reference.paged_attention`. The caches must be contiguous, and so must each head of the query.
+    """Compute `reference.paged_attention`. Raise ValueError unless each head of the query is contiguous.
 
-    Products of float32 are full float32 (no TF32); of half types they are accumulated in float32, and the softmax's
-    weights are rounded to the query's type, as every flash attention does.
+    Products of float32 are full float32 (no TF32). Products of half types are accumulated in float32, and the softmax
+    weights are rounded to the query's type, as every flash attention does. With None, tiles are chosen by the shapes.
     """
-    tiling = choose_tiling(
-        num_tokens=query.shape[0],
+    _check_heads(query)
+    tokens, heads, _ = query.shape
+    value_dim = value_cache.shape[3]
+    output = query.new_empty(tokens, heads, value_dim)
+    if tokens == 0:
+        return output
+    tiling = tiling or choose_tiling(
+        num_tokens=tokens,
         num_sequences=context_lens.shape[0],
         kv_heads=key_cache.shape[1],
-        group=query.shape[1] // key_cache.shape[1],
+        group=heads // key_cache.shape[1],
         head_dim=key_cache.shape[3],
-        value_dim=value_cache.shape[3],
+        value_dim=value_dim,
         max_context=block_tables.shape[1] * key_cache.shape[2],
         item_size=query.element_size(),
         num_processors=num_processors(query.device),
     )
-    return attend(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        slopes=slopes,
-        tiling=tiling,
-    )
+    batch = (query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens)
+    if tiling.splits == 1:
+        _launch_attention(output, output, *batch, tiling, **options)
+        return output
+    parts = query.new_empty(tokens, heads, tiling.splits, value_dim, dtype=torch.float32)
+    stats = query.new_empty(tokens, heads, tiling.splits, 2, dtype=torch.float32)
+    _launch_attention(parts, stats, *batch, tiling, **options)
+    constants = {"VALUE_DIM": value_dim, "BLOCK_V": tiling.block_v, "MAX_SPLITS": MAX_SPLITS}
+    join_kernel[(tokens * heads,)](output, parts, stats, tiling.splits, **constants, enable_fp_fusion=True)
+    return output
 
 
-def attend(
+def _launch_attention(
+    output: Tensor,
+    stats: Tensor,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
+    tiling: Tiling,
     *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    tiling: Tiling,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     slopes: Tensor | None = None,
-) -> Tensor:
-    """`paged_attention` with given tiles."""
-    check_layout(query, key_cache, value_cache)
+) -> None:
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, value_dim = value_cache.shape
-    sequences, splits = context_lens.shape[0], tiling.splits
-    output = query.new_empty(tokens, heads, value_dim)
-    if tokens == 0:
-        return output
-    parts, stats = output, output
-    if splits > 1:
-        parts = query.new_empty(tokens, heads, splits, value_dim, dtype=torch.float32)
-        stats = query.new_empty(tokens, heads, splits, 2, dtype=torch.float32)
-    num_tiles = tokens // (tiling.block_m // (heads // kv_heads)) + sequences
-    attend_kernel[(num_tiles, kv_heads, splits)](
-        parts,
+    sequences, group = context_lens.shape[0], heads // kv_heads
+    attend_kernel[(tokens // (tiling.block_m // group) + sequences, kv_heads, tiling.splits)](
+        output,
         stats,
         query,
         key_cache,
@@ -102,8 +95,8 @@ def attend(
         query.stride(1),
         sequences,
         block_tables.shape[1],
-        splits,
-        GROUP=heads // kv_heads,
+        tiling.splits,
+        GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -116,29 +109,17 @@ def attend(
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         SLOPES=slopes is not None,
-        SPLIT=splits > 1,
+        SPLIT=tiling.splits > 1,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         enable_fp_fusion=True,
     )
-    if splits > 1:
-        join_kernel[(tokens * heads,)](
-            output,
-            parts,
-            stats,
-            splits,
-            VALUE_DIM=value_dim,
-            BLOCK_V=tiling.block_v,
-            MAX_SPLITS=MAX_SPLITS,
-            enable_fp_fusion=True,
-        )
-    return output
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """As `reference.write_kv`. The caches must be contiguous, and so must each head of key and value."""
-    check_layout(key, key_cache, value_cache)
-    check_layout(value, key_cache, value_cache)
+    """Perform `reference.write_kv`. Raise ValueError unless each head of key and value is contiguous."""
+    _check_heads(key)
+    _check_heads(value)
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
@@ -159,13 +140,9 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         )
 
 
-def check_layout(rows: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raise ValueError for memory that the kernels cannot walk through."""
-    for kv in (key_cache, value_cache):
-        if not kv.is_contiguous():
-            raise ValueError(f"KV cache with strides {kv.stride()} on the GPU; it must be contiguous")
+def _check_heads(rows: Tensor) -> None:
     if rows.stride(2) != 1:
-        raise ValueError(f"heads with strides {rows.stride()} on the GPU; the last must be 1")
+        raise ValueError(f"heads have strides {rows.stride()}; the last must be 1 (contiguous heads)")
 
 
 @cache

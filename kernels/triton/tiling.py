@@ -1,16 +1,16 @@
-"""How work is cut into tiles on a GPU. Pure arithmetic on shapes: no device is asked, nothing is waited for."""
+"""Tile sizes for the attention kernel. Pure arithmetic on shapes: it never asks or waits for a device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MIN_PRODUCT = 16  # rows, columns and depth that a tensor-core product has at least
+MIN_PRODUCT = 16  # least rows, columns and depth of a tensor-core product
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 64
 
 
 class Tiling(NamedTuple):
-    """block_m rows (queries x heads of one KV head), block_n keys, heads padded to block_d and block_v."""
+    """Tile of block_m rows (queries x heads of one KV head) and block_n keys; head dims padded to block_d, block_v."""
 
     block_m: int
     block_n: int
@@ -33,11 +33,11 @@ def choose_tiling(
     item_size: int,
     num_processors: int,
 ) -> Tiling:
-    """Tiles for a batch; `item_size` is bytes of a query element, `num_processors` the GPU's multiprocessors.
+    """Return the tiles for a batch.
 
-    Only two heights of tiles exist, one for batches of decodes and one for all others, so that few kernels are
-    compiled. `max_context` may be an upper bound. There are only as many splits as it takes to give every processor two
-    programs.
+    `item_size` is bytes per query element, `num_processors` the GPU's multiprocessors; `max_context` may be an upper
+    bound. Only two tile heights exist, one for batches of decodes and one for all others, so that few kernels are
+    compiled. There are just enough splits to give every processor two programs.
     """
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
@@ -58,5 +58,5 @@ def choose_tiling(
 
 
 def padded(size: int) -> int:
-    """The power of two, at least MIN_PRODUCT, that holds `size`."""
+    """Return the smallest power of two that is at least `size` and MIN_PRODUCT."""
     return max(MIN_PRODUCT, 1 << (size - 1).bit_length())

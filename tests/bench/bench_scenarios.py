@@ -20,7 +20,8 @@ import numpy as np
 from configs import resolved
 from simulated_run import SimulatedTimes, simulate
 
-from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from llmsched.engine.executor.cost import LinearCost
+from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import Request, SamplingParams

@@ -22,7 +22,8 @@ from fakes import make_request
 from simulated_run import simulate
 
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
-from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from llmsched.engine.executor.cost import LinearCost
+from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request

@@ -11,8 +11,7 @@ from llmsched.engine.calibration.fit import KNEES, Sample, fit, non_negative
 from llmsched.engine.calibration.sample_steps import Room, Rows, choose_steps, describe
 from llmsched.engine.calibration.timing import Serving, while_serving
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
-from llmsched.engine.executor.cost import StepShape, shape_of
-from llmsched.engine.executor.fitted import LINEAR, FittedCost, fitted_cost, terms
+from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, fitted_cost, shape_of, terms
 from llmsched.engine.request import SamplingParams, Sequence
 
 ROOM = Room(max_num_batched_tokens=256, max_num_seqs=64, max_model_len=8192, kv_tokens=1 << 18)

@@ -199,8 +199,8 @@ def swapped_blocks_come_back_out_of_order(patch: Patch) -> None:
 
 
 def the_second_best_token_is_chosen(patch: Patch) -> None:
-    right = sampler.judge
-    patch.setattr(sampler, "judge", lambda token, *rest: right((token + 1) % VOCAB_SIZE, *rest))
+    right = sampler.result_of
+    patch.setattr(sampler, "result_of", lambda token, *rest: right((token + 1) % VOCAB_SIZE, *rest))
 
 
 #: Name -> (architecture, fault, checks that must find it; the others must not).

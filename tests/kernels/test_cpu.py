@@ -174,12 +174,9 @@ def test_write_kv_touches_its_slots_only(dtype: torch.dtype, cache_dtype: torch.
         torch.testing.assert_close(written, expected, rtol=0, atol=0)
 
 
-def test_cache_that_cannot_be_walked_is_refused() -> None:
+def test_cache_of_another_type_is_refused() -> None:
     batch = make_batch(Shape("", ((1, 20),)))
     tensors = list(batch.tensors)
-    tensors[1] = batch.key_cache.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        ops.paged_attention(*tensors, **batch.options)
     tensors[1] = batch.key_cache.double()
     with pytest.raises(ValueError, match=r"torch\.float64 on the CPU; allowed is float32, bfloat16 or float16"):
         ops.paged_attention(*tensors, **batch.options)

@@ -6,7 +6,7 @@ import resource
 
 import torch
 
-from llmsched.kernels.cpu.chunks import gather
+from llmsched.kernels.cpu.prefill_attention import gather
 
 CACHE_BYTES = 256 << 20
 PAGE = 4096

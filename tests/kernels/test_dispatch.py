@@ -1,4 +1,4 @@
-"""Who serves whom, what is refused, and that nobody is imported before it is needed."""
+"""Choice of the backend, refused arguments, and that no backend is imported before it is needed."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ def test_mismatches_are_refused(change: dict[str, object], message: str) -> None
     arguments = {**dict(zip(names, batch.tensors, strict=True)), **batch.options, **change}
     with pytest.raises(ValueError, match=message):
         dispatch.paged_attention(**arguments)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_a_cache_that_is_not_contiguous_is_refused(index: int) -> None:
+    batch = make_batch(Shape("", ((1, 20),)))
+    tensors = list(batch.tensors)
+    tensors[index] = tensors[index].transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match=r"KV cache has strides .* must be contiguous"):
+        dispatch.paged_attention(*tensors, **batch.options)
+    key, value = torch.zeros(1, *tensors[1].shape[1::2]), torch.zeros(1, *tensors[2].shape[1::2])
+    with pytest.raises(ValueError, match=r"KV cache has strides .* must be contiguous"):
+        dispatch.write_kv(key, value, tensors[1], tensors[2], torch.zeros(1, dtype=torch.int64))
 
 
 def test_write_refuses_what_does_not_fit() -> None:

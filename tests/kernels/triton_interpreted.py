@@ -75,7 +75,7 @@ def attention_difference(case: Shape, dtype: torch.dtype, **change: int) -> floa
     expected = reference.paged_attention(*batch.tensors, **batch.options)
     options = {"sinks": None, **batch.options}
     query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)  # strided, as transformers hands it over
-    actual = ops.attend(query, *batch.tensors[1:], **options, tiling=tiling(case, batch, **change))
+    actual = ops.paged_attention(query, *batch.tensors[1:], **options, tiling=tiling(case, batch, **change))
     return float((actual.float() - expected.float()).abs().max())
 
 

@@ -23,7 +23,7 @@ from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.activations import CHUNK_TILE, activation_bytes
 from llmsched.engine.request import SamplingParams, Sequence
-from llmsched.kernels.cpu.chunks import QUERY_TILE
+from llmsched.kernels.cpu.prefill_attention import QUERY_TILE
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -10,7 +10,8 @@ from fakes import BLOCK_BYTES, Harness, assert_right, make_request, tokens
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.executor.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from llmsched.engine.executor.cost import LinearCost
+from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.preemption import ASSUMED_COPY_RATE, ASSUMED_PREFILL_RATE, MeasuredCosts

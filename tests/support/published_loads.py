@@ -11,9 +11,9 @@ import numpy.typing as npt
 from published import Row
 
 from llmsched.engine.executor.base import RowResult, StepResult
-from llmsched.engine.executor.cost import StepShape, shape_of
+from llmsched.engine.executor.cost import StepCost, StepShape, shape_of
 from llmsched.engine.executor.roofline import Roofline
-from llmsched.engine.executor.simulated_executor import StepCost, VirtualClock
+from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, SamplingParams
 from llmsched.engine.scheduler.policies import make_scheduler

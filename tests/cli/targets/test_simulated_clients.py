@@ -12,7 +12,7 @@ from configs import resolved
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.targets.simulated_clients import SimulatedClients
-from llmsched.engine.executor.simulated_executor import LinearCost
+from llmsched.engine.executor.cost import LinearCost
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 #: A step takes a second, and each prefill token a tenth.

@@ -1,6 +1,6 @@
-"""Attention of one sequence's prefill chunk by torch's matrix products, over keys and values gathered once.
+"""Attention of a prefill chunk by torch's matrix products, over keys and values that are gathered once.
 
-Only this sequence's visible blocks are copied, and scores exist for one tile of queries at a time.
+Only the visible blocks of this sequence are copied, and scores exist for one tile of queries at a time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ def attend_chunk(
     context: int,
     *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """query [q_len, heads, head_dim] are the last q_len of `context` positions. Returns [q_len, heads, value_dim]."""
+    """Return the attention [q_len, heads, value_dim] of one sequence's chunk.
+
+    query [q_len, heads, head_dim] are the last q_len of `context` positions.
+    """
     first_query = context - query.shape[0]
     block_size = key_cache.shape[2]
     first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
@@ -44,20 +47,20 @@ def attend_chunk(
                 tile[None], tile_keys[None], tile_values[None], attn_mask=visible, scale=scale, enable_gqa=True
             )[0].transpose(0, 1)
         else:
-            bias = None if slopes is None else falling_scores(start, stop, begin, slopes)
+            bias = None if slopes is None else alibi_bias(start, stop, begin, slopes)
             attended = attend_tile(tile, tile_keys, tile_values, visible, scale, softcap, sinks, bias)
             output[rows] = attended.transpose(0, 1)
     return output
 
 
 def gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """The blocks' tokens one after the other, [kv_heads, tokens, head_dim]."""
+    """Return the tokens of the blocks one after the other, [kv_heads, tokens, head_dim]."""
     # Selecting from a transposed cache would make torch copy all of it first.
     return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
 
 
 def visible_keys(start: int, stop: int, begin: int, window: int | None) -> Tensor:
-    """Which of the keys begin..stop - 1 the queries at positions start..stop - 1 see, [queries, keys]."""
+    """Return which of the keys begin..stop - 1 the queries at positions start..stop - 1 see, bool [queries, keys]."""
     queries = torch.arange(start, stop)[:, None]
     keys = torch.arange(begin, stop)
     visible = keys <= queries
@@ -66,8 +69,8 @@ def visible_keys(start: int, stop: int, begin: int, window: int | None) -> Tenso
     return visible
 
 
-def falling_scores(start: int, stop: int, begin: int, slopes: Tensor) -> Tensor:
-    """What slopes add to the scores of keys begin..stop - 1 for the queries start..stop - 1, [heads, queries, keys]."""
+def alibi_bias(start: int, stop: int, begin: int, slopes: Tensor) -> Tensor:
+    """Return what ALiBi adds to scores of keys begin..stop - 1, queries start..stop - 1: [heads, queries, keys]."""
     queries = torch.arange(start, stop)[:, None]
     return slopes[:, None, None] * (torch.arange(begin, stop) - queries)
 
@@ -82,7 +85,10 @@ def attend_tile(
     sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What scaled_dot_product_attention has no argument for, in float32. query [heads, queries, head_dim]."""
+    """Return the attention of one tile in float32, with options that scaled_dot_product_attention lacks.
+
+    query [heads, queries, head_dim]; returns [heads, queries, value_dim].
+    """
     heads, queries, _ = query.shape
     kv_heads = keys.shape[0]
     grouped = query.reshape(kv_heads, -1, query.shape[2]).float()  # the heads of one KV head follow each other

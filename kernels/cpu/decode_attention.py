@@ -1,8 +1,8 @@
-"""Attention of single query rows (decodes and very short chunks), streaming over the blocks of the KV cache in place.
+"""Attention of single query rows (decodes and very short chunks), streaming over the KV cache's blocks in place.
 
-A row's visible keys are cut into splits of SPLIT tokens; each split is attended to on its own (its maximum, its sum of
-exponentials, its weighted values) and the parts are joined afterwards, as flash-decoding does. Splits are spread evenly
-over the threads. As they depend on nothing but the row, so does the result: it is the same, to the bit, in every batch.
+A row's visible keys are cut into splits of SPLIT tokens. Each split yields its maximum, its sum of exponentials and its
+weighted values; the parts are joined afterwards, as flash-decoding does. Splits are spread evenly over the threads.
+They depend on the row alone, so its result is the same, to the bit, in every batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import as_pointer, run, thread_num
 
+MAX_ROW_QUERIES = 16  # queries of one sequence; beyond, matrix products are faster (measured: from 12 to 24)
 SPLIT = 256
-PARALLEL_PRODUCTS = 1 << 20  # multiply-adds, about 0.05 ms on one core, from which a team of threads pays
+PARALLEL_PRODUCTS = 1 << 20  # multiply-adds (0.05 ms on one core) from which several threads are faster
 
-TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # the lines of a list of rows
+TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of a list of rows
 ADDRESSES = ("query", "keys", "values", "tables", "rows", "parts", "stats", "slopes")
 SIZES = (
     "num_threads",
@@ -47,7 +48,7 @@ ARGUMENTS = np.dtype(
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """The tokens of sequences with at most max_queries of them, [5, rows + 1] intp.
+    """Return the tokens of sequences with at most max_queries of them, [5, rows + 1] intp.
 
     Row i is token [TOKEN, i] of the batch and sees keys [START, i]..[STOP, i] - 1 of sequence [SEQUENCE, i] (of a
     `window`, unless that is 0) in splits [FIRST_SPLIT, i]..[FIRST_SPLIT, i + 1] - 1.
@@ -73,18 +74,24 @@ def attend_rows(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    rows: npt.NDArray[np.intp],
+    bounds: npt.NDArray[np.int32],
+    contexts: npt.NDArray[np.int32],
     output: Tensor,
     *,
     scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Attention of the listed rows; writes their tokens of `output` [tokens, heads, value_dim] and nothing else.
+    """Write the attention of sequences with at most MAX_ROW_QUERIES queries to `output` [tokens, heads, value_dim].
 
-    query, output, sinks and slopes in float32, the caches in any of ELEMENTS, block_tables int32, all contiguous.
+    output, sinks and slopes are float32, the caches any of ELEMENTS, block_tables int32, all contiguous.
     """
+    rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
+    if rows.shape[1] == 1:
+        return
+    query, block_tables = query.detach().float().contiguous(), block_tables.contiguous()
     num_splits = int(rows[FIRST_SPLIT, -1])
     heads, head_dim, value_dim = query.shape[1], query.shape[2], value_cache.shape[3]
     parts = torch.empty(num_splits, heads, value_dim)
@@ -104,7 +111,7 @@ def attend_rows(
 
 @cache
 def team_body(element: np.dtype[Any]) -> Any:
-    """What each thread of the team does, compiled for a cache of `element`s."""
+    """Return the function that each thread runs, compiled for a cache of `element`s."""
 
     @c_function(types.CPointer(numba.from_dtype(ARGUMENTS)))
     def body(pointer: Any) -> None:
@@ -130,7 +137,7 @@ def team_body(element: np.dtype[Any]) -> Any:
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
             if a.has_slopes:
-                let_scores_fall(weights, stop - start, slopes, rows[STOP, row] - 1 - start)
+                subtract_alibi(weights, stop - start, slopes, rows[STOP, row] - 1 - start)
             exponentiate(weights, stop - start, stats[split])
             sum_values(weights, values, table, start, stop, parts[split])
 
@@ -139,7 +146,7 @@ def team_body(element: np.dtype[Any]) -> Any:
 
 @jit()
 def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale: Any, scores: Any) -> None:
-    """scores[h, p - start] = scale * query[h] . key p, for start <= p < stop."""
+    """Set scores[h, p - start] = scale * query[h] . key p, for start <= p < stop."""
     kv_heads, block_size = keys.shape[1], keys.shape[2]
     group = query.shape[0] // kv_heads
     last_block = (stop - 1) // block_size
@@ -160,9 +167,9 @@ def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale:
 
 @jit()
 def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
-    """scores = scale * query keys^T, four keys at a time so that a query vector is loaded once for them.
+    """Set scores = scale * query keys^T, four keys at a time, so that they share one load of a query vector.
 
-    Meanwhile the block `ahead` is on its way from memory, a bit with each step: asked for at once, it would block it.
+    Each step prefetches a part of the block `ahead`; prefetching all of it at once would block the memory bus.
     """
     length = keys.shape[0]
     for head in range(query.shape[0]):
@@ -198,8 +205,8 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 
 @jit()
-def let_scores_fall(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """By each head's slope, for every token that a key lies behind the query; the first one lies `distance` behind."""
+def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
+    """Lower each score by the head's slope x the key's distance to the query; the first key is `distance` away."""
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -208,7 +215,7 @@ def let_scores_fall(scores: Any, length: int, slopes: Any, distance: int) -> Non
 
 @jit()
 def exponentiate(scores: Any, length: int, stats: Any) -> None:
-    """Turn each head's scores into exp(score - maximum), in place; stats[head] = maximum, sum of the exponentials."""
+    """Turn each head's scores into exp(score - maximum) in place; set stats[head] to the maximum and their sum."""
     for head in range(scores.shape[0]):
         maximum = np.float32(-np.inf)
         for i in range(length):
@@ -223,7 +230,7 @@ def exponentiate(scores: Any, length: int, stats: Any) -> None:
 
 @jit()
 def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, output: Any) -> None:
-    """output[h] = sum over start <= p < stop of weights[h, p - start] * value p."""
+    """Set output[h] = sum over start <= p < stop of weights[h, p - start] * value p."""
     kv_heads, block_size = values.shape[1], values.shape[2]
     group = output.shape[0] // kv_heads
     last_block = (stop - 1) // block_size
@@ -244,7 +251,7 @@ def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, out
 
 @jit()
 def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
-    """output += weights values, four values at a time so that an output vector is loaded and stored once for them."""
+    """Add weights x values to output, four values at a time, so that they share one load and store of an output."""
     length = values.shape[0]
     for head in range(output.shape[0]):
         key = 0
@@ -268,7 +275,7 @@ def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
 
 @jit()
 def join_splits(parts: Any, stats: Any, rows: Any, sinks: Any, output: Any) -> None:
-    """The rows' outputs from those of their splits: each weighs by its exponentials; a sink only adds to their sum."""
+    """Join the splits of each row, weighted by their sums of exponentials. A sink adds to the sum only."""
     _, heads, value_dim = parts.shape
     for row in range(rows.shape[1] - 1):
         first, end = rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1]
