@@ -1,4 +1,4 @@
-"""An engine that is not built: its memory plan and the cost of its steps, from which load can be simulated."""
+"""Blueprint of an engine that is not built: its memory plan and step times, for simulation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What `build_engine` would build for `config` (every value is filled in), without model or device.
+    """Engine that `build_engine` would build for `config`, without model and device.
 
-    `cost` is the time of a step, `swap_seconds` that of copying so many bytes of KV to or from host memory.
-    `provenance` names the device (with the class of engines whose steps are simulated, if not this one) and the errors
-    of `cost`. `notes` are warnings for the user.
+    `cost` is the time of a step; `swap_seconds` returns the time to copy that many bytes of KV to or from host memory.
+    `provenance` names the device, the engine whose step times are simulated if it is not this one, and the errors of
+    `cost`. `notes` are warnings for the user.
     """
 
     config: ResolvedConfig
@@ -41,8 +41,8 @@ class Blueprint:
     notes: tuple[str, ...] = ()
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
-        """An engine as it is after its start, with other `limits` if given (see `Engine.reconfigure`)."""
-        # Whoever asks for swap space on a machine that is not there has the memory for it.
+        """Return a new simulated engine, with other `limits` if given (see `StepLoop.reconfigure`)."""
+        # A simulated machine is assumed to have the host memory that swap_space asks for.
         swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
         engine = SimulatedEngine(
             self.config,
@@ -57,10 +57,11 @@ class Blueprint:
 
 
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
-    """An engine on the GPU of that name; its cost is a roofline, of this engine ("h100") or of a class that
-    profiles/engines.toml knows ("h100:vllm"), whose steps the same scheduler then fills.
+    """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    Raises ConfigError for an unknown GPU or class, for settings that it cannot serve, and when the model does not fit.
+    "h100" has the step times of this engine, "h100:vllm" those of an engine in profiles/engines.toml; both use our
+    scheduler. Raises ConfigError for an unknown GPU or engine, for settings that the GPU does not support, and if the
+    model does not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:
@@ -80,15 +81,15 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
     refused = refusal(planner.content, planner.cache)
-    notes = () if refused is None else (f"simulated all the same, but serve does not take this model: {refused}",)
+    notes = () if refused is None else (f"simulated, although serve does not support this model: {refused}",)
     provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
     return Blueprint(resolved, plan, cost, cost.swap_seconds, provenance, notes)
 
 
 def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
-    """An engine on this machine's device; its cost was fitted to what `llmsched calibrate` has measured here.
+    """Return the blueprint of an engine on this machine's device, with step times measured by `llmsched calibrate`.
 
-    Raises ConfigError when the model was not calibrated, or does not fit.
+    Raises ConfigError if the model was not calibrated on this device or does not fit.
     """
     device = device_memory(config.device)
     resolved, plan = resolve(planner, config, device)
@@ -117,7 +118,7 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
 
 
 def _threads_differ(calibrated: object) -> tuple[str, ...]:
-    """A remark if an engine started now would compute with another number of threads than was calibrated."""
+    """Return a note if an engine started now would use another number of threads than the calibration."""
     import torch
 
     if calibrated in (None, present := torch.get_num_threads()):
@@ -126,7 +127,7 @@ def _threads_differ(calibrated: object) -> tuple[str, ...]:
 
 
 def resolve(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> tuple[ResolvedConfig, MemoryPlan]:
-    """The settings with every value filled in, and the memory plan. Raises ConfigError if the model does not fit."""
+    """Return the resolved settings and the memory plan. Raises ConfigError if the model does not fit."""
     plan = planner.plan(config, device)
     if plan.problem is not None:
         raise plan.problem

@@ -1,6 +1,6 @@
-"""Every knob of the engine, once: name, unit, default, allowed range, why.
+"""Settings of the engine ("knobs"): name, unit, default, allowed range and help text of each.
 
-The command line, profiles and error messages are made from these fields, so a knob is added here and nowhere else.
+The command line, profiles and error messages are generated from these fields: add a knob here and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Prediction = Literal["learned", "max_tokens", "none"]
 
 
 class Limits(TypedDict, total=False):
-    """The knobs that an engine can change without a restart; what is left out stays as it is."""
+    """Knobs that an engine can change without a restart. A knob that is left out keeps its value."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -39,117 +39,121 @@ def knob(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that carries its own documentation and range (both ends included)."""
+    """Return a dataclass field with its help text and allowed range (ends included) as metadata."""
     return field(default=default, metadata={"why": why, "unit": unit, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. None means: chosen from the model and the device, and printed at start-up.
+    """Settings of one engine as the user gives them. None is chosen by planning and printed at the start.
 
-    Raises ConfigError when a value is outside its range, or one has no effect beside another.
+    Raises ConfigError if a value is out of range or has no effect in combination with another.
     """
 
     model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
     dtype: DType = knob(
         "auto",
-        "type of weights, and of KV by default; auto is bfloat16 where the device computes in it, else float32",
+        "type of the weights, and by default of the KV cache; auto is bfloat16 if the device supports it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_dtype: KVDType = knob(
         "auto",
-        "type of KV; auto is dtype, or what the checkpoint asks for; the fp8 types can be planned for, not served",
+        "type of the KV cache; auto is dtype, or what the checkpoint asks for; fp8 can be planned for, but not served",
         choices=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
     )
-    device: Device = knob("auto", "auto takes the GPU when there is one", choices=("auto", "cuda", "cpu"))
+    device: Device = knob("auto", "auto uses the GPU if there is one", choices=("auto", "cuda", "cpu"))
     max_model_len: int | None = knob(
-        None, "prompt and output of one request together; default: the model's own limit", unit="tokens", low=1
+        None, "longest prompt and output of one request together; default: the model's limit", unit="tokens", low=1
     )
-    max_num_seqs: int = knob(128, "requests that run at the same time", low=1, high=65536)
+    max_num_seqs: int = knob(128, "most requests that run at the same time", low=1, high=65536)
     max_num_batched_tokens: int | None = knob(
         None,
-        "tokens computed in one step: larger steps prefill faster, smaller ones keep the gaps between tokens short; "
+        "most tokens computed in one step: more prefill faster, fewer keep the gaps between tokens short; "
         "default: 2048 on a GPU, 256 on a CPU",
         unit="tokens",
         low=1,
         high=1 << 20,
     )
-    block_size: int = knob(16, "tokens of one KV block", unit="tokens", low=1, high=256)
+    block_size: int = knob(16, "tokens per KV block", unit="tokens", low=1, high=256)
     gpu_memory_utilization: float = knob(
-        0.9, "share of the GPU's memory that weights, activations and KV may take together", low=0.01, high=1.0
+        0.9, "share of the GPU's memory for weights, activations and KV cache together", low=0.01, high=1.0
     )
     kv_cache_memory_bytes: int | None = knob(
         None,
-        "memory for KV blocks; default: what utilisation leaves over (on a CPU: at most 4 GiB)",
+        "memory for KV blocks; default: what gpu_memory_utilization leaves (on a CPU: at most 4 GiB)",
         unit="bytes",
         low=1,
     )
     num_gpu_blocks_override: int | None = knob(
-        None, "exact number of KV blocks, for tests and experiments with a small pool", unit="blocks", low=1
+        None, "number of KV blocks, for tests and experiments with a small pool", unit="blocks", low=1
     )
     enable_prefix_caching: bool = knob(
-        True, "reuse the KV of prompts that begin alike; the choices of n > 1 share that of their prompt by it"
+        True, "reuse the KV of prompts with the same beginning; with n > 1, choices share the KV of their prompt"
     )
     max_pinned_share: float = knob(
         0.25,
-        "share of blocks that pinned prefixes may take; the longest request still fits",
+        "largest share of blocks that pinned prefixes take; it leaves room for the longest request",
         low=0,
         high=0.9,
     )
     preemption_mode: PreemptionMode = knob(
         "auto",
-        "what becomes of the KV of a request that has to make room: recompute throws it away; swap copies it to host "
-        "memory as long as swap_space lasts; auto does what is predicted to take less time",
+        "KV of a preempted request: recompute drops it, swap copies it to host memory while swap_space lasts, auto "
+        "does what is predicted to take less time",
         choices=("recompute", "swap", "auto"),
     )
     swap_space: int = knob(
-        0, "host memory for the KV of preempted requests; 0: no swap", unit="bytes", low=0, high=1 << 44
+        0, "host memory for the KV of preempted requests; 0 turns swapping off", unit="bytes", low=0, high=1 << 44
     )
-    max_queue_size: int = knob(2048, "waiting requests beyond which new ones are refused with 429", low=1)
-    seed: int | None = knob(None, "seed for requests that bring none; default: a fresh one per request", low=0)
+    max_queue_size: int = knob(2048, "most waiting requests; further ones are refused with HTTP 429", low=1)
+    seed: int | None = knob(None, "seed of requests without one; default: a random seed per request", low=0)
     scheduling_policy: Policy = knob(
         "fair",
-        "fair is the whole scheduler; fcfs: continuous batching without cleverness; sptf: shortest prompt + max_tokens "
-        "first; static: whole batches; serial: one at a time",
+        "fair: all features; baselines to compare with: fcfs (continuous batching in order of arrival), sptf (shortest "
+        "prompt + max_tokens first), static (whole batches), serial (one request at a time)",
         choices=("fair", "fcfs", "sptf", "static", "serial"),
     )
     priority_step: float = knob(
         10.0,
-        "waiting that one priority level is worth, 0: none; ageing is linear, so nobody starves",
+        "waiting time that one priority level is worth; 0 ignores priorities; no request waits forever",
         unit="seconds",
         low=0,
         high=1e6,
     )
     cache_bonus: float = knob(
-        2.0, "waiting that a prefix hit of 512 tokens or more is worth", unit="seconds", low=0, high=1e6
+        2.0, "waiting time that a prefix hit of 512 tokens or more is worth", unit="seconds", low=0, high=1e6
     )
     fast_lane_share: float = knob(
-        0.3, "share of a step's prefill tokens kept for short requests; unused parts go to the others", low=0, high=0.9
+        0.3, "share of a step's prefill tokens reserved for short requests; others get what they leave", low=0, high=0.9
     )
-    fast_lane_prompt: int = knob(256, "longest uncached prompt of a short request", unit="tokens", low=1)
-    fast_lane_output: int = knob(512, "largest max_tokens of a short request", unit="tokens", low=1)
+    fast_lane_prompt: int = knob(256, "longest uncached prompt of a request that counts as short", unit="tokens", low=1)
+    fast_lane_output: int = knob(512, "largest max_tokens of a request that counts as short", unit="tokens", low=1)
     headroom: float = knob(
-        0.1, "share of blocks that admission leaves for running requests to grow into", low=0, high=0.5
+        0.1, "share of KV blocks that admission keeps free for running requests to grow", low=0, high=0.5
     )
-    max_headroom: float = knob(0.25, "how far the headroom may grow when requests are preempted", low=0, high=0.9)
+    max_headroom: float = knob(0.25, "largest headroom; preemptions raise the headroom up to this", low=0, high=0.9)
     output_prediction: Prediction = knob(
         "learned",
-        "how long outputs are taken to be on admission: learned from those that ended, max_tokens, or none (admit by "
-        "present memory alone)",
+        "output length assumed at admission: learned from finished requests, max_tokens, or none (admit by the memory "
+        "free now)",
         choices=("learned", "max_tokens", "none"),
     )
-    max_passes: int = knob(16, "later requests that may pass one that does not fit yet", low=0)
+    max_passes: int = knob(16, "later requests that may be admitted before one that does not fit yet", low=0)
     target_itl: float | None = knob(
-        None, "gap between tokens that steps are sized to meet while requests decode", unit="seconds", low=1e-4, high=60
+        None,
+        "target for the gap between tokens; steps are sized to meet it while requests decode",
+        unit="seconds",
+        low=1e-4,
+        high=60,
     )
     schedule_window: float = knob(
         0.0,
-        "how long an idle engine waits for min_schedule_batch requests before it starts",
+        "longest time that an idle engine waits for min_schedule_batch requests before it starts",
         unit="seconds",
         low=0,
         high=10,
     )
-    min_schedule_batch: int = knob(1, "requests that an idle engine starts with at once", low=1)
+    min_schedule_batch: int = knob(1, "waiting requests with which an idle engine starts at once", low=1)
 
     def __post_init__(self) -> None:
         for f in fields(EngineConfig):
@@ -193,7 +197,7 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int
 
 
-#: What the baselines (every scheduling_policy but fair) do without, and what that is set to.
+#: Values of the knobs that the baselines (every scheduling_policy but fair) turn off.
 BASELINE: Mapping[str, Any] = MappingProxyType(
     {
         "cache_bonus": 0.0,
@@ -207,7 +211,7 @@ BASELINE: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-#: Beside this setting with this value, those have no effect.
+#: Knobs that have no effect with this value of another knob.
 _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = MappingProxyType(
     {
         ("enable_prefix_caching", False): ("cache_bonus", "max_pinned_share"),
@@ -219,7 +223,7 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = MappingProxyType(
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that was `given` and that another one given with it leaves without effect."""
+    """Raise ConfigError if one of the settings `given` by the user has no effect because of another one."""
     policy = given.get("scheduling_policy", "fair")
     if policy != "fair":
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
@@ -237,7 +241,7 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless `value` obeys the knob's `rule` (choices, finite, low, high)."""
+    """Raise ConfigError unless `value` is one of the knob's choices, or finite and in its range."""
     if value is None or isinstance(value, bool):
         return
     if rule["choices"] and value not in rule["choices"]:
@@ -252,7 +256,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Limits) -> None:
-    """Raise ConfigError unless an engine with `config`, which memory was reserved for, can change to these limits."""
+    """Raise ConfigError for limits above those of `config`, for which memory was reserved."""
     for name in ("max_num_batched_tokens", "max_num_seqs"):
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

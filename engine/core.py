@@ -257,7 +257,7 @@ class Engine(StepLoop):
 
 
 class PrefixAdmin:
-    """What an operator does with the prefix cache of an engine, in the engine's thread."""
+    """Administration of an engine's prefix cache: pins, reset, and why prompts miss it. Runs in the engine's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""How much memory there is: the GPU's through NVML, or the machine's, without importing torch."""
+"""Devices and their memory: the GPU's from NVML, the machine's from the kernel, without importing torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Another process and the device memory it holds, in bytes."""
+    """Process that holds device memory; `used` is in bytes."""
 
     pid: int
     name: str
@@ -35,8 +35,8 @@ class Holder:
 class DeviceMemory:
     """Memory of one device in bytes.
 
-    `total` is what programs can get at all, `used_by_others` what is taken already (for a CPU: not available without
-    swapping). `holders` names the processes behind it as far as the driver tells. `computes_bf16` decides what
+    `total` is what programs can allocate, `used_by_others` what other programs hold (on a CPU: what is not available
+    without swapping), `holders` the processes that hold it, if the driver names them. `computes_bf16` decides what
     dtype auto means.
     """
 
@@ -49,6 +49,7 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
+        """Bytes that other programs do not hold."""
         return self.total - self.used_by_others
 
 
@@ -77,7 +78,7 @@ def computes_bf16(device: str) -> bool:
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
-    """Memory of the device that `auto`, `cuda` or `cpu` means on this machine.
+    """Return the memory of the device that `auto`, `cuda` or `cpu` means on this machine.
 
     Raises ConfigError when cuda is asked for and there is no NVIDIA driver or GPU.
     """
@@ -91,12 +92,12 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """A GPU of the list, with nothing else on it."""
+    """Return the memory of a GPU from the list, used by no other program."""
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0)
 
 
 def gpu_memory() -> DeviceMemory | None:
-    """Memory of the GPU that CUDA_VISIBLE_DEVICES puts first; None without driver or GPU.
+    """Return the memory of the first GPU of CUDA_VISIBLE_DEVICES; None without driver or GPU.
 
     Raises ConfigError where a GPU is there but its driver does not report memory.
     """
@@ -122,7 +123,7 @@ def gpu_memory() -> DeviceMemory | None:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The NVML module, initialised; None where there is no driver."""
+    """Yield the initialised NVML module, or None without a driver."""
     try:
         import pynvml
     except ImportError:
@@ -141,7 +142,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _visible_gpu(nvml: Any) -> Any:
-    """The handle of the first visible GPU or MIG slice, None where none is visible."""
+    """Return the NVML handle of the first visible GPU or MIG slice, None if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = "0" if visible is None else visible.split(",")[0].strip()
     try:
@@ -153,16 +154,16 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Processes that hold the GPU's memory, to compute or to draw, the largest first.
+    """Return the compute and graphics processes that hold GPU memory, the largest first.
 
-    None where the driver does not tell (containers, Windows).
+    The list is empty if the driver does not name them (containers, Windows).
     """
     used: dict[int, int] = {}
     for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:
             used |= {process.pid: int(process.usedGpuMemory) for process in listed(handle) if process.usedGpuMemory}
         except nvml.NVMLError:
-            continue  # a card without the one kind still tells of the other
+            continue  # the other query may still work
     largest = sorted(used.items(), key=lambda each: each[1], reverse=True)
     return [Holder(pid, _process_name(nvml, pid), size) for pid, size in largest]
 
@@ -179,7 +180,7 @@ def _text(value: str | bytes) -> str:
 
 
 def cpu_memory() -> DeviceMemory:
-    """Memory of this machine, or of the container if that is less."""
+    """Return the memory of this machine, or of its container if that has less."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -202,9 +203,9 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every cgroup with a memory limit that this process is in, versions 1 and 2.
+    """Return (limit, used) in bytes of every cgroup (v1 or v2) of this process that has a memory limit.
 
-    Page cache that the kernel would give back (inactive_file) does not count as used.
+    Page cache that the kernel can reclaim (inactive_file) does not count as used.
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
@@ -219,7 +220,7 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgr
             base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # Inside a container the path is the host's: what is not there is skipped, and the root is tried as well.
+        # In a container the path is the host's and may not exist here, so try its parents up to the root as well.
         below = base / path.strip("/")
         for group in (below, *(parent for parent in below.parents if parent.is_relative_to(base))):
             limit, used = (_number(group / name) for name in names)
@@ -229,7 +230,7 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgr
 
 
 def _number(file: Path) -> int | None:
-    """The number in a cgroup file; None where the file is missing or says "max"."""
+    """Return the number in a cgroup file; None if the file is missing or says "max"."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Characters of another library's message that are shown.
+#: Longest part of another library's message that is shown, in characters.
 _LINE = 300
 #: Encloses a setting's name in a message. Neither arguments nor paths can contain it.
 _MARK = "\0"
@@ -51,13 +51,13 @@ class ConfigError(LlmschedError):
 
 
 class ModelError(LlmschedError):
-    """A model cannot be found, read or supported."""
+    """A model is not found, not readable or not supported."""
 
 
 class RequestError(LlmschedError):
-    """A request is wrong; over HTTP it becomes a 4xx in OpenAI's shape.
+    """A request is invalid. Over HTTP it becomes a 4xx response in OpenAI's format.
 
-    `param` is the field of the request, `code` OpenAI's machine-readable code where there is one.
+    `param` is the field of the request, `code` OpenAI's machine-readable code if there is one.
     """
 
     def __init__(self, param: str | None, message: str, code: str | None = None) -> None:
@@ -67,7 +67,7 @@ class RequestError(LlmschedError):
 
 
 class QueueFullError(LlmschedError):
-    """Admission control: the waiting queue is full (HTTP 429). `retry_after` is in seconds."""
+    """The waiting queue is full (HTTP 429). `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -75,10 +75,10 @@ class QueueFullError(LlmschedError):
 
 
 class EngineDeadError(LlmschedError):
-    """The engine has stopped or is draining; nothing more will be computed (HTTP 503)."""
+    """The engine has failed, stopped or is draining, and computes nothing more (HTTP 503)."""
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message on one line of bounded length, or its type if it has none."""
+    """Return an error's message on one line of limited length, or the name of its type if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."

@@ -1,6 +1,6 @@
-"""What the figures mean: TTFT, ITL, TPOT, E2E, percentiles, goodput. Server metrics, bench and tune use these alike.
+"""Definitions of TTFT, ITL, TPOT, E2E, percentiles and goodput, for server metrics, bench and tune alike.
 
-All times are seconds of one clock. Nothing here is ever 0 for want of data: what is not defined is None.
+All times are seconds of one clock. A figure that is undefined for lack of data is None, never 0.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ import numpy as np
 
 from llmsched.engine.errors import ConfigError, LlmschedError
 
-#: One sentence per figure, printed wherever the figure is.
+#: Definition of each figure, printed with it.
 DEFINITIONS: Mapping[str, str] = {
     "TTFT": "from the moment a request should have been sent (at the server: arrived) to its first token",
     "ITL": "gap between one token and the next, one sample per token; k tokens in one chunk are k samples of gap/k",
     "TPOT": "(E2E - TTFT) / (output tokens - 1), one sample per request; undefined for one token",
     "E2E": "from the moment a request should have been sent (at the server: arrived) to its last token",
     "goodput": "requests per second that finished and met every SLO; failed requests count as missed",
-    "SLO of ITL": "held against one figure of each request's own ITL samples (P99 unless another was asked for)",
+    "SLO of ITL": "compared with one statistic of each request's ITL samples (P99 unless another is chosen)",
     "stall": "gap between two arrivals of tokens of one request",
     "reading": (
-        "a reader begins at the first token, takes the same time for every token and never waits for what is there "
-        "already; a token is late when the reader had to wait for it"
+        "a reader starts at the first token and reads at a constant speed; a token is late if it arrives after the "
+        "reader has finished the one before"
     ),
     "percentiles": "linear interpolation between the two nearest samples; mean is arithmetic",
     "P99 interval": "95 % bootstrap interval over whole requests; with few requests its upper end is too low",
     "steady": (
-        "rates without ramp and drain: from one median E2E after the start to the first end after the last request was "
-        "sent, or, where that is too short a time, from the first token (end) to the end of the run"
+        "rates without ramp-up and ramp-down: from one median E2E after the start of the run to the "
+        "first completion after the last request was sent; if that is too short, from the first token (completion) to "
+        "the end of the run"
     ),
 }
 
 
-#: Tokens per second that a reader takes in: about 450 English words a minute, which few people exceed.
+#: Reading speed in tokens per second: about 450 English words a minute, which few people exceed.
 READER_SPEED = 10.0
 
 
 class Arrival(NamedTuple):
-    """Tokens that became visible together: how many (0: the chunk carried none) and when."""
+    """Tokens that arrived together at `time`; 0 tokens for a chunk without text."""
 
     time: float
     tokens: int
@@ -51,10 +52,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestLatency:
-    """The figures of one request that got at least one token.
+    """Latencies in seconds of a request that received at least one token.
 
-    `itl` has one sample per token after the first arrival; `worst_stall` is the longest gap between two arrivals, None
-    if there was only one. `tpot` is None for one token.
+    `itl` has one sample per token after the first arrival. `worst_stall` is the longest gap between two arrivals, None
+    for a single arrival. `tpot` is None for a single token.
     """
 
     ttft: float
@@ -65,25 +66,25 @@ class RequestLatency:
 
 
 def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency | None:
-    """The figures of a request that began at `start`; None if no token came."""
+    """Return the latencies of a request that started at `start`; None if it received no token."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     if not carried:
         return None
     ttft, e2e = carried[0].time - start, carried[-1].time - start
-    gaps = [after.time - before.time for before, after in pairwise(carried)]
+    stall = worst_stall(carried)
     return RequestLatency(
         ttft=ttft,
         e2e=e2e,
         tpot=tpot(ttft, e2e, sum(arrival.tokens for arrival in carried)),
         itl=itl_samples(carried),
-        worst_stall=max(gaps, default=None),
+        worst_stall=None if stall is None else stall.seconds,
     )
 
 
 def itl_samples(arrivals: Sequence[Arrival]) -> tuple[float, ...]:
-    """One sample per token: the gap before an arrival, shared equally by its tokens.
+    """Return one sample per token: the gap before an arrival, divided equally among its tokens.
 
-    The first arrival gives no sample, because what passed before it is TTFT.
+    The first arrival has no sample; the time before it is TTFT.
     """
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     return tuple(
@@ -92,7 +93,7 @@ def itl_samples(arrivals: Sequence[Arrival]) -> tuple[float, ...]:
 
 
 class Stall(NamedTuple):
-    """The wait of `seconds` that began at the time `at`, when `tokens_before` tokens of its request had come."""
+    """Gap of `seconds` that began at the time `at`, after `tokens_before` tokens of the request."""
 
     seconds: float
     at: float
@@ -100,7 +101,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """The longest gap between two arrivals of tokens, the first of those equal; None if there was only one."""
+    """Return the first longest gap between two arrivals of tokens; None for fewer than two arrivals."""
     worst, before, last = None, 0, None
     for arrival in arrivals:
         if arrival.tokens <= 0:
@@ -112,22 +113,22 @@ def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
 
 
 def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
-    """Time per output token after the first; None for fewer than two tokens."""
+    """Return the time per output token after the first; None for fewer than two tokens."""
     return (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else None
 
 
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
-    """How long (seconds) a reader of that speed had to wait, one entry per token that was late.
+    """Return how long, in seconds, a reader of that speed waited for each late token.
 
-    The reader takes up each token as soon as it has come and the one before is read; waiting moves the rest of the
-    reading back, so that one stall makes one token late and not all that follow.
+    The reader starts a token as soon as it has arrived and the one before is read. Waiting delays all further reading,
+    so one stall makes one token late, not all that follow.
     """
     waits: list[float] = []
     free = math.inf
     for time, tokens in arrivals:
         if tokens <= 0:
             continue
-        # A tenth of a microsecond: clocks are not exact enough to tell less from being on time.
+        # Clocks do not resolve less than a tenth of a microsecond.
         if time - free > 1e-7:
             waits.append(time - free)
         free = (time if free == math.inf else max(time, free)) + tokens / tokens_per_s
@@ -136,7 +137,7 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A distribution in the unit of its samples; every figure but `count` is None where there is no sample."""
+    """Statistics of a distribution, in the unit of its samples; all but `count` are None without samples."""
 
     count: int
     mean: float | None
@@ -147,7 +148,7 @@ class Summary:
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Mean and percentiles (linear interpolation, Hyndman and Fan's type 7)."""
+    """Return mean, maximum and percentiles (linear interpolation, type 7 of Hyndman and Fan)."""
     if not samples:
         return Summary(0, None, None, None, None, None)
     values = np.asarray(samples, dtype=np.float64)
@@ -159,7 +160,7 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
 
 def statistic(samples: Sequence[float], name: str) -> float | None:
-    """One figure of the samples: "mean", "max" or a percentile such as "p50" or "p99.9"; None without a sample.
+    """Return "mean", "max" or a percentile such as "p50" or "p99.9" of the samples; None without samples.
 
     Raises LlmschedError for another name.
     """
@@ -175,20 +176,20 @@ def statistic(samples: Sequence[float], name: str) -> float | None:
 
 
 def _share(name: str) -> float | None:
-    """The percentile that a statistic is, as a share; None: the mean."""
+    """Return the percentile that `name` stands for as a share, None for "mean"."""
     if name in ("mean", "max"):
         return None if name == "mean" else 1.0
     if (match := _PERCENTILE.fullmatch(name)) is None or not float(match[1]):
-        raise LlmschedError(f"{name!r} is no statistic; allowed are mean, max and percentiles such as p50 or p99.9")
+        raise LlmschedError(f"{name!r} is not a statistic; allowed are mean, max and percentiles such as p50 or p99.9")
     return float(match[1]) / 100
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Targets in seconds; None: not asked for. `itl` is held against `itl_statistic` of a request's own ITL samples.
+    """Latency targets of a request in seconds; None for no target.
 
-    `reader_speed` (tokens per second) is that of the reader who judges the pauses; it is no target.
-    Raises LlmschedError for what is no statistic, and for a speed that is not above 0.
+    `itl` is the target for `itl_statistic` of the request's ITL samples. `reader_speed` (tokens per second) is not a
+    target; it decides which tokens count as late. Raises LlmschedError for an unknown statistic or a speed not above 0.
     """
 
     ttft: float | None = None
@@ -207,12 +208,12 @@ class Slo:
             )
 
     def given(self) -> dict[str, float]:
-        """The targets that were set, by name."""
+        """Return the targets that are not None, by name."""
         targets = {"ttft": self.ttft, "itl": self.itl, "tpot": self.tpot, "e2e": self.e2e}
         return {name: limit for name, limit in targets.items() if limit is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Whether a request met each target; a figure that is undefined for it (ITL of one token) cannot miss."""
+        """Return whether a request met each target. Undefined figures, such as ITL of one token, meet it."""
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
@@ -220,10 +221,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """How well the SLOs were met. `attainment` has the share of requests that met each target, and that met "all".
+    """Goodput and SLO attainment of a run.
 
-    `missed` counts the served requests that missed each target, `missed_alone` those that missed it and no other: as
-    many would be won if that target alone were met.
+    `attainment` is the share of requests that met each target, and under "all" of those that met every one. `missed`
+    counts the served requests that missed each target, `missed_alone` those that missed only that target.
     """
 
     requests_per_s: float
@@ -233,9 +234,9 @@ class Goodput:
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Goodput of a run; None without an SLO or a request, or if requests were good in no time at all.
+    """Return the goodput of a run that took `duration` seconds; failed requests count in every denominator.
 
-    Failed requests stay in every denominator.
+    None without targets, without requests, or if requests met all targets but `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:
@@ -251,10 +252,10 @@ def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, durati
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Tokens (or completions) per second from the first arrival to the last, what came at the first moment not counted.
+    """Return tokens (or completions) per second from the first arrival to the last, without those of the first moment.
 
-    For n single ones that is (n - 1) / (last - first). `end`: a time up to which more could have come, so that silence
-    at the end is not left out. None where there is no time between them.
+    For n single tokens that is (n - 1) / (last - first). `end` extends the interval to a time until which more tokens
+    could have arrived. None for an interval of length 0.
     """
     if not arrivals:
         return None

@@ -1,4 +1,4 @@
-"""From sampled tokens to what the client sees: text, stop strings, log-probabilities, latencies."""
+"""Output of a sequence: turns sampled tokens into text, applies stop strings, records latencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OutputStream:
-    """The growing output of one sequence, `index` among the choices of the API request `group_id`."""
+    """Output of one sequence: choice `index` of the API request `group_id`."""
 
     def __init__(self, request: Request, group_id: str, index: int, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
@@ -30,9 +30,9 @@ class OutputStream:
         self._last_token_time: float | None = None
 
     def take(self, update: Update) -> RequestOutput | None:
-        """The output that a step's result adds; None if there is nothing to tell.
+        """Return the output that a step adds, None if it adds nothing.
 
-        A stop string ends the output here: `finish_reason` is set, and the caller tells the scheduler.
+        If a stop string ends the output, `finish_reason` is set, and the caller must tell the scheduler.
         """
         result = update.result
         self._collect_prompt_logprobs(update)
@@ -47,14 +47,14 @@ class OutputStream:
         return output
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The last output of a request that is ended from outside (abort, engine failure)."""
+        """Return the last output of a sequence that ends early (abort or error)."""
         output = self._new_output()
         output.finish_reason = reason
         output.error = error
         return output
 
     def record(self, metrics: EngineMetrics, now: float) -> None:
-        """Book the latency of a token that has just come."""
+        """Record the latency of a token that was generated at `now`."""
         request = self.request
         if self._last_token_time is None:
             request.first_token_time = now
@@ -65,7 +65,7 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Book the latencies of the whole request."""
+        """Record the latencies of the whole sequence."""
         request, last = self.request, self._last_token_time
         if last is None:
             self._record_queue_time(metrics)
@@ -86,7 +86,7 @@ class OutputStream:
         )
 
     def _record_queue_time(self, metrics: EngineMetrics) -> None:
-        """Once per sequence; one that ended before it was ever scheduled has none."""
+        """Record the queue time, once per sequence, if the sequence was ever scheduled."""
         request = self.request
         if request.first_scheduled_time is not None:
             metrics.observe("request_queue_time_seconds", request.first_scheduled_time - request.arrival_time)
@@ -108,7 +108,7 @@ class OutputStream:
         return output
 
     def _collect_prompt_logprobs(self, update: Update) -> None:
-        """Keep those entries that are new: after preemption the prompt is computed, and reported, once more."""
+        """Keep the new entries: after a preemption the prompt is computed, and reported, again."""
         known = len(self._prompt_logprobs) - (update.start + 1)
         self._prompt_logprobs.extend(update.result.prompt_logprobs[max(0, known) :])
 
@@ -125,7 +125,7 @@ class OutputStream:
         self._add_text(output, piece)
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Pass text through the stop strings, which count only once min_tokens are there."""
+        """Add text to an output, up to a stop string. Stop strings count only after min_tokens."""
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return
@@ -135,7 +135,7 @@ class OutputStream:
             output.finish_reason, output.stop_reason = FinishReason.STOP, stop
 
     def _flush(self, output: RequestOutput) -> None:
-        """Give out what was held back, an incomplete character first, then a stop string that never came."""
+        """Add the text that was held back: an incomplete character, then the beginning of a stop string."""
         tail = self._detokenizer.flush()
         if output.pieces:
             output.pieces[-1] += tail

@@ -1,12 +1,12 @@
-"""How long work reports itself without knowing who draws it."""
+"""Progress callback: how long-running work reports to whatever displays it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Called with (what is being done, units done, units in all); total 0 means unknown.
+#: Called with the stage, the units done and the units in total (0: unknown).
 Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """The progress of someone who does not want to know."""
+    """Ignore all progress."""

@@ -1,4 +1,4 @@
-"""Prompts that change at one early token, told to a person in text."""
+"""Warnings about prompts that differ at one early token, which defeats the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Admitted requests between two looks; a look takes milliseconds.
+#: Admitted requests between two checks; a check takes milliseconds.
 LOOK_EVERY = WINDOW // 2
 
 
 class Example(NamedTuple):
-    """The text around the place, as far as one prompt has it: what others have too, and what they have not."""
+    """Text of one prompt around the position: the part `before` it that others share, and the part `after`."""
 
     before: str
     after: str
@@ -27,9 +27,10 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptChange:
-    """`count` of the last `window` requests differ at token `position` and go on alike, which no cache can help.
+    """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    `private`: an example came with a cache_salt, so that its text is for the operator alone.
+    The prefix cache cannot reuse what follows the position. `private`: an example came with a cache_salt, so only the
+    operator may see its text.
     """
 
     position: int
@@ -42,13 +43,13 @@ class PromptChange:
         one, two = (f"{example.before!r} + {example.after!r}" for example in self.examples)
         return (
             f"prompts change at token {self.position}: {self.count} of the last {self.window} requests differ there "
-            f"and go on alike, so what follows is computed anew each time; put what changes (a time, an id) behind "
-            f"what does not. Two of them: {one} and {two}"
+            f"and are alike after it, so the prefix cache cannot reuse what follows; move the part that changes (a "
+            f"time, an id) behind the part that does not. Two of them: {one} and {two}"
         )
 
 
 class PromptChanges:
-    """Looks at the watch now and then; `latest` is what it saw. Logs a place when it is not the last one logged."""
+    """Checks for changing prompts from time to time and logs each new position. `latest` is the last finding."""
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
         self.latest: PromptChange | None = None
@@ -59,12 +60,12 @@ class PromptChanges:
         self._told = -SPREAD
 
     def update(self) -> None:
-        """Look again if enough requests have been admitted since the last time."""
+        """Check if enough requests have been admitted since the last check."""
         if self._watch.num_seen >= self._next_look:
             self.look()
 
     def look(self) -> PromptChange | None:
-        """Look now."""
+        """Check now and return the finding, if any."""
         self._next_look = self._watch.num_seen + LOOK_EVERY
         found = self._watch.report()
         self.latest = self._in_words(found) if found is not None else None

@@ -1,4 +1,4 @@
-"""What is asked of the engine and what comes back: sampling parameters, sequences, requests, outputs."""
+"""Input and output of the engine: sampling parameters, requests, and outputs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SEED_LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges and meaning follow the OpenAI API; the rest follows vLLM's names.
+    """Sampling parameters of a request, as in the OpenAI API and, beyond that, vLLM.
 
-    `temperature` 0 is greedy whatever the filters say. `top_k` 0 is off. `logprobs` k asks for the chosen token's
-    log-probability and the k best (None: nothing). `max_tokens` 0 only computes the prompt.
+    `temperature` 0 is greedy whatever the other filters are. `top_k` 0 is off. `logprobs` k returns the log-probability
+    of the chosen token and of the k best, None returns nothing. `max_tokens` 0 only computes the prompt.
 
-    Raises RequestError naming the field and the allowed range.
+    Raises RequestError with the field and its allowed range.
     """
 
     n: int = 1
@@ -74,18 +74,19 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """True if the most likely token is always chosen."""
         return self.temperature == 0
 
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    """Raise RequestError unless low <= value <= high; not-a-number is refused too."""
+    """Raise RequestError unless low <= value <= high, also for NaN."""
     if math.isnan(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")
 
 
 class RequestStatus(StrEnum):
-    """SWAPPED waits like WAITING, with its KV in host memory."""
+    """State of a sequence. SWAPPED is WAITING with the KV in host memory."""
 
     WAITING = "waiting"
     SWAPPED = "swapped"
@@ -94,7 +95,10 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """STOP: end-of-sequence, stop token or stop string. LENGTH: max_tokens or max_model_len. ERROR: see the message."""
+    """Reason why a sequence ended.
+
+    STOP: end-of-sequence token, stop token or stop string. LENGTH: max_tokens or max_model_len. ERROR: see the message.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -104,12 +108,12 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The tokens of one output and how to continue them: all that an executor may know of a request.
+    """Tokens of one output and how to sample the next one: the part of a request that executors see.
 
-    `token_ids` is the prompt followed by the output; it only ever grows, also across preemption, so whoever counts
-    generated tokens (penalties, min_tokens, the random stream) counts from `num_prompt_tokens`.
-    `stop_ids` are the ids that end the sequence (end-of-sequence ids unless ignored, and stop_token_ids); the sampler
-    bars them until min_tokens are there. `seed` is always set: the request's own, mixed with the index of its choice.
+    `token_ids` is the prompt followed by the output. It never shrinks, not even by preemption, so the generated tokens
+    (for penalties, min_tokens and random numbers) always start at `num_prompt_tokens`. `stop_ids` end the sequence:
+    the end-of-sequence ids unless ignored, and stop_token_ids. The sampler excludes them until min_tokens are reached.
+    `seed` combines the request's seed and the index of the choice.
     """
 
     request_id: str
@@ -130,14 +134,13 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request(Sequence):
-    """One sequence on its way through the scheduler. An API request with n > 1 becomes n of these.
+    """Sequence with its scheduling state. An API request with n > 1 becomes n of these.
 
-    Invariant: num_computed_tokens <= num_tokens; the KV of the first num_computed_tokens is in `block_table`.
-    A running request is caught up by computing tokens num_computed_tokens..num_tokens; a new token is sampled only when
-    that reaches the end. Times are seconds of the engine's clock. `rank` is the place in the queue (smaller is
-    earlier), `num_passed` how often another was admitted while it was the first. `num_lost_tokens` had been computed
-    when it was preempted last. `swapped` and `encoded` belong to the KV manager while the request waits: its KV in host
-    memory, and token_ids as they are looked up.
+    Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens. Steps
+    compute the tokens from num_computed_tokens to num_tokens; the step that reaches the end samples a new one. Times
+    are seconds of the engine's clock. `rank` is the place in the queue (smaller is earlier). `num_passed` counts requests
+    that were admitted while this one was first. `num_lost_tokens` had been computed when it was last preempted. While
+    the request waits, the KV manager uses `swapped` (its KV in host memory) and `encoded` (its token ids as bytes).
     """
 
     arrival_time: float = 0.0
@@ -159,16 +162,16 @@ class Request(Sequence):
 
     @property
     def table(self) -> BlockTable:
-        """The block table of an admitted request."""
+        """Block table of an admitted request."""
         assert self.block_table is not None, f"request {self.request_id} has no blocks"
         return self.block_table
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural, of the distribution before temperature, penalties and filters) of one token.
+    """Natural log-probability of one token, before temperature, penalties and filters.
 
-    `top` are the best (token id, log-probability) pairs, best first.
+    `top` are the (token id, log-probability) pairs of the most likely tokens, best first.
     """
 
     token_id: int
@@ -178,11 +181,11 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one sequence of a request gained since the last output.
+    """New output of one sequence since its last output.
 
-    `text` and `token_ids` are deltas. `pieces` are the parts of the text that each token of `token_ids` added (an
-    incomplete character adds ""), so they join to `text` unless a stop string cut it. `prompt_logprobs` has one entry
-    per prompt token (the first is None) and comes once, with the first output.
+    `text` and `token_ids` are deltas. `pieces` has the text that each of the tokens added ("" for an incomplete
+    character); joined they are `text`, unless a stop string cut it. `prompt_logprobs` has one entry per prompt token
+    (None for the first) and comes with the first output only.
     """
 
     request_id: str
@@ -201,4 +204,5 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
+        """True for the last output of the sequence."""
         return self.finish_reason is not None

@@ -1,4 +1,4 @@
-"""What the engine has done and is doing: totals since the start, and the metrics that follow them."""
+"""Statistics of an engine: its current state, totals since the start, and the metrics that follow them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
 from llmsched.engine.scheduler.scheduler import Scheduler
 
-#: Seconds between two looks at how KV memory is used: it takes one at every running request.
+#: Seconds between two updates of KV usage, which visit every running request.
 _USE_INTERVAL_S = 0.1
 
 #: Metrics that follow a counter of the scheduler.
@@ -29,12 +29,12 @@ _COUNTED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A consistent picture of the engine after a step. Counters are totals since the start.
+    """State of the engine after a step. Counters are totals since the start.
 
-    `headroom` is the share of blocks that admission keeps free, `max_running` the concurrency cap: preemptions make the
-    scheduler change both, `headroom_changes` times so far. `prefix_misses` counts requests by why their prefix hit
-    ended where it did. `max_blocks_pinned` is the cap on `blocks_pinned`. Preempted requests that kept their KV in host
-    memory are counted as swapped out, and as swapped in when it was of use.
+    `headroom` is the share of blocks that admission keeps free and `max_running` the concurrency limit; preemptions
+    changed them `headroom_changes` times. `prefix_misses` counts requests by the reason why their prefix hit ended.
+    `max_blocks_pinned` is the limit of `blocks_pinned`. A preempted request counts as swapped out if its KV was copied
+    to host memory, and as swapped in if it was copied back.
     """
 
     num_running: int
@@ -64,7 +64,7 @@ class EngineStats:
 
 
 class Accounts:
-    """Counts what only the engine sees, and brings the metrics up to date with what the scheduler has counted."""
+    """Totals that the engine counts, and updates of the metrics from these and the scheduler's counters."""
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0
@@ -78,7 +78,7 @@ class Accounts:
         self.update()
 
     def update(self) -> None:
-        """Bring the metrics up to date."""
+        """Update the metrics to the current state."""
         scheduler, metrics = self._scheduler, self._metrics
         pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
         metrics.set("num_requests_running", len(scheduler.running))
@@ -99,6 +99,7 @@ class Accounts:
             self._book_misses()
 
     def stats(self) -> EngineStats:
+        """Return the current state."""
         scheduler, counters = self._scheduler, self._scheduler.counters
         pool, swap = scheduler.kv.pool, scheduler.kv.swap
         return EngineStats(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def human_bytes(count: int | float) -> str:
-    """A byte count with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
+    """Return a byte count with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -21,6 +21,6 @@ def human_seconds(seconds: float) -> str:
 
 
 def three_figures(value: float) -> str:
-    """A number with three significant figures, more only before the point: 1.50, 23.4, 1,024."""
+    """Return a number with three significant figures, or all digits before the point: 1.50, 23.4, 1,024."""
     size = abs(value)
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"

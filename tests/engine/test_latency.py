@@ -171,7 +171,7 @@ def test_statistics() -> None:
 
 @pytest.mark.parametrize("name", ["p0", "p100", "p101", "99", "median", "P99", "p-1", "", "p9 "])
 def test_what_is_no_statistic(name: str) -> None:
-    with pytest.raises(LlmschedError, match="no statistic; allowed are mean, max and percentiles"):
+    with pytest.raises(LlmschedError, match="not a statistic; allowed are mean, max and percentiles"):
         Slo(itl=1.0, itl_statistic=name)
 
 

@@ -264,7 +264,12 @@ def test_the_target_of_itl_names_its_statistic(text: str, target: Slo) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("p99:50", "needs a unit"), ("p100:5ms", "no statistic"), (":5ms", "no statistic"), ("p99", "is not a duration")],
+    [
+        ("p99:50", "needs a unit"),
+        ("p100:5ms", "not a statistic"),
+        (":5ms", "not a statistic"),
+        ("p99", "is not a duration"),
+    ],
 )
 def test_wrong_targets_of_itl_are_refused(command: CommandLine, text: str, message: str) -> None:
     outcome = command("bench", "http://x", "--slo-itl", text)
