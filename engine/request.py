@@ -138,9 +138,9 @@ class Request(Sequence):
 
     Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens. Steps
     compute the tokens from num_computed_tokens to num_tokens; the step that reaches the end samples a new one. Times
-    are seconds of the engine's clock. `rank` is the place in the queue (smaller is earlier). `num_passed` counts requests
-    that were admitted while this one was first. `num_lost_tokens` had been computed when it was last preempted. While
-    the request waits, the KV manager uses `swapped` (its KV in host memory) and `encoded` (its token ids as bytes).
+    are seconds of the engine's clock. `rank` is the place in the queue (smaller is earlier). `num_passed` counts
+    requests that were admitted while this one was first. `num_lost_tokens` had been computed at its last preemption.
+    While it waits, the KV manager uses `swapped` (its KV in host memory) and `encoded` (its token ids as bytes).
     """
 
     arrival_time: float = 0.0
