@@ -1,32 +1,43 @@
-"""The JSON documents of kv-budget. Bytes, tokens and blocks; null where something does not apply."""
+"""JSON documents of kv-budget, in bytes, tokens and blocks; null where something does not apply.
+
+The report for the terminal shows figures from these documents, so that both agree.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmsched.cli.kv_budget.analysis import Concurrency, Findings
+from llmsched.cli.kv_budget.analysis import BudgetAnalysis
 from llmsched.cli.options.flags import flag
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
-from llmsched.engine.memory.changes import Change
+from llmsched.engine.memory.changes import Change, step_sizes
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.profiles.gpus import GpuSpec
+
+PERCENTILES = (50, 90, 95, 99)
+#: Preemption probabilities for which the largest number of sequences is reported.
+RISKS = (0.01, 0.05)
+#: Upper limit of the search for the most sequences of a distribution.
+_MOST_SEQS = 1 << 16
 
 
-def as_json(found: Findings) -> dict[str, Any]:
-    """The document of `--json` for one device."""
-    plan, mean = found.plan, found.mean_len
+def document(analysis: BudgetAnalysis) -> dict[str, Any]:
+    """Return the document of `--json` for one device."""
+    plan, mean = analysis.plan, analysis.mean_len
+    steps = step_sizes(analysis.planner, analysis.config, analysis.device)
     return {
-        "model": found.spec,
-        "dtype": found.dtype,
-        "kv_cache_dtype": found.kv_dtype,
-        "fits": found.fits,
-        "problem": None if found.problem is None else spell(found.problem, flag),
-        "would_fit": [change_json(change) for change in found.changes],
+        "model": analysis.spec,
+        "dtype": analysis.dtype,
+        "kv_cache_dtype": analysis.kv_dtype,
+        "fits": analysis.fits,
+        "problem": _problem(analysis),
+        "would_fit": [_change(change) for change in analysis.changes],
         "confidence": plan.confidence,
-        "kv_confidence": found.shape.geometry.confidence,
+        "kv_confidence": analysis.shape.geometry.confidence,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "kv_bytes_per_token_window": plan.kv_bytes_per_token_window,
-        "cached_bytes_per_token": found.cached_bytes_per_token,
+        "cached_bytes_per_token": analysis.cached_bytes_per_token,
         "window": plan.window,
         "state_bytes_per_seq": plan.state_bytes_per_seq,
         "block_size": plan.block_size,
@@ -34,23 +45,62 @@ def as_json(found: Findings) -> dict[str, Any]:
         "num_blocks": plan.num_blocks,
         "kv_tokens": plan.num_tokens,
         "weights_bytes": plan.weights_bytes,
-        "weights_from": found.shape.weights.source,
+        "weights_from": analysis.shape.weights.source,
         "available_kv_bytes": plan.available_kv_bytes,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
-        "users": found.demand.users if found.asked else None,
-        "context": (found.demand.context or plan.max_model_len) if found.asked else None,
+        "users": analysis.demand.users if analysis.has_demand else None,
+        "context": analysis.demand.length(plan) if analysis.has_demand else None,
         "mean_len": mean,
         "max_num_seqs_at_mean_len": None if mean is None else plan.num_seqs_at(mean),
-        "lengths": None if found.concurrency is None else _concurrency_json(found.concurrency),
-        "max_num_batched_tokens_cost": [_step_json(each, plan) for each in found.step_sizes],
-        "groups": [_group_json(group, plan.kv_dtype_bytes) for group in found.shape.geometry.groups],
-        "plan": _plan_json(plan),
-        "notes": [spell(note, flag) for note in found.notes],
+        "lengths": _concurrency(analysis),
+        "max_num_batched_tokens_cost": [_step(step, plan) for step in steps],
+        "groups": [_group(group, plan.kv_dtype_bytes) for group in analysis.shape.geometry.groups],
+        "plan": _plan(plan),
+        "notes": [spell(note, flag) for note in analysis.notes()],
     }
 
 
-def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
+def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[str, Any]:
+    """Return the document of `--gpu all --json`: the model, and an entry for each GPU."""
+    first = compared[0][1]
+    return {
+        "model": first.spec,
+        "fits": any(analysis.fits for _, analysis in compared),
+        "users": first.demand.users if first.has_demand else None,
+        "context": first.demand.context or None,
+        "kv_confidence": first.shape.geometry.confidence,
+        "gpus": [_gpu(spec, analysis) for spec, analysis in compared],
+    }
+
+
+def _gpu(spec: GpuSpec, analysis: BudgetAnalysis) -> dict[str, Any]:
+    plan = analysis.plan
+    return {
+        "gpu": spec.key,
+        "name": spec.name,
+        "total_bytes": spec.memory,
+        "fits": analysis.fits,
+        "problem": _problem(analysis),
+        "replicas": analysis.demand.num_replicas(plan),
+        "dtype": analysis.dtype,
+        "kv_cache_dtype": analysis.kv_dtype,
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "weights_bytes": plan.weights_bytes,
+        "available_kv_bytes": plan.available_kv_bytes,
+        "num_blocks": plan.num_blocks,
+        "kv_tokens": plan.num_tokens,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "confidence": plan.confidence,
+    }
+
+
+def _problem(analysis: BudgetAnalysis) -> str | None:
+    return None if analysis.problem is None else spell(analysis.problem, flag)
+
+
+def _plan(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "device": plan.device.name,
         "device_kind": plan.device.kind,
@@ -72,8 +122,7 @@ def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def change_json(change: Change) -> dict[str, Any]:
-    """One of the changes that make it fit."""
+def _change(change: Change) -> dict[str, Any]:
     return {
         "change": spell(change.what, flag),
         "cost": spell(change.cost, flag),
@@ -85,35 +134,38 @@ def change_json(change: Change) -> dict[str, Any]:
     }
 
 
-def _concurrency_json(found: Concurrency) -> dict[str, Any]:
+def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
+    """Return how many requests of the given lengths fit; None without lengths, or if none of the requests fits."""
+    plan, lengths = analysis.plan, analysis.lengths
+    if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
+        return None
+    from llmsched.engine.memory.concurrency import Occupancy
+
+    occupancy = Occupancy(kept, plan.layout, plan.num_blocks)
+
+    def at(count: int) -> dict[str, Any]:
+        return {"max_num_seqs": count, "preemption_probability": occupancy.preemption_probability(count)}
+
+    percentiles = {percent: kept.percentile(percent) for percent in PERCENTILES}
+    most = plan.max_num_seqs_limit if plan.state_bytes_per_seq else _MOST_SEQS
     return {
-        "source": found.lengths.source,
-        "requests": len(found.lengths.prompts),
-        "refused": found.refused,
-        "mean": found.lengths.mean,
-        "cv": found.lengths.variation,
+        "source": kept.source,
+        "requests": len(kept.prompts),
+        "refused": len(lengths.prompts) - len(kept.prompts),
+        "mean": kept.mean,
+        "cv": kept.variation,
         "percentiles": [
-            {
-                "percentile": row.percentile,
-                "length": row.length,
-                "max_num_seqs": row.max_num_seqs,
-                "preemption_probability": row.preemption_probability,
-            }
-            for row in found.rows
-            if row.percentile is not None
+            {"percentile": percent, "length": length} | at(plan.num_seqs_at(length))
+            for percent, length in percentiles.items()
         ],
-        "at_max_num_seqs": next(
-            {"max_num_seqs": row.max_num_seqs, "preemption_probability": row.preemption_probability}
-            for row in found.rows
-            if row.percentile is None
-        ),
+        "at_max_num_seqs": at(plan.max_num_seqs_limit),
         "max_num_seqs_at_preemption_probability": [
-            {"preemption_probability": risk, "max_num_seqs": count} for risk, count in found.safe
+            {"preemption_probability": risk, "max_num_seqs": occupancy.most_seqs(risk, most)} for risk in RISKS
         ],
     }
 
 
-def _step_json(step: MemoryPlan, present: MemoryPlan) -> dict[str, Any]:
+def _step(step: MemoryPlan, present: MemoryPlan) -> dict[str, Any]:
     return {
         "max_num_batched_tokens": step.max_num_batched_tokens,
         "activation_bytes": step.activation_bytes,
@@ -123,7 +175,7 @@ def _step_json(step: MemoryPlan, present: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _group_json(group: LayerGroup, kv_dtype_bytes: int) -> dict[str, Any]:
+def _group(group: LayerGroup, kv_dtype_bytes: int) -> dict[str, Any]:
     return {
         "kind": group.kind,
         "layers": group.layers,

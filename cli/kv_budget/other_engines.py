@@ -1,4 +1,4 @@
-"""The plan as the command line of another engine."""
+"""Command lines that start vLLM or SGLang with the memory of a plan."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from llmsched.cli.kv_budget.analysis import Findings
+from llmsched.cli.kv_budget.analysis import BudgetAnalysis
 
-Target = Literal["vllm", "sglang"]
+OtherEngine = Literal["vllm", "sglang"]
 
 _GIB = 1 << 30
 
 
-def command_line(found: Findings, target: Target) -> str:
-    """What starts vLLM or SGLang with the same model, types, lengths and memory."""
-    words = _vllm(found) if target == "vllm" else _sglang(found)
+def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
+    """Return the command that starts the engine with the same model, dtypes, lengths and memory."""
+    words = _vllm(analysis) if engine == "vllm" else _sglang(analysis)
     return shlex.join(words)
 
 
-def _model(found: Findings) -> str:
-    """What the other engine can open: a directory, a .gguf file or a hub id."""
-    if found.spec == "demo" and found.planner.directory is not None:
-        return str(found.planner.directory)
-    return str(Path(found.spec).parent) if found.spec.endswith(".json") else found.spec
+def _model(analysis: BudgetAnalysis) -> str:
+    """Return the model as the other engine opens it: a directory, a .gguf file or a hub id."""
+    if analysis.spec == "demo" and analysis.planner.directory is not None:
+        return str(analysis.planner.directory)
+    return str(Path(analysis.spec).parent) if analysis.spec.endswith(".json") else analysis.spec
 
 
-def _vllm(found: Findings) -> Iterator[str]:
-    plan, config = found.plan, found.config
+def _vllm(analysis: BudgetAnalysis) -> Iterator[str]:
+    plan, config = analysis.plan, analysis.config
     if plan.device.kind == "cpu":
         yield from ("env", f"VLLM_CPU_KVCACHE_SPACE={-(-plan.available_kv_bytes // _GIB)}")
-    yield from ("vllm", "serve", _model(found), "--dtype", found.dtype)
-    if found.kv_dtype != found.dtype:
-        yield from ("--kv-cache-dtype", found.kv_dtype)
+    yield from ("vllm", "serve", _model(analysis), "--dtype", analysis.dtype)
+    if analysis.kv_dtype != analysis.dtype:
+        yield from ("--kv-cache-dtype", analysis.kv_dtype)
     yield from ("--max-model-len", str(plan.max_model_len), "--max-num-seqs", str(plan.max_num_seqs_limit))
     yield from ("--max-num-batched-tokens", str(plan.max_num_batched_tokens), "--block-size", str(plan.block_size))
     if config.num_gpu_blocks_override is not None:
@@ -44,12 +44,13 @@ def _vllm(found: Findings) -> Iterator[str]:
         yield from ("--gpu-memory-utilization", f"{plan.utilisation:g}")
 
 
-def _sglang(found: Findings) -> Iterator[str]:
-    """SGLang's share is of weights and KV alone; what steps need is in the rest."""
-    plan, config = found.plan, found.config
-    yield from ("python", "-m", "sglang.launch_server", "--model-path", _model(found), "--dtype", found.dtype)
-    if found.kv_dtype != found.dtype:
-        yield from ("--kv-cache-dtype", {"fp8": "fp8_e4m3", "bfloat16": "bf16"}.get(found.kv_dtype, found.kv_dtype))
+def _sglang(analysis: BudgetAnalysis) -> Iterator[str]:
+    """Yield the arguments. SGLang's memory fraction covers weights and KV; activations come out of the rest."""
+    plan, config = analysis.plan, analysis.config
+    yield from ("python", "-m", "sglang.launch_server", "--model-path", _model(analysis), "--dtype", analysis.dtype)
+    if analysis.kv_dtype != analysis.dtype:
+        names = {"fp8": "fp8_e4m3", "bfloat16": "bf16"}
+        yield from ("--kv-cache-dtype", names.get(analysis.kv_dtype, analysis.kv_dtype))
     yield from ("--context-length", str(plan.max_model_len), "--max-running-requests", str(plan.max_num_seqs_limit))
     yield from ("--chunked-prefill-size", str(plan.max_num_batched_tokens), "--page-size", str(plan.block_size))
     if plan.device.kind == "cpu":

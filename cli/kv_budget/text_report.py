@@ -1,96 +1,133 @@
-"""The report of kv-budget for a person: the layers, the formula filled in, the memory, and how many it serves."""
+"""Reports of kv-budget for the terminal: layers, the formula with its numbers, memory, and sequences that fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from llmsched.cli import render
-from llmsched.cli.kv_budget.analysis import Concurrency, Findings
+from llmsched.cli.kv_budget.analysis import BudgetAnalysis
+from llmsched.cli.kv_budget.json_document import comparison_document
 from llmsched.cli.options.flags import flag
 from llmsched.cli.render import human_bytes
-from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.profiles.gpus import GpuSpec
 
 #: Lengths for which capacity is shown besides max_model_len and the mean.
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
-def show(found: Findings) -> None:
-    """Print all of it."""
-    plan = found.plan
-    kv_type = "" if found.kv_dtype == found.dtype else f", KV in {found.kv_dtype}"
-    render.say(f"{found.spec} in {found.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
+def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
+    """Print the report on one device; `document` is the JSON document of the same analysis."""
+    plan, groups = analysis.plan, document["groups"]
+    kv_type = "" if analysis.kv_dtype == analysis.dtype else f", KV in {analysis.kv_dtype}"
+    render.say(f"{analysis.spec} in {analysis.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
     render.say()
     columns = ("layers", "number", "KV heads", "head_dim", "window", "B per token", "here", "B per sequence")
-    render.table("Layers", columns, [_group_row(group, plan.kv_dtype_bytes) for group in found.shape.geometry.groups])
+    render.table("Layers", columns, [_group_row(group) for group in groups])
     render.say()
-    for line in _formula(found):
+    for line in _formula(analysis, groups):
         render.say(f"  {line}")
     render.say()
-    render.stacked_bar(_parts(plan), plan.device.total)
+    parts = plan.fixed_parts | {"KV": plan.kv_bytes, "other programs": plan.device.used_by_others}
+    render.stacked_bar([(name, count) for name, count in parts.items() if count], plan.device.total)
     render.say()
-    render.table("Sequences at the same time", ("length", "blocks each", "max_num_seqs"), _capacity(found))
-    if found.concurrency is not None:
-        _show_concurrency(found.concurrency)
-    _show_steps(found)
-    for note in found.notes:
-        render.say(f"note: {spell(note, flag)}")
-    _show_answer(found)
+    render.table("Sequences at the same time", ("length", "blocks each", "max_num_seqs"), _capacity(analysis))
+    if document["lengths"] is not None:
+        _show_lengths(document["lengths"])
+        if analysis.lengths is not None and analysis.lengths.outputs is None:
+            render.say("  only total lengths are given, so every request is counted with all its tokens")
+    _show_steps(document["max_num_batched_tokens_cost"], plan)
+    for note in document["notes"]:
+        render.say(f"note: {note}")
+    _show_answer(document, analysis.has_demand)
 
 
-def _group_row(group: LayerGroup, kv_dtype_bytes: int) -> tuple[str, ...]:
-    """A group's shape and costs; `here` is what this engine caches for a token, where that differs."""
-    if group.kind == "state":
-        return ("state", str(group.layers), "", "", "", "0", "0", f"{group.layers * group.state_bytes:,}")
-    same = group.head_dim_k == group.head_dim_v
+def _head_dims(group: dict[str, Any], factor: str = "") -> str:
+    """Return the head dimension, or those of keys + values where they differ."""
+    key, value = group["head_dim_k"], group["head_dim_v"]
+    return f"{factor}{key}" if key == value else f"{key} + {value}"
+
+
+def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
+    """Return the row of a group of layers; `here` is what this engine caches for a token."""
+    if group["kind"] == "state":
+        return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
     return (
-        group.kind,
-        str(group.layers),
-        str(group.kv_heads),
-        str(group.head_dim_k) if same else f"{group.head_dim_k} + {group.head_dim_v}",
-        f"{group.window:,}" if group.window else "",
-        f"{group.bytes_per_token(kv_dtype_bytes):,}",
-        f"{group.cached_bytes_per_token(kv_dtype_bytes):,}",
+        group["kind"],
+        str(group["layers"]),
+        str(group["kv_heads"]),
+        _head_dims(group),
+        f"{group['window']:,}" if group["window"] else "",
+        f"{group['bytes_per_token']:,}",
+        f"{group['cached_bytes_per_token']:,}",
         "",
     )
 
 
-def _formula(found: Findings) -> list[str]:
-    """The arithmetic, each line with its numbers."""
-    plan, geometry = found.plan, found.shape.geometry
-    lines = [_group_line(group, plan.kv_dtype_bytes) for group in geometry.groups]
-    lines.append(_block_line(plan))
-    lines.append(
-        f"weights    {human_bytes(plan.weights_bytes)} (from {found.shape.weights.source}), activations "
+def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the arithmetic, each line with its numbers."""
+    plan, layout = analysis.plan, analysis.plan.layout
+    for group in groups:
+        yield _group_line(group, plan.kv_dtype_bytes)
+    kinds = f"{layout.full_groups} full, {layout.window_groups} window"
+    of_group = f", of one of {layout.num_groups} groups of layers ({kinds})" if layout.num_groups > 1 else ""
+    per_token = plan.block_bytes // plan.block_size
+    yield f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}{of_group}"
+    yield (
+        f"weights    {human_bytes(plan.weights_bytes)} (from {analysis.shape.weights.source}), activations "
         f"{human_bytes(plan.activation_bytes)} for steps of {plan.max_num_batched_tokens} tokens, "
         f"{plan.max_num_seqs_limit} sequences"
     )
-    lines.append(f"KV memory  {_kv_memory(found)}")
-    if plan.num_blocks == 0:
-        return lines
-    lines.append(
-        f"blocks     {human_bytes(plan.available_kv_bytes)} / {human_bytes(plan.block_bytes)} = {plan.num_blocks:,} "
-        f"blocks = {plan.num_tokens:,} tokens{' in all layers' if plan.layout.window_groups else ''}; "
-        f"{plan.headroom_blocks:,} of them are headroom at admission"
-    )
-    lines.append(
-        f"sequences  {plan.num_blocks:,} blocks / {_blocks_of_one(plan)} = "
-        f"{plan.max_num_seqs:,} of {plan.max_model_len:,} tokens"
-    )
-    return lines
+    yield f"KV memory  {_kv_memory(analysis)}"
+    if plan.num_blocks:
+        in_layers = " in all layers" if layout.window_groups else ""
+        yield (
+            f"blocks     {human_bytes(plan.available_kv_bytes)} / {human_bytes(plan.block_bytes)} = "
+            f"{plan.num_blocks:,} blocks = {plan.num_tokens:,} tokens{in_layers}; "
+            f"{plan.headroom_blocks:,} of them are headroom at admission"
+        )
+        yield (
+            f"sequences  {plan.num_blocks:,} blocks / {_blocks_of_one(plan)} = "
+            f"{plan.max_num_seqs:,} of {plan.max_model_len:,} tokens"
+        )
 
 
-def _block_line(plan: MemoryPlan) -> str:
-    """What a block is."""
-    layout, groups = plan.layout, ""
-    if layout.num_groups > 1:
-        kinds = f"{layout.full_groups} full, {layout.window_groups} window"
-        groups = f", of one of {layout.num_groups} groups of layers ({kinds})"
-    per_token = plan.block_bytes // plan.block_size
-    return f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}{groups}"
+def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
+    """Return what one group of layers costs: its kind, the product, the result."""
+    layers = f"{group['layers']} layers x"
+    if group["kind"] == "state":
+        total = group["state_bytes_per_seq"]
+        return f"state      {layers} {total // group['layers']:,} B = {total:,} B per sequence"
+    dims = _head_dims(group, "2 x ")
+    product = f"{group['kv_heads']} KV heads x {dims if dims.startswith('2') else f'({dims})'}"
+    if group["kind"] == "mla":
+        product = f"{group['head_dim_k']} (latent + rope)"
+    window = f", window {group['window']}" if group["window"] else ""
+    total = f"{group['bytes_per_token']:,} B per token"
+    return f"{group['kind']:9}  {layers} {product} x {kv_dtype_bytes} B = {total}{window}"
+
+
+def _kv_memory(analysis: BudgetAnalysis) -> str:
+    """Return how the memory for KV is computed."""
+    plan, config = analysis.plan, analysis.config
+    available = human_bytes(plan.available_kv_bytes)
+    if config.num_gpu_blocks_override is not None:
+        return f"{config.num_gpu_blocks_override} blocks asked for, {available}"
+    if config.kv_cache_memory_bytes is not None:
+        return f"{human_bytes(config.kv_cache_memory_bytes)} asked for, {available}"
+    if plan.device.kind == "cpu":
+        return f"min(4 GiB, {human_bytes(plan.device.free)} available / 4) = {available}"
+    parts = " - ".join(f"{human_bytes(count)} {name}" for name, count in plan.fixed_parts.items())
+    budget = f"{human_bytes(plan.device.total)} x {plan.utilisation:g}"
+    if plan.budget_bytes < int(plan.device.total * plan.utilisation):
+        budget = f"{human_bytes(plan.budget_bytes)} that other programs leave"
+    return f"{budget} - {parts} {f'= {available}' if plan.num_blocks else 'leaves nothing'}"
 
 
 def _blocks_of_one(plan: MemoryPlan) -> str:
-    """The blocks of one sequence of max_model_len tokens, as a formula."""
+    """Return the formula of the blocks of one sequence of max_model_len tokens."""
     layout, all_tokens = plan.layout, f"ceil(({plan.max_model_len:,} - 1) / {plan.block_size})"
     if not layout.window_groups:
         return all_tokens
@@ -100,64 +137,11 @@ def _blocks_of_one(plan: MemoryPlan) -> str:
     return f"({layout.full_groups} x {all_tokens} + {layout.window_groups} x {window})"
 
 
-def _kv_memory(found: Findings) -> str:
-    """Where the memory for KV comes from."""
-    plan, config = found.plan, found.config
-    available = human_bytes(plan.available_kv_bytes)
-    if config.num_gpu_blocks_override is not None:
-        return f"{config.num_gpu_blocks_override} blocks asked for, {available}"
-    if config.kv_cache_memory_bytes is not None:
-        return f"{human_bytes(config.kv_cache_memory_bytes)} asked for, {available}"
-    if plan.device.kind == "cpu":
-        return f"min(4 GiB, {human_bytes(plan.device.free)} available / 4) = {available}"
-    parts = [
-        f"{human_bytes(count)} {name}"
-        for name, count in (
-            ("weights", plan.weights_bytes),
-            ("activations", plan.activation_bytes),
-            ("CUDA context", plan.context_bytes),
-            ("state", plan.state_bytes),
-        )
-        if count
-    ]
-    budget = f"{human_bytes(plan.device.total)} x {plan.utilisation:g}"
-    if plan.budget_bytes < int(plan.device.total * plan.utilisation):
-        budget = f"{human_bytes(plan.budget_bytes)} that others leave"
-    return f"{budget} - {' - '.join(parts)} {f'= {available}' if plan.num_blocks else 'leaves nothing'}"
-
-
-def _group_line(group: LayerGroup, kv_dtype_bytes: int) -> str:
-    """What one group costs: its kind, the product, the result."""
-    if group.kind == "state":
-        total = group.layers * group.state_bytes
-        return f"state      {group.layers} layers x {group.state_bytes:,} B = {total:,} B per sequence"
-    same = group.head_dim_k == group.head_dim_v
-    dims = f"2 x {group.head_dim_k}" if same else f"({group.head_dim_k} + {group.head_dim_v})"
-    product = f"{group.layers} layers x {group.kv_heads} KV heads x {dims} x {kv_dtype_bytes} B"
-    if group.kind == "mla":
-        product = f"{group.layers} layers x {group.head_dim_k} (latent + rope) x {kv_dtype_bytes} B"
-    window = f", window {group.window}" if group.window else ""
-    return f"{group.kind:9}  {product} = {group.bytes_per_token(kv_dtype_bytes):,} B per token{window}"
-
-
-def _parts(plan: MemoryPlan) -> list[tuple[str, int]]:
-    """What the memory of the device holds."""
-    parts = {
-        "weights": plan.weights_bytes,
-        "activations": plan.activation_bytes,
-        "CUDA context": plan.context_bytes,
-        "state": plan.state_bytes,
-        "KV": plan.kv_bytes,
-        "others": plan.device.used_by_others,
-    }
-    return [(name, count) for name, count in parts.items() if count]
-
-
-def _capacity(found: Findings) -> list[tuple[str, str, str]]:
-    plan = found.plan
+def _capacity(analysis: BudgetAnalysis) -> list[tuple[str, str, str]]:
+    plan = analysis.plan
     labels = {length: "" for length in _LENGTHS if length < plan.max_model_len}
-    if found.mean_len is not None:
-        labels[found.mean_len] = " (mean)"
+    if analysis.mean_len is not None:
+        labels[analysis.mean_len] = " (mean)"
     labels[plan.max_model_len] = " (max_model_len)"
     return [
         (f"{length:,}{label}", f"{plan.blocks_for(length):,}", f"{plan.num_seqs_at(length):,}")
@@ -165,72 +149,89 @@ def _capacity(found: Findings) -> list[tuple[str, str, str]]:
     ]
 
 
-def _show_concurrency(found: Concurrency) -> None:
-    """How many sequences of mixed lengths fit, and how likely they outgrow the pool."""
-    lengths = found.lengths
+def _show_lengths(lengths: dict[str, Any]) -> None:
+    """Print how many requests of mixed lengths fit, and the probability that they need more blocks than there are."""
     render.say()
-    render.say(
-        f"Lengths: {lengths.source}, {len(lengths.prompts):,} requests, mean {lengths.mean:,.0f} tokens, "
-        f"CV {lengths.variation:.2f}"
-    )
-    render.table("", ("if all were as long as", "tokens", "max_num_seqs", "P(preemption) of the mix"), _mix_rows(found))
-    for risk, count in found.safe:
-        render.say(f"  up to {count:,} running need more blocks than there are at most {risk:.0%} of the time")
-    render.say("  (independent requests, each at a random step of its life, with no prefix in common)")
-    if found.refused:
-        render.say(f"  left out, since longer than max_model_len: {found.refused:,} requests")
-    if lengths.outputs is None:
-        render.say("  prompts and outputs are not told apart, so every request is counted with all its tokens")
-
-
-def _mix_rows(found: Concurrency) -> list[tuple[str, str, str, str]]:
-    return [
-        (
-            "what max_num_seqs lets run" if row.percentile is None else f"P{row.percentile}",
-            "" if row.length is None else f"{row.length:,}",
-            f"{row.max_num_seqs:,}",
-            _probability(row.preemption_probability),
-        )
-        for row in found.rows
+    mix = f"{lengths['requests']:,} requests, mean {lengths['mean']:,.0f} tokens, CV {lengths['cv']:.2f}"
+    render.say(f"Lengths: {lengths['source']}, {mix}")
+    rows = [
+        (f"P{row['percentile']}", f"{row['length']:,}", f"{row['max_num_seqs']:,}", _probability(row))
+        for row in lengths["percentiles"]
     ]
+    limit = lengths["at_max_num_seqs"]
+    rows.append(("what max_num_seqs lets run", "", f"{limit['max_num_seqs']:,}", _probability(limit)))
+    render.table("", ("if all were as long as", "tokens", "max_num_seqs", "P(preemption) of the mix"), rows)
+    for row in lengths["max_num_seqs_at_preemption_probability"]:
+        risk, count = row["preemption_probability"], row["max_num_seqs"]
+        render.say(f"  up to {count:,} running requests: preemption in at most {risk:.0%} of steps")
+    render.say("  (assumes independent requests, each at a random step of its life, without common prefixes)")
+    if lengths["refused"]:
+        render.say(f"  left out, since longer than max_model_len: {lengths['refused']:,} requests")
 
 
-def _probability(value: float) -> str:
+def _probability(row: dict[str, Any]) -> str:
+    value = row["preemption_probability"]
     return "< 0.01 %" if 0 < value < 1e-4 else f"{100 * value:.2f} %"
 
 
-def _show_steps(found: Findings) -> None:
-    """What other values of max_num_batched_tokens would leave."""
-    plan = found.plan
-    shown = [step for step in found.step_sizes if step.num_blocks != plan.num_blocks]
-    if not shown:
+def _show_steps(steps: list[dict[str, Any]], plan: MemoryPlan) -> None:
+    """Print how many blocks other values of max_num_batched_tokens leave."""
+    if not any(step["blocks_lost"] for step in steps):
         return
-    shown = sorted([*shown, plan], key=lambda step: step.max_num_batched_tokens)
     rows = [
         (
-            f"{step.max_num_batched_tokens:,}",
-            human_bytes(step.activation_bytes),
-            f"{step.num_blocks:,}",
-            f"{step.num_blocks - plan.num_blocks:+,}" if step is not plan else "",
+            f"{step['max_num_batched_tokens']:,}",
+            human_bytes(step["activation_bytes"]),
+            f"{step['num_blocks']:,}",
+            f"{-step['blocks_lost']:+,}" if step["blocks_lost"] else "",
         )
-        for step in shown
+        for step in steps
+        if step["blocks_lost"] or step["max_num_batched_tokens"] == plan.max_num_batched_tokens
     ]
     render.say()
     render.table("What larger steps cost", ("max_num_batched_tokens", "activations", "blocks", "difference"), rows)
 
 
-def _show_answer(found: Findings) -> None:
-    """Whether it fits, and if not what would help."""
-    if found.problem is None:
-        if found.asked:
-            length = found.demand.context or found.plan.max_model_len
-            render.say(f"fits: {found.demand.users:,} requests of {length:,} tokens at the same time")
+def _show_answer(document: dict[str, Any], has_demand: bool) -> None:
+    """Print whether the demand fits, and if not which changes would help."""
+    if document["fits"]:
+        if has_demand:
+            render.say(f"fits: {document['users']:,} requests of {document['context']:,} tokens at the same time")
         return
-    render.say(f"does not fit: {spell(found.problem, flag)}")
-    served = next((change for change in found.changes if change.servable), None)
-    for index, change in enumerate(found.changes):
+    render.say(f"does not fit: {document['problem']}")
+    changes = document["would_fit"]
+    served = next((change for change in changes if change["served_here"]), None)
+    for index, change in enumerate(changes):
         label = "cheapest change" if index == 0 else "cheapest that serve can do" if change is served else "or"
-        cost = f" ({spell(change.cost, flag)})" if change.cost else ""
-        render.say(f"  {label}: {spell(change.what, flag)}{cost}")
-    if not found.changes:
+        cost = f" ({change['cost']})" if change["cost"] else ""
+        render.say(f"  {label}: {change['change']}{cost}")
+    if not changes:
         render.say("  no single change makes it fit; use a smaller model")
+
+
+def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
+    """Print the table of `--gpu all`, the smallest GPU first."""
+    first, document = compared[0][1], comparison_document(compared)
+    wanted = f" for {document['users']:,} requests" if first.has_demand else ""
+    columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "max_num_seqs", "fits", "GPUs needed")
+    rows = [_gpu_row(gpu, analysis.plan) for gpu, (_, analysis) in zip(document["gpus"], compared, strict=True)]
+    render.table(f"{first.spec}{wanted}", columns, rows)
+    smallest = next((gpu["name"] for gpu in document["gpus"] if gpu["fits"]), None)
+    render.say(f"the smallest that fits: {smallest}" if smallest else "it fits on none of them")
+    for note in first.shape.geometry.notes:
+        render.say(f"note: {spell(note, flag)}")
+
+
+def _gpu_row(gpu: dict[str, Any], plan: MemoryPlan) -> tuple[str, ...]:
+    kv_type = "" if gpu["kv_cache_dtype"] == gpu["dtype"] else f", KV {gpu['kv_cache_dtype']}"
+    return (
+        gpu["gpu"],
+        human_bytes(gpu["total_bytes"]),
+        f"{gpu['dtype']}{kv_type}",
+        human_bytes(plan.kv_bytes) if gpu["num_blocks"] else "-",
+        f"{gpu['kv_tokens']:,}" if gpu["num_blocks"] else "-",
+        f"{gpu['max_model_len']:,}" if plan.fits else "-",
+        f"{gpu['max_num_seqs']:,}",
+        "yes" if gpu["fits"] else "no",
+        "-" if gpu["replicas"] is None else f"{gpu['replicas']:,}",
+    )

@@ -219,7 +219,7 @@ def test_this_machine_is_planned_for_when_no_gpu_is_named(
     command: CommandLine, monkeypatch: pytest.MonkeyPatch, tiny_model: Any
 ) -> None:
     here = DeviceMemory("cpu", "CPU of the test", 64 * GIB, 56 * GIB)
-    monkeypatch.setattr("llmsched.cli.kv_budget.command.device_memory", lambda device: here)
+    monkeypatch.setattr("llmsched.cli.kv_budget.budget_options.device_memory", lambda device: here)
     answer = command("kv-budget", str(tiny_model("llama")), "--json").json
     assert answer["plan"]["device"] == "CPU of the test"
     assert answer["available_kv_bytes"] == 2 * GIB

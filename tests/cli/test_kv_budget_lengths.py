@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsched.cli.kv_budget.lengths import read_lengths
+from llmsched.cli.kv_budget.budget_options import read_lengths
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.concurrency import LengthDistribution
 

@@ -53,7 +53,7 @@ def test_quantised_weights_leave_more_room(command: CommandLine) -> None:
     assert small["num_blocks"] > 2 * plain["num_blocks"]
     outcome = command("kv-budget", LLAMA, "--gpu", "l4", "--quantization", "awq", "--emit", "vllm")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "--emit: starts a checkpoint that exists; name one in awq as MODEL" in outcome.err
+    assert "--emit: needs a checkpoint that exists; name one in awq as MODEL" in outcome.err
 
 
 def test_users_that_do_not_fit_get_changes_that_work(command: CommandLine) -> None:
@@ -116,7 +116,7 @@ def test_no_gpu_at_all(command: CommandLine) -> None:
     outcome = command("kv-budget", deepseek, "--gpu", "all", "--json")
     assert outcome.code == 1
     assert outcome.json["fits"] is False
-    assert "none of them fits it" in command("kv-budget", deepseek, "--gpu", "all").out
+    assert "it fits on none of them" in command("kv-budget", deepseek, "--gpu", "all").out
 
 
 # Lengths.
@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_not_emitted(command: CommandLine) -> None:
 
 def test_steps_processes_and_headroom(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     here = DeviceMemory("cuda", "shared GPU", 80 * GIB, 20 * GIB, (Holder(4711, "python3", 20 * GIB),))
-    monkeypatch.setattr("llmsched.cli.kv_budget.command.device_memory", lambda device: here)
+    monkeypatch.setattr("llmsched.cli.kv_budget.budget_options.device_memory", lambda device: here)
     answer = command("kv-budget", LLAMA, "--max-model-len", "8192", "--headroom", "0.2", "--json").json
     assert answer["plan"]["processes"] == [{"pid": 4711, "name": "python3", "bytes": 20 * GIB}]
     assert any("process 4711 (python3) holds 20.0 GiB" in note for note in answer["notes"])
@@ -245,7 +245,7 @@ def test_steps_processes_and_headroom(command: CommandLine, monkeypatch: pytest.
     assert costs[16384]["num_blocks"] == answer["num_blocks"] - costs[16384]["blocks_lost"]
     text = command("kv-budget", LLAMA, "--max-model-len", "8192").out
     assert "What larger steps cost" in text
-    assert "others 20.0 GiB" in text
+    assert "other programs 20.0 GiB" in text
 
 
 def test_mla_is_told_both_ways(command: CommandLine) -> None:
@@ -266,12 +266,12 @@ def test_mla_is_told_both_ways(command: CommandLine) -> None:
         (("--context", "-8k"), "tokens from 1 to"),
         (("--context", "8q"), "8 x 1024"),
         (("--max-model-len", "long"), "8192 or 8k"),
-        (("--context", "200k"), "--max-model-len: 204800 is beyond the 131072 positions"),
+        (("--context", "200k"), "--context: 204800 is beyond the 131072 positions"),
         (("--context", "9k", "--max-model-len", "8k"), "9216 tokens are beyond --max-model-len 8192"),
         (("--users", "9", "--max-num-seqs", "8"), "9 are beyond --max-num-seqs 8"),
         (("--cv-len", "1"), "give --mean-len as well"),
-        (("--mean-len", "100", "--cv-len", "-1"), "allowed is 0 to 10"),
-        (("--mean-len", "100", "--cv-len", "nan"), "allowed is 0 to 10"),
+        (("--mean-len", "100", "--cv-len", "-1"), "must be 0 to 10"),
+        (("--mean-len", "100", "--cv-len", "nan"), "must be 0 to 10"),
         (("--lengths", "missing.csv"), "--lengths: missing.csv: No such file"),
         (("--lengths", "missing.csv", "--cv-len", "1"), "leave one of them out"),
         (("--emit", "ollama"), "vllm"),

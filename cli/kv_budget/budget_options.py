@@ -1,0 +1,209 @@
+"""Flags of kv-budget besides those of the engine, and the devices and lengths that they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmsched.cli.kv_budget.other_engines import OtherEngine
+from llmsched.cli.options.flags import quantization_option, typed
+from llmsched.cli.values import MOST_TOKENS, size, tokens
+from llmsched.engine.architecture.weights import Weights
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
+from llmsched.engine.errors import ConfigError, setting
+from llmsched.engine.memory.changes import MemoryDemand
+from llmsched.engine.units import human_bytes
+from llmsched.profiles.calibrated import LOCAL
+from llmsched.profiles.gpus import GpuSpec, find_gpu, gpus
+from llmsched.profiles.toml_files import UnknownNameError
+
+if TYPE_CHECKING:
+    from llmsched.engine.memory.concurrency import LengthDistribution
+
+ALL = "all"
+_MAX_CV = 10.0
+_QUESTION = "Question"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetOptions:
+    """Flags of kv-budget as typed."""
+
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|all", help="Plan for this GPU instead of the one here (l4, h100, ...); all compares them."
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        int | None,
+        typer.Option(parser=typed(size), metavar="SIZE", help="Plan for a GPU with this much memory, such as 24GiB."),
+    ] = None
+    users: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=EngineConfig.knob_rule("max_num_seqs")["high"],
+            help="Number of requests to run at the same time. Without --context: finds the longest context that fits.",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            parser=typed(tokens),
+            metavar="TOKENS",
+            help="Tokens of each request, such as 8k.",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Lengths of your requests: a trace, as for bench --trace, or one request per line, as its total "
+            "length or its prompt and output lengths.",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None
+    mean_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_TOKENS,
+            metavar="TOKENS",
+            help="Also count sequences of this mean length, prompt and output.",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None
+    cv_len: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Standard deviation / mean of the lengths around --mean-len (log-normal).",
+            rich_help_panel=_QUESTION,
+        ),
+    ] = None
+    weights: Annotated[
+        int | None,
+        typer.Option(
+            parser=typed(size), metavar="SIZE", help="Size of the loaded weights; default: from files or config."
+        ),
+    ] = None
+    quantization: Annotated[str | None, quantization_option("Plan for a checkpoint")] = None
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU[:ENGINE]|local",
+            help="Plan for this GPU, and simulate how fast it serves what fits (or --users with --context). local: "
+            "this machine, after `llmsched calibrate`.",
+        ),
+    ] = None
+    emit: Annotated[
+        OtherEngine | None,
+        typer.Option(help="Print only the command line that starts that engine with the same memory."),
+    ] = None
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+
+    @property
+    def has_demand(self) -> bool:
+        """Whether a number of requests or a context was asked for."""
+        return self.users is not None or self.context is not None
+
+    @property
+    def demand(self) -> MemoryDemand:
+        return MemoryDemand(self.users or 1, self.context or 0)
+
+    @property
+    def given_weights(self) -> Weights | None:
+        return None if self.weights is None else Weights(self.weights, "--weights", exact=True)
+
+    def check(self) -> None:
+        """Raise ConfigError for flags that contradict each other."""
+        if self.emit is not None:
+            if self.gpu == ALL:
+                raise ConfigError("emit", "is for one GPU; name it with --gpu instead of all")
+            if self.quantization is not None:
+                raise ConfigError("emit", f"needs a checkpoint that exists; name one in {self.quantization} as MODEL")
+            if self.simulate is not None:
+                raise ConfigError("emit", "prints only a command line; leave it or --simulate out")
+        if self.cv_len is not None:
+            if self.lengths is not None:
+                raise ConfigError("cv_len", "has no meaning beside the lengths in --lengths; leave one of them out")
+            if self.mean_len is None:
+                raise ConfigError("cv_len", "needs a mean; give --mean-len as well")
+            if not 0 <= self.cv_len <= _MAX_CV:
+                raise ConfigError("cv_len", f"must be 0 to {_MAX_CV:g}, not {self.cv_len:g}")
+        if self.simulate is not None:
+            if self.gpu is not None or self.gpu_memory is not None:
+                raise ConfigError("simulate", f"{self.simulate} names the device; leave out --gpu and --gpu-memory")
+            if self.simulate == ALL:
+                raise ConfigError("simulate", "is for one device; name a GPU (l4, h100, ...) or local")
+        if self.gpu is not None and self.gpu_memory is not None:
+            raise ConfigError("gpu", f"{self.gpu} says how much memory there is; leave out --gpu or --gpu-memory")
+
+    def devices(self, config: EngineConfig) -> list[DeviceMemory]:
+        """Return the GPUs asked for, else the device of this machine. Raises ConfigError."""
+        if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
+            return [device_memory(config.device)]
+        if config.device == "cpu":
+            raise ConfigError("device", "cpu and a GPU are both asked for; leave out one of them")
+        if self.gpu_memory is not None:
+            return [DeviceMemory("cuda", f"GPU with {human_bytes(self.gpu_memory)}", self.gpu_memory)]
+        if self.gpu == ALL:
+            return [gpu_device(spec) for spec in all_gpus()]
+        if self.gpu is not None:
+            return [gpu_device(_find_gpu("gpu", self.gpu))]
+        return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
+
+    def distribution(self, config: EngineConfig) -> LengthDistribution | None:
+        """Return the distribution of request lengths, if one was given. Raises ConfigError."""
+        limit = config.max_model_len
+        if self.mean_len is not None and limit is not None and self.mean_len > limit:
+            raise ConfigError("mean_len", f"{self.mean_len} is beyond {setting('max_model_len')} {limit}")
+        if self.lengths is not None:
+            return read_lengths(self.lengths)
+        if self.cv_len is None or self.mean_len is None:
+            return None
+        from llmsched.engine.memory.concurrency import lognormal_lengths
+
+        return lognormal_lengths(self.mean_len, self.cv_len)
+
+
+def all_gpus() -> list[GpuSpec]:
+    """Return every listed GPU, the smallest first."""
+    return sorted(gpus().values(), key=lambda spec: spec.memory)
+
+
+def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
+    """Return the GPU of that name; `alternative` says what else the flag takes. Raises ConfigError."""
+    try:
+        return find_gpu(name)
+    except UnknownNameError as unknown:
+        raise ConfigError(field, f"{unknown}{alternative}") from unknown
+
+
+def read_lengths(path: Path) -> LengthDistribution:
+    """Return the request lengths in a trace or a file of lengths.
+
+    An output of 0 tokens counts as 1, because a request ends with the token that ends it. Raises ConfigError.
+    """
+    import numpy as np
+
+    from llmsched.cli.load.traces.read import read_trace
+    from llmsched.cli.load.traces.rows import TraceError
+    from llmsched.engine.memory.concurrency import LengthDistribution
+
+    try:
+        requests = read_trace(path, "lengths").requests
+    except TraceError as problem:
+        raise ConfigError("lengths", problem.message) from problem
+    prompts = np.array([request.input_len for request in requests], dtype=np.int64)
+    outputs = np.array([r.output_len for r in requests if r.output_len is not None], dtype=np.int64)
+    if len(outputs) not in (0, len(prompts)):
+        raise ConfigError("lengths", f"{path} has outputs for {len(outputs)} of {len(prompts)} requests; give all")
+    return LengthDistribution(path.name, np.maximum(1, prompts), np.maximum(1, outputs) if len(outputs) else None)
