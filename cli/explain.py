@@ -61,9 +61,7 @@ def explain(
         return
     for choice in answer["choices"]:
         name = request_id if len(answer["choices"]) == 1 else f"{request_id}, choice {choice['index']}"
-        entries = choice["entries"]
-        rows = [(_when(entry), entry["what"], told(entry)) for entry in entries]
-        render.table(f"{name}: {summary(entries)}", ("ms after arrival", "decision", "why"), rows, text_columns=3)
+        _show(f"{name}: {summary(choice['entries'])}", ("ms after arrival", "decision", "why"), choice["entries"])
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
@@ -78,7 +76,8 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
         response = httpx.get(address, headers=headers, timeout=10.0)
         body = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise LlmschedError(f"--url {url} does not answer as an llmsched server: {_reason(error)}") from error
+        reason = str(error) or type(error).__name__
+        raise LlmschedError(f"--url {url} does not answer as an llmsched server: {reason}") from error
     if response.status_code == 200 and isinstance(body, dict) and "choices" in body:
         return body
     match body:
@@ -86,10 +85,6 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
             raise LlmschedError(message)
         case _:
             raise LlmschedError(f"--url {url} does not answer as an llmsched server: status {response.status_code}")
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
@@ -100,15 +95,14 @@ def explain_saved(request: dict[str, Any], as_json: bool) -> None:
         return
     decisions = request.get("decisions")
     name = f"request {request['index']}" + (f" ({request['id']})" if request["id"] else "")
-    rows = [(_when(entry), entry["what"], told(entry)) for entry in entries]
-    render.table(
-        f"{name}: {summary(decisions) if decisions else _client_summary(request)}",
-        ("ms after it was due", "what", "why"),
-        rows,
-        text_columns=3,
-    )
+    outline = summary(decisions) if decisions else _client_summary(request)
+    _show(f"{name}: {outline}", ("ms after it was due", "what", "why"), entries)
     if not decisions:
         render.note("the target did not report its scheduler's decisions")
+
+
+def _show(title: str, columns: Sequence[str], entries: Sequence[dict[str, Any]]) -> None:
+    render.table(title, columns, [(_when(entry), entry["what"], told(entry)) for entry in entries], text_columns=3)
 
 
 def _when(entry: dict[str, Any]) -> str:

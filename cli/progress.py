@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 #: Seconds before the first line in a log, and the least time between two lines.
 QUIET_S = 1.0
@@ -18,22 +18,6 @@ class Display(Protocol):
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
     def detail(self, text: str) -> None: ...
-
-
-class BarProgress:
-    """Progress for terminals: a bar per stage, and the detail in a line below (see render._bars)."""
-
-    def __init__(self, bars: Any) -> None:
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total or None)
-        self._bars.update(self._tasks[stage], completed=done, total=total or None)
-
-    def detail(self, text: str) -> None:
-        self._bars.told = text
 
 
 class LogProgress:
@@ -78,10 +62,10 @@ def detail(text: str) -> None:
 
 
 @contextmanager
-def shown(display: Display) -> Iterator[Display]:
+def shown(display: Display) -> Iterator[None]:
     """Send `detail` texts to `display` while the block runs."""
     _displays.append(display)
     try:
-        yield display
+        yield
     finally:
         _displays.remove(display)

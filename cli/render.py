@@ -6,13 +6,14 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from enum import Enum
+from itertools import accumulate
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from llmsched.cli.progress import BarProgress, LogProgress, shown
+from llmsched.cli.progress import LogProgress, shown
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes as human_bytes
 from llmsched.engine.units import human_seconds as human_seconds
@@ -123,7 +124,8 @@ def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60
     from rich.text import Text
 
     console = stdout()
-    ends = _cumulative_cells([count for _, count in parts], total, width)
+    sums = accumulate(count for _, count in parts)
+    ends = [min(width, round(width * done / total)) if total else 0 for done in sums]
     bar, legend, start = Text(), Text(), 0
     for index, ((label, count), end) in enumerate(zip(parts, ends, strict=True)):
         letter, colour = label[0].upper(), _PALETTE[index % len(_PALETTE)]
@@ -135,14 +137,6 @@ def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60
     bar.append("·" * (width - start))
     console.print(Text("[") + bar + Text(f"] {human_bytes(total)}"))
     console.print(legend)
-
-
-def _cumulative_cells(counts: Sequence[int], total: int, width: int) -> list[int]:
-    running, ends = 0, []
-    for count in counts:
-        running += count
-        ends.append(min(width, round(width * running / total)) if total else 0)
-    return ends
 
 
 def emit_json(value: Any) -> None:
@@ -167,35 +161,48 @@ def _plain(value: Any) -> Any:
 def progress_bar() -> Iterator[Progress]:
     """Yield the Progress callback of long work: bars on a terminal, else an occasional line."""
     if sys.stderr.isatty():
-        with _bars() as bars, shown(BarProgress(bars)) as display:
-            yield display
+        with _bars() as bars, shown(bars):
+            yield bars
         return
     log = LogProgress()
-    with shown(log) as display:
-        yield display
+    with shown(log):
+        yield log
     log.done()
 
 
-def _bars() -> AbstractContextManager[Any]:
-    """Return progress bars with the text `told` in a line below: beside them it would not fit in 80 columns."""
+def _bars() -> Any:
+    """Return a Display of rich's progress bars: one per stage, and the detail in a line below.
+
+    Beside the bars the detail would not fit in 80 columns.
+    """
+    from rich import progress
     from rich.console import RenderableType
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
     from rich.text import Text
 
-    class ToldBars(Bars):
-        told = ""
+    class Bars(progress.Progress):
+        def __init__(self) -> None:
+            columns = (
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+            )
+            self._stages: dict[str, progress.TaskID] = {}
+            self._detail = ""
+            super().__init__(*columns, console=stderr(), transient=True)
+
+        def __call__(self, stage: str, done: int, total: int) -> None:
+            if stage not in self._stages:
+                self._stages[stage] = self.add_task(stage, total=total or None)
+            self.update(self._stages[stage], completed=done, total=total or None)
+
+        def detail(self, text: str) -> None:
+            self._detail = text
 
         def get_renderables(self) -> Iterator[RenderableType]:
             yield self.make_tasks_table(self.tasks)
-            if self.told:
-                yield Text(f"  {self.told}", no_wrap=True, overflow="ellipsis")
+            if self._detail:
+                yield Text(f"  {self._detail}", no_wrap=True, overflow="ellipsis")
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return ToldBars(*columns, console=stderr(), transient=True)
+    return Bars()

@@ -33,16 +33,10 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
     from llmsched.engine.scheduler.ledger import Entry
 
     choice = body["choices"][0]
-    entries = [
-        Entry(
-            start + 1e-3 * entry["at_ms"],
-            entry["what"],
-            entry["details"],
-            start + 1e-3 * entry["until_ms"],
-            entry["count"],
-        )
-        for entry in choice["entries"]
-    ]
+    entries = []
+    for one in choice["entries"]:
+        at, until = (start + 1e-3 * one[name] for name in ("at_ms", "until_ms"))
+        entries.append(Entry(at, one["what"], one["details"], until, one["count"]))
     return Timeline(choice["index"], start, entries)
 
 

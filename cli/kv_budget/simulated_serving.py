@@ -66,8 +66,9 @@ def simulate(analysis: BudgetAnalysis, device: str) -> SimulatedServing | None:
 
     Returns None if nothing fits. Raises ConfigError for a device that was not calibrated.
     """
+    from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad
-    from llmsched.cli.targets.simulated_target import simulate_workload
+    from llmsched.cli.targets.simulated_target import simulate_run
     from llmsched.engine.blueprint import gpu_blueprint, local_blueprint
     from llmsched.engine.latency import Slo
 
@@ -87,5 +88,5 @@ def simulate(analysis: BudgetAnalysis, device: str) -> SimulatedServing | None:
         output_len=output_len,
         max_concurrency=concurrency,
     )
-    figures = simulate_workload(blueprint, load, Slo())
+    figures = measure(simulate_run(blueprint, load), load, Slo())
     return SimulatedServing(blueprint, concurrency, length - output_len, output_len, figures)

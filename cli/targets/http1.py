@@ -141,10 +141,6 @@ class ResponseParser:
             self.complete, self.reusable = True, self._parser.should_keep_alive()
 
 
-class NoAnswerError(httpx.RemoteProtocolError):
-    """The connection ended before the first byte of an answer."""
-
-
 class Http1Transport(httpx.AsyncBaseTransport):
     """Transport with one connection, for one request at a time; opened when needed, kept while the server keeps it.
 
@@ -163,7 +159,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         used_before = self._connection is not None
         try:
             return await self._exchange(request)
-        except NoAnswerError:
+        except httpx.ReadError:
             # A server may close a connection at the moment it is used again.
             if not used_before:
                 raise
@@ -189,7 +185,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
             return httpx.Response(parser.status, headers=parser.headers, stream=body, extensions=extensions)
         except OSError as problem:
             self.drop()
-            raise NoAnswerError(_reason(problem)) from problem
+            raise httpx.ReadError(_reason(problem)) from problem
         except ValueError as problem:
             self.drop()
             raise httpx.RemoteProtocolError(_reason(problem)) from problem
@@ -252,7 +248,7 @@ async def _read_head(connection: Connection, parser: ResponseParser) -> Received
     while True:
         received, time = await connection.read()
         if not received and not begun:
-            raise NoAnswerError("the connection was closed without an answer")
+            raise httpx.ReadError("the connection was closed without an answer")
         if not received:
             raise ValueError("the connection was closed within the head of the answer")
         begun, content = True, parser.feed(received)

@@ -22,7 +22,7 @@ from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachabl
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.server_metrics import ServerMetrics
 from llmsched.cli.timeline import read_timeline
-from llmsched.engine.errors import LlmschedError, ModelError
+from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
@@ -283,5 +283,5 @@ def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
     try:
         known = load_tokenizer(locate(model))
     except ModelError as problem:
-        raise LlmschedError(f"--tokenizer: {problem}") from problem
+        raise ConfigError("tokenizer", str(problem)) from problem
     return usable_ids(known, known.vocab_size), TokenizerEncode(known)

@@ -37,26 +37,21 @@ class Target(Protocol):
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send one request; note its times, chunks and usage. Raise RequestFailed if it is not served."""
-        ...
 
     async def preemptions(self) -> int | None:
         """Return the preemptions since the target started; None if unknown."""
-        ...
 
     async def state(self) -> TargetState | None:
         """Return the present state, at the event loop's time; None if unknown."""
-        ...
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
         """Return the scheduler's decisions about each request, in the records' clock; None where unknown.
 
         A target keeps them for its latest requests only.
         """
-        ...
 
     def memory(self) -> MemoryParts | None:
         """Return the parts of its memory, as last reported; None if unknown."""
-        ...
 
 
 class TargetUnreachableError(Exception):

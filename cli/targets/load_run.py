@@ -113,26 +113,25 @@ async def _sampled(
     Times are the event loop's. A target that returns no state is asked once.
     """
     samples: list[TargetState] = []
-    watch = asyncio.create_task(_watch(state, interval, samples))
+
+    async def sample() -> None:
+        seconds = interval
+        while True:
+            await asyncio.sleep(seconds)
+            if (one := await state()) is None:
+                return
+            samples.append(one)
+            if len(samples) > MOST_SAMPLES:
+                del samples[1::2]
+                seconds *= 2
+
+    sampling = asyncio.create_task(sample())
     try:
         yield samples
     finally:
-        watch.cancel()
+        sampling.cancel()
         with suppress(asyncio.CancelledError):
-            await watch
-
-
-async def _watch(
-    state: Callable[[], Awaitable[TargetState | None]], interval: float, samples: list[TargetState]
-) -> None:
-    while True:
-        await asyncio.sleep(interval)
-        if (sample := await state()) is None:
-            return
-        samples.append(sample)
-        if len(samples) > MOST_SAMPLES:
-            del samples[1::2]
-            interval *= 2
+            await sampling
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:

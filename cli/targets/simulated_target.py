@@ -1,7 +1,7 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-`simulate_workload(blueprint, load, slo, max_num_batched_tokens=512)` returns the figures. One blueprint serves any
-number of loads and settings within its memory reservation.
+`simulate_run(blueprint, load, max_num_batched_tokens=512)` returns the records, which figures.measure turns into
+figures. One blueprint serves any number of loads and settings within its memory reservation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Unpack
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
-from llmsched.cli.figures.measure import Measurement, measure
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.measure import measure as measure_run
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
@@ -27,9 +28,8 @@ from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
-from llmsched.engine.errors import ConfigError, LlmschedError, ModelError
+from llmsched.engine.errors import ConfigError, LlmschedError, ModelError, setting
 from llmsched.engine.latency import Slo
-from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulated_engine import SimulatedEngine
@@ -60,34 +60,22 @@ def make_blueprint(
     return local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
 
 
-def simulate_workload(
+def simulate_run(
     blueprint: Blueprint,
     workload: Load,
-    slo: Slo,
     *,
     timeout: float | None = None,
     progress: Progress = silent,
     warn: Warn = no_warning,
     **limits: Unpack[Limits],
-) -> Measurement:
-    """Serve a load on a new engine and measure it; `limits` replace those of the blueprint.
+) -> RunRecord:
+    """Serve a load on a new engine; `limits` replace those of the blueprint.
 
-    Raise ConfigError for limits beyond the blueprint's memory reservation.
+    The model's tokenizer encodes texts if it is on this disk. Raise ConfigError for limits beyond the blueprint's
+    memory reservation.
     """
     engine = blueprint.engine(**limits)
-    return measure(simulate_run(engine, blueprint.plan, workload, timeout, progress, warn), workload, slo)
-
-
-def simulate_run(
-    engine: SimulatedEngine,
-    plan: MemoryPlan,
-    workload: Load,
-    timeout: float | None,
-    progress: Progress = silent,
-    warn: Warn = no_warning,
-) -> RunRecord:
-    """Serve a load on a new engine with this memory plan. The model's tokenizer encodes texts if it is on this disk."""
-    planned, ended = workload.plan(COMMON_IDS, TextEncode(engine.config.model, warn)), 0
+    planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
     total = 0 if workload.stop_after else len(planned)
     sampler, meter = _Sampler(engine), KVMeter()
     engine.on_step = meter
@@ -108,9 +96,8 @@ def simulate_run(
             on_end=count,
         )
         records = clients.run(sampler.after_step)
-    return RunRecord(
-        records, engine.scheduler.counters.num_preemptions, None, False, sampler.samples, plan.parts, meter=meter
-    )
+    preemptions, parts = engine.scheduler.counters.num_preemptions, blueprint.plan.parts
+    return RunRecord(records, preemptions, None, False, sampler.samples, parts, meter=meter)
 
 
 @contextmanager
@@ -184,7 +171,7 @@ class _Sampler:
 def refuse_warmup(plan: RunPlan) -> None:
     """Raise LlmschedError if the user asks for warm-up requests."""
     if plan.warmup:
-        raise LlmschedError(f"--warmup {plan.warmup}: there is nothing to warm up on a virtual clock; leave it out")
+        raise LlmschedError(f"{setting('warmup')} {plan.warmup}: there is nothing to warm up on a virtual clock")
 
 
 @asynccontextmanager
@@ -203,7 +190,8 @@ async def open_simulated(
         warn(note)
 
     async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
-        return simulate_workload(blueprint, workload, slo, timeout=plan.timeout, progress=progress, warn=warn)
+        run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=warn)
+        return measure_run(run, workload, slo)
 
     settings = {name: value for name, value in asdict(blueprint.config).items() if value is not None}
     yield OpenTarget(config.model, blueprint.provenance, 0, measure, settings)

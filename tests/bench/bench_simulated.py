@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.load.prompts import usable_ids
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.load_run import run_workload, warm_up
-from llmsched.cli.targets.simulated_target import simulate_workload
+from llmsched.cli.targets.simulated_target import simulate_run
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, Sample, fit
@@ -108,7 +108,7 @@ def simulated(engine: Engine, before: Measured, after: Measured, workload: Synth
         lambda count: count * per_byte,
         Provenance("here", measured=False, calibration_error=found.error),
     )
-    return simulate_workload(blueprint, workload, Slo()), found
+    return measure(simulate_run(blueprint, workload), workload, Slo()), found
 
 
 def speed(one: Measured, first: Measured) -> float:

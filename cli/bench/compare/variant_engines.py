@@ -129,7 +129,7 @@ class SimulatedVariants:
     async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
         """Run a workload on a virtual clock (see `RunVariant`)."""
         blueprint = self._blueprints[name]
-        run = simulate_run(blueprint.engine(), blueprint.plan, workload, plan.timeout, progress, render.warn)
+        run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=render.warn)
         settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
         experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=settings)
         return VariantRun(run, experiment)

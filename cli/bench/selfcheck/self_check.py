@@ -42,9 +42,6 @@ _LOOK_S = 0.002
 _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_len=8, output_len=100))
 
 
-_MARKS: dict[Verdict, str] = {"right": "", "disturbed": "disturbed", "wrong": "OFF"}
-
-
 async def self_check(progress: Progress) -> list[ProbeOutcome]:
     """Run all probes in turn. Raise LlmschedError if the server cannot be started."""
     outcomes: list[ProbeOutcome] = []
@@ -136,13 +133,8 @@ def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
         "right": all(outcome.verdict == "right" for outcome in outcomes),
         "wrong": any(outcome.verdict == "wrong" for outcome in outcomes),
         "probes": [
-            {
-                "probe": outcome.probe.name,
-                "verdict": outcome.verdict,
-                "tries": outcome.tries,
-                "held_up_ms": 1e3 * outcome.held_up,
-            }
-            for outcome in outcomes
+            {"probe": one.probe.name, "verdict": one.verdict, "tries": one.tries, "held_up_ms": 1e3 * one.held_up}
+            for one in outcomes
         ],
         "checks": [
             {**asdict(check), "error": check.error, "right": check.right, "verdict": check.verdict}
@@ -156,7 +148,7 @@ def show(outcomes: Sequence[ProbeOutcome]) -> None:
     """Print the checks as tables."""
     render.say("MEASURED: the bench itself, against a server in another process with known times")
     for outcome in outcomes:
-        probe, columns = outcome.probe, ["", "by script", "server did", "measured", "error", "allowed", ""]
+        probe, columns = outcome.probe, ["", "script", "server", "measured", "error", "allowed", ""]
         render.table(f"{probe.name}: {probe.what} (times in ms)", columns, [_row(check) for check in outcome.checks])
     for sentence in conclusions(outcomes):
         render.say(sentence)
@@ -169,17 +161,17 @@ def conclusions(outcomes: Sequence[ProbeOutcome]) -> list[str]:
         found.append(f"tried again, because this machine was busy with other work: {', '.join(again)}")
     if wrong := _named(checks, "wrong"):
         found.append(
-            f"off: {wrong}, by more than other work on this machine explains. What it measures now is off by as much; "
-            "bench from another one"
+            f"wrong: {wrong}, by more than other work on this machine explains. Benchmarks from this machine have the "
+            "same error; run them on another one"
         )
     if unknown := _named(checks, "disturbed"):
         most = max(outcome.held_up for outcome in outcomes if outcome.verdict != "right")
         found.append(
-            f"not known: {unknown}. Other work kept the bench waiting for up to {render.human_seconds(most)}; "
-            "load this machine less, or bench from another one"
+            f"uncertain: {unknown}. Other work made the bench wait for up to {render.human_seconds(most)}; stop that "
+            "work, or run the bench on another machine"
         )
     if not (wrong or unknown):
-        found.append(f"all {len(checks)} figures are right within what is allowed")
+        found.append(f"all {len(checks)} figures are within the allowed error")
     return found
 
 
@@ -190,4 +182,4 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 def _row(check: FigureCheck) -> list[str]:
     figures = (check.script, check.server, check.measured, check.error, check.allowed)
     cells = ["n/a" if figure is None else f"{figure:.2f}".removesuffix(".00") for figure in figures]
-    return [check.figure, *cells, _MARKS[check.verdict]]
+    return [check.figure, *cells, "" if check.right else check.verdict]

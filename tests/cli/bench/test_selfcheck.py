@@ -143,19 +143,19 @@ def test_a_probe_that_nothing_disturbed_is_wrong_the_first_time() -> None:
 def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     right = [ProbeOutcome(probe, [FigureCheck(probe.name, "tokens", 5, 5, 5, 0)]) for probe in PROBES]
     self_check.show(right)
-    assert "all 7 figures are right" in capsys.readouterr().out
+    assert "all 7 figures are within the allowed error" in capsys.readouterr().out
     wrong = ProbeOutcome(STEADY, [FigureCheck("steady", "TTFT mean", 100, 101, 131, 5)])
     busy = ProbeOutcome(
         BY_NAME["crowd"], [FigureCheck("crowd", "E2E mean", 100, 101, 131, 5, 60)], held_up=0.03, tries=3
     )
     self_check.show([*right, wrong, busy])
     out = capsys.readouterr().out
-    assert "OFF" in out
+    assert "  wrong\n" in out
     assert "disturbed" in out
-    assert "off: steady TTFT mean, by more than" in out
+    assert "wrong: steady TTFT mean, by more than" in out
     assert "tried again, because this machine was busy with other work: crowd (3 tries)" in out
-    assert "not known: crowd E2E mean. Other work kept the bench waiting for up to 30.0 ms" in out
-    assert "figures are right" not in out
+    assert "uncertain: crowd E2E mean. Other work made the bench wait for up to 30.0 ms" in out
+    assert "within the allowed error" not in out
     report = self_check.as_json([wrong, busy])
     assert (report["right"], report["wrong"], self_check.as_json([busy])["wrong"]) == (False, True, False)
     assert [one["verdict"] for one in report["checks"]] == ["wrong", "disturbed"]

@@ -173,7 +173,7 @@ def test_a_request_that_a_used_connection_does_not_answer_is_sent_once_more() ->
     outcome = Outcome([answer, None, answer])
     assert outcome.results[:2] == [(200, b"a"), (200, b"a")]
     assert len(outcome.requests) == 3
-    assert Outcome([None]).results == ["NoAnswerError"]
+    assert Outcome([None]).results == ["ReadError"]
 
 
 def test_an_answer_without_a_length_ends_with_its_connection() -> None:

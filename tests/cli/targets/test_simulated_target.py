@@ -13,9 +13,10 @@ from command_line import CommandLine
 
 from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.load_run import MOST_SAMPLES
-from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run, simulate_workload
+from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.latency import Slo
@@ -178,7 +179,7 @@ def test_a_url_is_measured_not_simulated(command: CommandLine) -> None:
 
 def test_keys_are_those_of_a_measured_run(llama: str) -> None:
     blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), SyntheticLoad(num_prompts=2)
-    figures = simulate_workload(blueprint, load, Slo())
+    figures = measure(simulate_run(blueprint, load), load, Slo())
     measured = as_json(Experiment("m", Provenance("in process"), load, Slo()), figures)
     assert measured["measured"]
     assert measured.keys() == as_json(Experiment("m", Provenance("h100", measured=False), load, Slo()), figures).keys()
@@ -186,19 +187,19 @@ def test_keys_are_those_of_a_measured_run(llama: str) -> None:
 
 def test_a_blueprint_serves_other_limits_within_what_it_reserves(llama: str) -> None:
     blueprint, load = make_blueprint(EngineConfig(model=llama), "h100"), SyntheticLoad(num_prompts=40, input_len=2000)
-    whole = simulate_workload(blueprint, load, Slo())
-    small = simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=256)
+    whole = measure(simulate_run(blueprint, load), load, Slo())
+    small = measure(simulate_run(blueprint, load, max_num_batched_tokens=256), load, Slo())
     assert whole.latency.itl.p99 is not None
     assert small.latency.itl.p99 is not None
     assert small.latency.itl.p99 < whole.latency.itl.p99 / 2
     with pytest.raises(ConfigError, match="max_num_batched_tokens: 4096 tokens is out of range"):
-        simulate_workload(blueprint, load, Slo(), max_num_batched_tokens=4096)
+        measure(simulate_run(blueprint, load, max_num_batched_tokens=4096), load, Slo())
 
 
 def test_a_run_has_its_state_and_decisions_over_time(llama: str) -> None:
     blueprint = make_blueprint(EngineConfig(model=llama), "h100")
     load = SyntheticLoad(num_prompts=40, input_len=2000, request_rate=10.0)
-    run = simulate_run(blueprint.engine(), blueprint.plan, load, timeout=None)
+    run = simulate_run(blueprint, load)
     times = [sample.time for sample in run.samples]
     assert len(times) > 20
     assert all(after - before >= 0.1 for before, after in pairwise(times))
@@ -214,7 +215,7 @@ def test_a_run_has_its_state_and_decisions_over_time(llama: str) -> None:
 def test_a_long_run_has_its_samples_further_apart(llama: str) -> None:
     blueprint = make_blueprint(EngineConfig(model=llama), "h100")
     load = SyntheticLoad(num_prompts=500, input_len=16, output_len=300, request_rate=0.5)
-    samples = simulate_run(blueprint.engine(), blueprint.plan, load, timeout=None).samples
+    samples = simulate_run(blueprint, load).samples
     assert MOST_SAMPLES / 2 <= len(samples) <= MOST_SAMPLES
     assert samples[-1].time > 900
 

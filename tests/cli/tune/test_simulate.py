@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine, Outcome
 
+from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.targets.simulated_target import simulate_workload
+from llmsched.cli.targets.simulated_target import simulate_run
 from llmsched.cli.tune import runners
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.runners import SimulatedRunner, TrialLoad, simulated_run
@@ -45,7 +46,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), config, "h100")
     setting = Setting(256, 16)
     run = simulated_run(blueprint.engine(), setting, 40, TrialLoad(LOAD, SLO, 60.0))
-    figures = simulate_workload(blueprint, LOAD, SLO, max_num_batched_tokens=256, max_num_seqs=16)
+    figures = measure(simulate_run(blueprint, LOAD, max_num_batched_tokens=256, max_num_seqs=16), LOAD, SLO)
     assert run.completed == figures.requests.completed == 40
     assert run.tokens_per_s == figures.rates.output_tokens_steady
     assert figures.goodput is not None
