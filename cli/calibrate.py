@@ -1,9 +1,7 @@
-"""`llmsched calibrate`: measure what steps cost on this device, fit coefficients, keep them for --simulate local."""
+"""`llmsched calibrate`: measure step times on this device and fit the cost model of `--simulate local`."""
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
+from llmsched.cli.profiles.apply import versions_table
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
@@ -20,7 +19,7 @@ from llmsched.profiles.toml_files import ProfileError, check_directory
 if TYPE_CHECKING:
     from llmsched.engine.calibration.timing import Measured
 
-#: The engine flags that steps depend on; scheduling does not matter here.
+#: Engine flags that step times depend on; scheduling flags have no effect here.
 FLAGS = (*MEMORY_KNOBS, "swap_space")
 
 
@@ -29,17 +28,17 @@ def calibrate(
     model: ModelArgument = None,
     *,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=1000, help="How often each step is measured; the median counts.")
+        int, typer.Option("--repeats", min=1, max=1000, help="Measurements of each step; the median is used.")
     ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     engine_options: EngineOptions,
 ) -> None:
-    """Measure what the steps of a model cost on this device, for `bench --simulate local` and the like.
+    """Measure a model's step times on this device, for `--simulate local` of bench, tune and kv-budget.
 
-    Some twenty steps (decodes, prefills and both together, up to the largest that the engine may plan) are computed in
-    turn. A formula with a few coefficients is fitted to their times, and held against each step by a fit to all others:
-    the median of those errors is told with every simulated figure. What serving adds, and copies to host memory,
-    are measured as well. Nothing else should run meanwhile.
+    Runs about twenty kinds of steps (decode, prefill and mixed, up to the largest step of the engine) and fits a cost
+    model with a few coefficients to their times. Each step's error is taken from a fit to all other steps; the median
+    of these errors is printed with every simulated figure. Also measures the overhead of serving and the bandwidth of
+    copies to host memory. Nothing else should run on the machine meanwhile.
 
     \b
     Examples:
@@ -48,7 +47,10 @@ def calibrate(
       llmsched calibrate ./my-model --repeats 20 --json
     """
     spec = resolve_model(model)
-    _check_directory()
+    try:
+        check_directory(calibration_dir())
+    except ProfileError as problem:
+        raise LlmschedError(str(problem)) from problem
     with render.progress_bar() as progress:
         from llmsched.engine.calibration.timing import measure_device
 
@@ -64,14 +66,6 @@ def calibrate(
     else:
         _show(spec, measured, calibration, repeats)
         render.say(f"saved: {path}, for `llmsched bench {spec} --simulate local`")
-
-
-def _check_directory() -> None:
-    """Raise LlmschedError, before the work and not after it, where no calibration can be written."""
-    try:
-        check_directory(calibration_dir())
-    except ProfileError as problem:
-        raise LlmschedError(str(problem)) from problem
 
 
 def _calibration(spec: str, planner: ModelPlanner, measured: Measured) -> Calibration:
@@ -92,16 +86,13 @@ def _calibration(spec: str, planner: ModelPlanner, measured: Measured) -> Calibr
             "kv_cache_dtype": config.kv_cache_dtype,
             **{name: getattr(config, name) for name in limits},
         },
-        versions={
-            **{name: version(name) for name in ("llmsched", "torch", "transformers")},
-            "python": platform.python_version(),
-        },
+        versions=versions_table(),
         steps=tuple(_steps(measured)),
     )
 
 
 def _steps(measured: Measured) -> list[dict[str, Any]]:
-    """Each step with its measured and its predicted time; errors are shares, `left_out` that of a fit to the others."""
+    """Tabulate measured and predicted step times. Errors are shares; `error_left_out` is of a fit to all others."""
     rows = zip(measured.steps, measured.fit.errors, measured.fit.left_out, strict=True)
     return [
         {
@@ -141,7 +132,7 @@ def _as_json(spec: str, measured: Measured, calibration: Calibration, repeats: i
 def _show(spec: str, measured: Measured, calibration: Calibration, repeats: int) -> None:
     device, engine = calibration.device, calibration.engine
     threads = f", {device['threads']} thread(s)" if device["kind"] == "cpu" else ""
-    count = f"{len(measured.steps)} steps, the median of {repeats} each"
+    count = f"{len(measured.steps)} steps, median of {repeats} runs each"
     render.say(f"MEASURED {spec} in {engine['dtype']} on {device['name']}{threads}: {count}")
     rows = [
         (
@@ -153,16 +144,16 @@ def _show(spec: str, measured: Measured, calibration: Calibration, repeats: int)
         )
         for step in calibration.steps
     ]
-    render.table("", ("step", "measured ms", "predicted ms", "error", "if not fitted to"), rows)
+    render.table("", ("step", "measured ms", "predicted ms", "error", "error if left out"), rows)
     sizes = np.abs(measured.fit.left_out)
     render.say(
-        f"error on steps that were not fitted to: {np.median(sizes):.1%} (median), {np.percentile(sizes, 90):.1%} "
-        f"(P90), {sizes.max():.1%} (worst)"
+        f"error on steps left out of the fit: {np.median(sizes):.1%} (median), {np.percentile(sizes, 90):.1%} (P90), "
+        f"{sizes.max():.1%} (worst)"
     )
     for each in measured.serving:
         between = render.human_seconds(each.between)
         render.say(
-            f"serving {each.num_seqs} at a time: {between} between steps, which take {each.slowdown:.2f} times as long "
-            "as alone"
+            f"serving {each.num_seqs} at a time: {between} between steps; steps take {each.slowdown:.2f} times as "
+            "long as in isolation"
         )
     render.say(f"copies from and to host memory: {1e-9 / calibration.swap_seconds_per_byte:.3g} GB/s")

@@ -1,4 +1,4 @@
-"""`llmsched verify`: compare the engine with plain transformers on the user's own model, and show the result."""
+"""`llmsched verify`: compare the engine with plain transformers on the user's model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from llmsched.engine.parity.logit_comparison import CaseResult, ParityReport
     from llmsched.engine.parity.verification import LoadedModel
 
-#: The engine flags that mean something here; the checks choose the others themselves.
+#: Engine flags that the user may set; the checks set the others.
 FLAGS = {"dtype", "device", "block_size"}
-#: Sequences with differing tokens that are listed for each check.
+#: Most sequences with differing tokens that are listed for each check.
 MAX_PARTINGS = 4
 
 
@@ -26,23 +26,26 @@ MAX_PARTINGS = 4
 def verify(
     model: ModelArgument = None,
     num_prompts: Annotated[
-        int, typer.Option("--num-prompts", min=1, max=256, help="Prompts of varied length, besides six at block edges.")
+        int,
+        typer.Option(
+            "--num-prompts", min=1, max=256, help="Prompts of varied length; six at block boundaries are added."
+        ),
     ] = 4,
     num_tokens: Annotated[
-        int, typer.Option("--num-tokens", min=2, max=4096, help="Greedy tokens generated after each prompt.")
+        int, typer.Option("--num-tokens", min=2, max=4096, help="Greedy tokens to generate for each prompt.")
     ] = 24,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the prompts; the same seed gives the same ones.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts; the same seed gives the same prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
     engine_options: EngineOptions,
 ) -> None:
-    """Compare the engine with plain transformers: same weights, same device, same type.
+    """Compare the engine with plain transformers: same weights, same device, same dtype.
 
-    Every prompt is continued alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a preemption
-    that is forced. The logits behind each token are compared with a full pass of transformers' own attention, the
-    tokens with those of transformers' generate. Exit code 1 if they are not equal. Where tokens part at a near tie that
-    the difference of the logits explains, the margin is printed and it is no fault; in bfloat16 that is common, in
-    float32 it is rare.
+    Continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a forced
+    preemption. The logits of each token are compared with a full pass of transformers' own attention, the tokens with
+    those of transformers' generate. Exit code 1 if they differ. If tokens differ only at a near tie, which the
+    difference of the logits explains, the check passes and prints the margin. Near ties are common in bfloat16 and rare
+    in float32.
 
     \b
     Examples:
@@ -104,34 +107,34 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
         )
         for check in report.checks
     ]
-    columns = ("check", "result", "tokens", "what happened", "max |logit difference|", "tolerance")
+    columns = ("check", "result", "tokens", "detail", "max |logit difference|", "tolerance")
     where = f"{subject.info.name} in {_name(subject)} on {subject.device}"
     render.table(f"{where}, compared with plain transformers", columns, rows, text_columns=4)
     render.say(f"tolerance   {report.tolerance.rule}")
-    render.say(f"            transformers with its KV cache and without it differs by {report.spread:.2g} itself")
+    render.say(f"            transformers itself differs by {report.spread:.2g} with and without its KV cache")
     for check in report.checks:
         for line in _remarks(check):
             render.say(f"{check.name}: {line}")
     parted = any(not check.tokens_equal for check in report.checks)
-    render.say("NOT equal" if not report.ok else "equal, but for near ties" if parted else "equal")
+    render.say("NOT equal" if not report.ok else "equal, except for near ties" if parted else "equal")
 
 
 def _remarks(check: CaseResult) -> Iterator[str]:
-    """What the table has no room for; faults first."""
+    """Yield the remarks of a check that the table has no room for, faults first."""
     yield from check.problems
     partings = sorted(check.partings, key=lambda parting: parting.explained)
     for parting in partings[:MAX_PARTINGS]:
-        verdict = "a near tie" if parting.explained else "NOT explained by the difference of the logits"
+        verdict = "a near tie" if parting.explained else "NOT explained by the logit difference"
         yield (
             f"{parting.prompt}, token {parting.position} is {parting.got} instead of {parting.expected}, "
             f"margin {parting.margin:.2g}: {verdict}"
         )
     if len(partings) > MAX_PARTINGS:
-        yield f"{len(partings) - MAX_PARTINGS} further sequences part"
+        yield f"{len(partings) - MAX_PARTINGS} more sequences differ"
 
 
 def _tokens(check: CaseResult) -> str:
-    return "equal" if check.tokens_equal else f"{len(check.partings)} part"
+    return "equal" if check.tokens_equal else f"{len(check.partings)} differ"
 
 
 def _name(subject: LoadedModel) -> str:

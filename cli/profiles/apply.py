@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -96,6 +98,12 @@ def device_table(device: str) -> dict[str, Scalar]:
     """Return the table [device] of this machine's "cpu" or "cuda" device, or "auto". Raises ConfigError."""
     memory = device_memory(device)
     return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
+
+
+def versions_table() -> dict[str, Scalar]:
+    """Return the table [versions]: the packages that figures depend on."""
+    packages = ("llmsched", "torch", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from llmsched.cli.bench.output.tables import Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.html_page import Page
+from llmsched.cli.profiles.apply import versions_table
 from llmsched.cli.tune.knobs import KNOBS, Setting, describe, knob_in_words, varied_knobs
 from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, figure_name
 from llmsched.cli.tune.tuning import TuneOutcome
@@ -101,10 +100,7 @@ def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
         workload={name: value for name, value in task.load.parameters().items() if isinstance(value, Scalar)},
         model=subject.model,
         device=subject.device,
-        versions={
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("llmsched", "torch", "transformers")},
-        },
+        versions=versions_table(),
         memory=subject.memory,
         trials=tuple(
             {name: round(x, 3) if isinstance(x, float) else x for name, x in trial.items() if isinstance(x, Scalar)}

@@ -1,9 +1,11 @@
-"""How many streams the bench's own client follows before it is what is measured: python tests/bench/bench_client.py
+"""Number of streams that the bench's own client can follow before it limits what it measures.
 
-MEASURED on this machine: a server in another process streams 50 tokens/s to each of N clients of one process, and says
-when it wrote them. "client CPU" is what a token costs the client; the lags are those that mark a run invalid; "ITL P99"
-is what is measured beside what the server did. Where "machine P99" is most of the lag, other work is what was measured.
-Lags and gaps are in ms; what a token costs includes the making of the prompts, which few tokens have to pay for.
+MEASURED on this machine: a server in another process streams 50 tokens/s to each of N clients of one process and logs
+when it wrote them. "client CPU" is the client's CPU time per token, the making of prompts included. The lags are those
+that mark a run invalid; "ITL P99" is measured by the client, "server's" by the server. If "machine P99" is most of the
+lag, other work on the machine was measured. Lags and gaps are in ms.
+
+python tests/bench/bench_client.py
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ async def row(root: str, streams: int) -> str:
 
 
 def p99(seconds: Summary | None) -> float:
-    """In ms."""
+    """Return the P99 in ms; 0 without samples."""
     return 0.0 if seconds is None else 1e3 * (seconds.p99 or 0.0)
 
 

@@ -1,9 +1,9 @@
-"""Static batches against continuous batching on lengths with a large variance, MEASURED: `llmsched bench --compare`.
+"""Static batches against continuous batching on output lengths with a large variance, MEASURED (`bench --compare`).
 
-The demo model in this process, 32 requests all at once, 8 at a time: prompts of 32 to 192 tokens, answers log-normal
-with a mean of 64 and a sigma of 1, cut at 320. static reserves KV for max_model_len (512) for each member of a batch
-and ends it with the longest. Two rounds each, interleaved: on a machine that others use only ratios mean anything.
-Takes about three minutes on one thread.
+The demo model in this process serves 32 requests that arrive together, 8 at a time: prompts of 32 to 192 tokens,
+outputs log-normal with a mean of 64 and a sigma of 1, cut at 320. static reserves KV for max_model_len (512) for each
+member of a batch and ends a batch with its longest member. Two interleaved rounds each; on a shared machine only
+ratios are meaningful. Takes about three minutes on one thread.
 
 python tests/bench/bench_compare.py [THREADS]        default: 1
 """

@@ -1,8 +1,8 @@
-"""Which headroom serves the shipped workloads best, SIMULATED, and how near `llmsched workload` comes to it.
+"""Best headroom for each shipped workload, SIMULATED, and how close the advice of `llmsched workload` comes to it.
 
-Each workload's first requests come at once, to a pool that holds as many of them as are to run together, half way
-through their answers. Answers end by themselves, long before max_tokens: admission has to guess how long they get. A
-row per share of blocks kept free (max_headroom is the same: no loop mends what is wrong); "rule" is the advice.
+The first requests of each workload arrive together. The KV pool holds the intended number of running requests, each
+half way through its output. Outputs end by themselves, long before max_tokens, so admission has to estimate their
+lengths. One row per headroom (max_headroom is set to the same, which switches adaptation off); "rule" marks the advice.
 
 python tests/bench/bench_headroom.py [REQUESTS]
 """
@@ -27,7 +27,7 @@ MAX_TOKENS = 4096
 
 
 class Piece(NamedTuple):
-    """A request of a workload: its prompt, and how many tokens its answer gets."""
+    """Request of a workload: its prompt, and the number of tokens of its output."""
 
     prompt: list[int]
     answer: int

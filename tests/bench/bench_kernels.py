@@ -1,10 +1,10 @@
-"""Paged attention of decodes and of a prefill chunk beside the reference, torch's own attention over gathered keys and
-values, and the time that reading them takes at least.
+"""Paged attention of decodes and of a prefill chunk, compared with the reference and torch's attention, MEASURED.
 
-    python tests/bench/bench_kernels.py [--device cuda] [--dtype bfloat16] [--seconds 3]
+torch's attention gets gathered keys and values. The contenders take turns and the best time of each counts, so ratios
+hold on a shared machine. The floor is the time in which torch sums as many bytes of float32 with equally warm caches.
+Shapes are SmolLM2-135M's.
 
-The contenders take turns and the best time of each counts, so ratios hold on a machine that others use too. The floor
-is the time in which torch sums as many bytes of float32, with the same caches warm. Shapes are SmolLM2-135M's.
+python tests/bench/bench_kernels.py [--device cuda] [--dtype bfloat16] [--seconds 3]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Contender = Callable[[], object]
 
 
 def gather_and_attend(batch: Batch) -> torch.Tensor:
-    """What one writes without a paged kernel: each sequence's keys and values copied, then torch's attention."""
+    """Attend without a paged kernel: copy each sequence's keys and values, then call torch's attention."""
     output = torch.empty_like(batch.query)
     bounds = batch.cu_seqlens_q.tolist()
     for index, context in enumerate(batch.context_lens.tolist()):
@@ -55,7 +55,7 @@ def gather_and_attend(batch: Batch) -> torch.Tensor:
 
 
 def best_times(contenders: dict[str, Contender], seconds: float, device: str) -> dict[str, float]:
-    """Each contender's best time, in seconds, of rounds in which every one runs once, until `seconds` are over."""
+    """Run the contenders in turn for `seconds` and return the best time of each in seconds."""
 
     def once(contender: Contender) -> float:
         start = time.perf_counter()
@@ -75,7 +75,7 @@ def best_times(contenders: dict[str, Contender], seconds: float, device: str) ->
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> tuple[int, dict[str, float]]:
-    """Bytes of keys and values, and each contender's time."""
+    """Return the bytes of keys and values, and each contender's time."""
     batch = make_batch(shape, dtype=dtype, device=device)
     kv_bytes = 2 * sum(c for _, c in shape.sequences) * shape.kv_heads * shape.head_dim * dtype.itemsize
     stretch = torch.ones(kv_bytes // 4, device=device)

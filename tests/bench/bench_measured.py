@@ -1,11 +1,10 @@
-"""What the scheduler's decisions buy on a real model, MEASURED: the demo model on the CPU, two settings interleaved.
+"""Gains from the scheduler's decisions on a real model, MEASURED: the demo model on the CPU, two settings interleaved.
 
-Each setting runs ROUNDS times, in turn, so that what else the machine does hits both; only ratios within a run mean
-anything. Figures are of all rounds together. How fast requests come, and the target of (b), follow from what the
-machine does alone, which is measured first: the same scenarios are as hard on a slow machine. Takes about five minutes
-on one thread.
+Each setting runs ROUNDS times, in turn, so that other work on the machine affects both; only ratios within a run are
+meaningful. Figures pool all rounds. Arrival rates, and the target of (b), follow from the machine's speed, which is
+measured first, so the scenarios are equally hard on a slow machine. Takes about five minutes on one thread.
 
-python tests/bench/bench_measured.py [THREADS]        default: 1; more are slower on a machine that others use as well
+python tests/bench/bench_measured.py [THREADS]        default: 1; more threads are slower on a shared machine
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ IDS = range(300, 40_000)
 
 @dataclass(frozen=True)
 class Load:
-    """A request: when it comes (seconds after the start), its prompt, how many tokens it wants."""
+    """Request: its arrival in seconds after the start, its prompt, and its number of output tokens."""
 
     name: str
     arrival: float
@@ -42,7 +41,7 @@ class Load:
 
 @dataclass
 class Times:
-    """When a request was due and when its tokens came, in seconds of one clock."""
+    """Due time of a request and the times of its tokens, in seconds of one clock."""
 
     name: str
     arrival: float
@@ -63,7 +62,7 @@ class Times:
 
 @dataclass
 class Outcome:
-    """All rounds of one setting."""
+    """Results of all rounds of one setting."""
 
     times: list[Times] = field(default_factory=list)
     seconds: float = 0.0
@@ -74,7 +73,7 @@ class Outcome:
 
 
 class Bench:
-    """One loaded model; every run gets an engine of its own, with an empty cache, around it."""
+    """One loaded model; every run gets a new engine with an empty cache around it."""
 
     def __init__(self) -> None:
         config = EngineConfig(
@@ -106,7 +105,7 @@ class Bench:
         outcome.seconds += time.monotonic() - start
 
     def seconds(self, loads: list[Load], **knobs: Any) -> float:
-        """How long the loads take together, when all come at once; the best of two, after one to warm up."""
+        """Return the time in which the loads, sent together, are served: the best of two runs after a warm-up."""
         outcomes = [Outcome() for _ in range(3)]
         for outcome in outcomes:
             self.run(loads, outcome, **knobs)
@@ -148,7 +147,7 @@ def rows(name: str, unit: str, outcomes: dict[str, Outcome], figure: Callable[[O
 
 
 def long_prompt(bench: Bench) -> None:
-    """(b) One prompt of 3,000 tokens among 8 chats, a quarter through; the target is three plain steps."""
+    """(b) Send one prompt of 3,000 tokens among 8 chats, a quarter through; the target is three plain steps."""
 
     def chats(max_tokens: int) -> list[Load]:
         rng = random.Random(2)
@@ -174,7 +173,7 @@ def long_prompt(bench: Bench) -> None:
 
 
 def fast_lane(bench: Bench) -> None:
-    """(d) Short requests among long prompts that come 1.25 times as fast as they can be computed."""
+    """(d) Send short requests among long prompts that arrive 1.25 times as fast as they can be computed."""
     common = {"max_num_batched_tokens": 256}
     rng = random.Random(5)
     one_long = bench.seconds([Load(f"long{i}", 0.0, prompt(rng, 900), 8) for i in range(2)], **common) / 2
@@ -192,7 +191,7 @@ def fast_lane(bench: Bench) -> None:
 
 
 def static_batches(bench: Bench) -> None:
-    """(f) Lengths with a large variance, all queued at once."""
+    """(f) Queue requests whose output lengths have a large variance, all at once."""
 
     def load() -> list[Load]:
         rng = random.Random(6)
@@ -213,7 +212,7 @@ def static_batches(bench: Bench) -> None:
 
 
 def prefix_hit(bench: Bench) -> None:
-    """TTFT of a prompt of 2,000 tokens of which 1,900 are cached, against one that is new."""
+    """Compare the TTFT of a prompt of 2,000 tokens, 1,900 of them cached, with that of a new prompt."""
     rng = random.Random(7)
     outcomes = {"miss": Outcome(), "hit": Outcome()}
     engine = bench.engine()

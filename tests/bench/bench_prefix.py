@@ -1,4 +1,7 @@
-"""What the KV manager costs: python tests/bench/bench_prefix.py. MEASURED on this machine, medians, no model."""
+"""CPU time of the KV manager without a model, MEASURED on this machine: medians.
+
+python tests/bench/bench_prefix.py
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def come_and_go(kv: KVManager, request: Request) -> None:
 
 
 def median(action: Callable[[Request], object], prompt: list[int], repeats: int = 201) -> float:
-    """Median seconds of action(a new request)."""
+    """Return the median seconds of action(a new request)."""
     samples = []
     for _ in range(repeats):
         request = make(prompt)
@@ -73,7 +76,7 @@ def median(action: Callable[[Request], object], prompt: list[int], repeats: int 
 
 
 def rewriting(prompt: list[int]) -> float:
-    """A new prompt each time, in a pool that is full, so that every block is evicted, written and cached again."""
+    """Use a new prompt each time in a full pool, so that every block is evicted, written and cached again."""
     kv = KVManager(2 * len(prompt) // BLOCK, BLOCK)
     samples = []
     for i in range(21):
@@ -85,7 +88,7 @@ def rewriting(prompt: list[int]) -> float:
 
 
 def crowded_root() -> None:
-    """Thousands of prompts that begin alike and part within the first block."""
+    """Cache thousands of prompts that begin alike and diverge within the first block."""
     kv = KVManager(NUM_BLOCKS, BLOCK)
     for i in range(4_000):
         write(kv, make([*range(8), i, *range(23)]))
@@ -95,14 +98,14 @@ def crowded_root() -> None:
 
 
 def decode_steps() -> None:
-    """The KV part of a step in which 256 requests decode."""
+    """Do the KV part of a step in which 256 requests decode."""
     kv = KVManager(NUM_RUNNING * 64, BLOCK)
     running = [make(random.Random(i).choices(range(100_000), k=500 + i % BLOCK)) for i in range(NUM_RUNNING)]
     for request in running:
         kv.admit(request, kv.prefix_cache.find(request))
         request.num_computed_tokens = request.num_tokens - 1
         kv.commit(request)
-    show("decode of 256, nobody at a boundary", statistics.median(decode(kv, running, 0) for _ in range(201)))
+    show("decode of 256, none at a block boundary", statistics.median(decode(kv, running, 0) for _ in range(201)))
     show("decode of 256, each 16th at a boundary", statistics.median(decode(kv, running, 1) for _ in range(64)))
 
 

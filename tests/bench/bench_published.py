@@ -1,30 +1,29 @@
-"""The roofline against published measurements of real GPUs: each row's load is run through the real scheduler.
+"""Roofline against published measurements of real GPUs, SIMULATED: the real scheduler serves the load of each row.
 
-Half of the rows (by a hash of their id) were fitted to (tests/bench/fit_published.py), the other half checks. Errors
-are predicted / published - 1. TPOT and throughput are what is promised; TTFT is shown for information: it depends on
-when the requests of a closed loop came, which is hardly ever published.
+The constants are fitted to half of the rows, chosen by a hash of their id (tests/bench/fit_published.py); the other
+half are checks. Errors are predicted / published - 1. The README states those of TPOT and throughput. TTFT is for
+information: it depends on when the requests of a closed loop arrived, which is rarely published.
 
-What misses by more than 30 % among the checks, and why as far as the sources tell:
+Checks that miss by more than 30 %, with the reason as far as the sources tell:
 
-- gpt-oss under SGLang (A100, H100): published at 6 and 37 % of what vLLM does on the same machine; no load explains it
-- 1,000 requests at once (gpustack-qwen3-32b-h100-2, -9, and others in the half that is fitted to): mean and P99 of TTFT
-  tell that some 10 seconds passed before first tokens came, which counts against their throughput
+- gpt-oss under SGLang (A100, H100): published at 6 and 37 % of vLLM's figures on the same machine; no load explains it
+- 1,000 requests at once (gpustack-qwen3-32b-h100-2, -9, and others in the fitted half): the mean and P99 of TTFT show
+  that some 10 seconds passed before the first tokens, which counts against their throughput
 - prompts of 32,000 tokens of gpt-oss on an A100: its attention with sinks is much slower there than on an H100
-- gpustack-quant-* on an A100: TTFT shows that all 1,000 requests ran at once, so that max_num_seqs was not vLLM's
-  default
+- gpustack-quant-* on an A100: TTFT shows that all 1,000 requests ran at once, so max_num_seqs was not vLLM's default
 - SGLang and TensorRT-LLM with prompts of 2,000 and 32,000 tokens (gpustack-qwen3-14b-h100-12, -14, 32b-h100-10): TPOT
-  alone; they prefill in steps without decodes, here the two are mixed
+  alone; they prefill in steps without decodes, while this scheduler mixes the two
 - gpustack-gpt-oss-20b-a100-9, four output tokens for each prompt: TPOT is then the time of three steps full of prefills
-- nim with 250 requests of 8,000 tokens: throughput alone; how many ran at a time is not published
+- nim with 250 requests of 8,000 tokens: throughput alone; the concurrency is not published
 
-How far this carries (fit_published.py --leave-out): to a source that nothing was fitted to, with median errors of 11 %
-(TPOT and throughput) and P90 of 39 and 50 %; to a model, 9 and 10 %, 34 and 46 %. Nine of 16 sources stay under 20 % at
-P90. What carries badly: kernels of other versions (fp8 KV in TensorRT-LLM 0.9 and NIM), the H20, Mixtral where only
-gpt-oss is known, and gpustack's outliers above.
+Accuracy on data left out of the fit (fit_published.py --leave-out): for a new source, median errors of 11 % (TPOT and
+throughput) and P90 of 39 and 50 %; for a new model, 9 and 10 %, 34 and 46 %. Nine of 16 sources stay under 20 % at P90.
+Least accurate: kernels of other versions (fp8 KV in TensorRT-LLM 0.9 and NIM), the H20, Mixtral if only gpt-oss is
+known, and gpustack's outliers above.
 
 python tests/bench/bench_published.py [PART OF AN ID ...]       ten minutes on two cores
 python tests/bench/bench_published.py --measurements FILE       other results, see tests/support/published_lines.py
-python tests/bench/bench_published.py --engine default          as if no class of engines were known
+python tests/bench/bench_published.py --engine default          with the constants of the default engine class
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from llmsched.profiles.engines import engines
 
 
 class Outcome(NamedTuple):
-    """A row and what was predicted for it; an error is None where nothing was published."""
+    """Row with its predictions; an error is None if the figure was not published."""
 
     row: Row
     found: Figures
@@ -65,7 +64,7 @@ class Outcome(NamedTuple):
 
 
 def predict(row: Row, engine: str | None = None) -> Outcome | Refused:
-    """What `engine` (default: the row's own class) makes of a row's load, or why it makes nothing of it."""
+    """Predict a row's figures with `engine` (default: the row's own class), or say why that is impossible."""
     try:
         cost = published_cost(row, engine)
         return Outcome(row, steps_of(row, cost).figures(cost))
@@ -136,7 +135,7 @@ def main() -> None:
 
 
 def summarise(outcomes: Sequence[Outcome], *, foreign: bool) -> None:
-    """Errors by engine and GPU, and what misses. `foreign` rows were never fitted to, whatever their id."""
+    """Print errors by engine and GPU, and the rows that miss. `foreign` rows are never part of the fit."""
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         part = "" if foreign else ": fit" if outcome.row.fitted else ": check"

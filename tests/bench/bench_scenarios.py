@@ -1,4 +1,4 @@
-"""What the scheduler's decisions buy, SIMULATED: the same seeded load under two settings, one table.
+"""Gains from the scheduler's decisions, SIMULATED: the same seeded load under two settings, one table.
 
 The cost model is a 7B-class model on an 80 GB card: 8 ms fixed (weights), 25 us per prefill token, 30 us per decoding
 sequence, 40 ns per token of KV read.
@@ -37,7 +37,7 @@ EOS = 2
 
 
 class Run:
-    """One load under one setting: the times of all requests, and what the scheduler counted."""
+    """One load under one setting: the times of all requests, and the scheduler's counters."""
 
     def __init__(
         self, requests: list[Request], num_blocks: int, lengths: dict[str, int], *, swap_slots: int = 0, **knobs: Any
@@ -64,7 +64,7 @@ class Run:
         return [t for t in self.times if t.request.request_id.startswith(name)]
 
     def goodput(self, ttft: float, itl: float) -> float:
-        """Requests per second whose first token came within `ttft` and whose worst gap was within `itl` (seconds)."""
+        """Return requests per second with a TTFT within `ttft` and a worst gap within `itl` (seconds)."""
         return sum(t.ttft <= ttft and max(t.gaps, default=0) <= itl for t in self.times) / self.duration
 
     @property
@@ -88,7 +88,7 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def chats(rng: random.Random, count: int, rate: float) -> tuple[list[Request], dict[str, int]]:
-    """Poisson arrivals; short prompts, outputs log-normal around 365 tokens that end long before max_tokens."""
+    """Make Poisson arrivals of short prompts with log-normal outputs around 365 tokens, well below max_tokens."""
     requests, lengths, now = [], {}, 0.0
     for i in range(count):
         now += rng.expovariate(rate)
@@ -104,7 +104,7 @@ def row(name: str, unit: str, before: tuple[str, float], after: tuple[str, float
 
 
 def thrash() -> None:
-    """(a) A pool at 60 % of what the 110 requests that would run at a time hold when they end."""
+    """(a) Use a pool of 60 % of the KV that the 110 concurrent requests hold at their end."""
     runs = {}
     for policy in ("fcfs", "fair"):
         requests, lengths = chats(random.Random(1), 1200, 13.0)
@@ -121,7 +121,7 @@ def thrash() -> None:
 
 
 def long_prompt() -> None:
-    """(b) One prompt of 20,000 tokens among 64 chats."""
+    """(b) Send one prompt of 20,000 tokens among 64 chats."""
 
     def load() -> list[Request]:
         rng = random.Random(2)
@@ -140,7 +140,7 @@ def long_prompt() -> None:
 
 
 def hit_first(requests: list[Request]) -> Run:
-    """Pure longest hit first, as others do it: any hit goes before any miss, however long that has waited."""
+    """Order by longest prefix hit alone, as other engines do: any hit precedes any miss, however long that waited."""
     kept = waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, door.OFFERS_BEYOND_SLOTS
     waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, door.OFFERS_BEYOND_SLOTS = 10**6, 0.0, 10**6
     try:
@@ -150,7 +150,7 @@ def hit_first(requests: list[Request]) -> Run:
 
 
 def cold_among_hot() -> None:
-    """(c) Cold long requests among 90 % that hit the cache."""
+    """(c) Send cold long requests among 90 % that hit the cache."""
 
     def load() -> list[Request]:
         rng = random.Random(3)
@@ -174,7 +174,7 @@ def cold_among_hot() -> None:
 
 
 def fast_lane() -> None:
-    """(d) Short requests among long prompts."""
+    """(d) Send short requests among long prompts."""
 
     def load() -> list[Request]:
         rng = random.Random(4)
@@ -196,7 +196,7 @@ def fast_lane() -> None:
 
 
 def blocked_head() -> None:
-    """(e) A request that does not fit yet, with small ones behind it."""
+    """(e) Queue small requests behind one that does not fit yet."""
 
     def load() -> list[Request]:
         rng = random.Random(5)
@@ -214,7 +214,7 @@ def blocked_head() -> None:
 
 
 def static_batches() -> None:
-    """(f) Lengths with a large variance, all queued at once."""
+    """(f) Queue requests whose output lengths have a large variance, all at once."""
 
     def load() -> tuple[list[Request], dict[str, int]]:
         rng = random.Random(6)
@@ -237,7 +237,7 @@ def static_batches() -> None:
 
 
 def swap() -> None:
-    """(g) The thrash of (a) under fcfs: what is lost, thrown away or kept in host memory."""
+    """(g) Repeat the thrash of (a) under fcfs: recompute the lost KV, or keep it in host memory."""
     runs = {}
     for mode, slots in (("recompute", 0), ("auto", 4096)):
         requests, lengths = chats(random.Random(1), 1200, 13.0)

@@ -1,9 +1,9 @@
-"""CPU time of schedule() + update(), without a model, against batch and queue. MEASURED on this machine, medians.
+"""CPU time of schedule() + update() without a model, by batch size and queue length, MEASURED on this machine: medians.
 
-In a quiet step nobody arrives, ends or crosses a block boundary. Then steps as they come, one in 16 requests crossing a
-boundary in each. With turnover, one ends and one arrives before each step, which counts as a part of it; scarce is the
-same where memory does not suffice for everyone's max_tokens, so that what is learned of lengths decides. Last, how
-long a prompt of 32k tokens takes to be found in the prefix cache.
+In a quiet step no request arrives, ends or crosses a block boundary. In a normal step one in 16 requests crosses a
+boundary. With turnover, one request ends and one arrives before each step, which is part of the time; scarce is the
+same with too little memory for every max_tokens, so that the length forecast decides about admission. Last, the time to
+find a prompt of 32k tokens in the prefix cache.
 
 python tests/bench/bench_scheduler.py
 """
@@ -35,8 +35,9 @@ LONG_PROMPT = 32_768
 def loaded_scheduler(
     running: int, waiting: int, policy: str = "fair", spread: int = BLOCK, blocks_each: int = 64
 ) -> Scheduler:
-    """`running` requests that decode, all slots taken, and `waiting` more; lengths of prompts differ by up to `spread`
-    tokens. The pool has `blocks_each` for each that runs.
+    """Return a scheduler with max_num_seqs = `running` decoding requests and `waiting` queued ones.
+
+    Prompt lengths differ by up to `spread` tokens. The pool has `blocks_each` blocks for each running request.
     """
     config = resolved(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)  # type: ignore[arg-type]
     kv = KVManager(running * blocks_each, 16)
@@ -54,7 +55,7 @@ def loaded_scheduler(
 
 
 def chat(name: str, prompt_len: int, arrival: float) -> Request:
-    """A request of which lengths are learned."""
+    """Make a request of a class whose output lengths are learned."""
     prompt = [(int(arrival) * 31 + j) % 1000 for j in range(prompt_len)]
     request = make_request(name, prompt, 600, arrival=arrival)
     request.sampling = replace(request.sampling, ignore_eos=False)
@@ -62,7 +63,7 @@ def chat(name: str, prompt_len: int, arrival: float) -> Request:
 
 
 def step(scheduler: Scheduler) -> tuple[float, float]:
-    """One step; seconds of schedule() and of update()."""
+    """Run one step; return the seconds of schedule() and of update()."""
     start = time.perf_counter()
     plan = scheduler.schedule()
     planned = time.perf_counter()
@@ -78,7 +79,7 @@ def decoding(running: int, waiting: int) -> list[tuple[float, float]]:
 
 
 def quiet(running: int, waiting: int) -> list[tuple[float, float]]:
-    """All requests are equally long: only one step in BLOCK crosses a boundary, the others are taken."""
+    """Use requests of one length: one step in BLOCK crosses a boundary, and the others are measured."""
     scheduler = loaded_scheduler(running, waiting, spread=1)
     times = []
     while len(times) < STEPS:

@@ -1,13 +1,13 @@
-"""Scenario seqgpt, MEASURED: BLOOM-560M with random weights, 24 clients, answers of 16 to 512 tokens, a system prompt.
+"""Scenario seqgpt, MEASURED: BLOOM-560M with random weights, 24 clients, outputs of 16 to 512 tokens, a system prompt.
 
-Static batching that reserves KV for 2,048 tokens a request, without a prefix cache, against this engine as it is: peak
-memory, throughput, P95 per-token latency, first-token latency. Each client sends a request when it has the answer to
-the one before. Weights are random, as times and memory do not depend on what they say.
+Compares static batching, which reserves KV for 2,048 tokens a request and has no prefix cache, with this engine at its
+defaults: peak memory, throughput, P95 per-token latency, first-token latency. Each client sends its next request when
+it has the output of the previous one. Random weights do not change times or memory.
 
---scale 0.25 (the default) has a quarter of all lengths, the reservation included, so that it takes a few minutes on two
-slow cores; weights then have a larger share of the memory, which makes the saving smaller. --scale 1 is the scenario
-itself: it takes four times as long and 7 GiB of memory. Unless that is measured, it follows SIMULATED on an NVIDIA L4:
-by the same scheduler and KV manager, so that the blocks are counted, and only the times are made up.
+--scale 0.25 (the default) uses a quarter of all lengths and of the reservation, to take a few minutes on two slow
+cores; weights are then a larger share of the memory, which reduces the saving. --scale 1 is the full scenario and takes
+four times as long and 7 GiB of memory. Unless it is measured, it follows SIMULATED on an NVIDIA L4: the scheduler and
+KV manager are real, so block counts are exact, and only step times are modelled.
 
 python tests/bench/bench_seqgpt.py [--scale 0.25] [--requests 72] [--rounds 1] [--threads 1]
 """
@@ -44,7 +44,7 @@ KV_BYTES_PER_TOKEN = 24 * 2 * 1024 * 2
 
 
 def write_model(directory: Path) -> None:
-    """bigscience/bloom-560m's shape in bfloat16, and a tokenizer to make prompts with."""
+    """Write a model of bigscience/bloom-560m's shape in bfloat16, and a tokenizer to make prompts with."""
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=250_880, hidden_size=1024, n_layer=24, n_head=16, seq_length=RESERVED)
     BloomForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
@@ -52,7 +52,7 @@ def write_model(directory: Path) -> None:
 
 
 def compare(model: str, scale: float, simulate: str | None, options: argparse.Namespace) -> None:
-    """Run the scenario with lengths of this scale and print what came of it."""
+    """Run the scenario with lengths of this scale and print the results."""
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * scale))

@@ -1,9 +1,9 @@
-"""Simulated against measured: the demo model on this machine, calibrated, under three loads.
+"""Simulated against measured figures: the demo model on this machine, calibrated, under three loads.
 
-The machine is calibrated before and after each load, and the simulation of a load uses the mean of the two, so that
-drift falls on both sides alike. Loads are open loops (low, near the knee, past it) whose rates follow from what the
-simulation says that the machine does at most; each runs ROUNDS times. How far the measured rounds lie apart is told
-beside each error: no simulation can be nearer than that. Takes under five minutes on a quiet machine.
+The machine is calibrated before and after each load, and the simulation uses the mean of the two, so that drift of the
+machine affects both sides alike. Loads are open loops (low, near the knee, past it) whose rates follow from the
+simulated capacity; each runs ROUNDS times. The spread of the measured rounds is printed beside each error, because no
+simulation can be more accurate than that. Takes under five minutes on a quiet machine.
 
 python tests/bench/bench_simulated.py [DTYPE] [THREADS]       default: bfloat16, all cores
 """
@@ -59,7 +59,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class Round(NamedTuple):
-    """One run of a load, and what the simulation said of it."""
+    """One run of a load, and the simulated figures of the same load."""
 
     simulated: Measurement
     measured: Measurement
@@ -76,7 +76,7 @@ def load(rate: float | None = None) -> SyntheticLoad:
 
 
 def measured(engine: Engine, workload: SyntheticLoad) -> Measurement:
-    """Run a load on an engine of its own, beside the one that the model was loaded for."""
+    """Run a load on a new engine with the weights that are loaded already."""
 
     async def run() -> Measurement:
         async with running(engine_beside(engine)) as service:
@@ -89,7 +89,7 @@ def measured(engine: Engine, workload: SyntheticLoad) -> Measurement:
 
 
 def simulated(engine: Engine, before: Measured, after: Measured, workload: SyntheticLoad) -> tuple[Measurement, Fit]:
-    """The same load under the cost that fits the mean of two calibrations."""
+    """Simulate the load with the cost fitted to the mean of two calibrations."""
     samples = [
         Sample(one.shape, (one.seconds + two.seconds) / 2)
         for one, two in zip(before.samples, after.samples, strict=True)
@@ -112,7 +112,7 @@ def simulated(engine: Engine, before: Measured, after: Measured, workload: Synth
 
 
 def speed(one: Measured, first: Measured) -> float:
-    """How much slower the steps of a calibration were than those of the first."""
+    """Return the ratio of a calibration's step times to those of the first calibration."""
     pairs = zip(one.samples, first.samples, strict=True)
     return statistics.median(sample.seconds / before.seconds for sample, before in pairs)
 

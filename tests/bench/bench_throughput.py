@@ -1,8 +1,8 @@
 """Useful output tokens per second on the demo model: the engine against transformers.generate in static batches.
 
 The same 32 requests (prompts of 32 to 192 tokens, outputs of 8 to 48) at concurrency 1, 8 and 32. generate gets them in
-batches of that size, padded, and runs each batch to its longest output; only tokens that were asked for count.
-MEASURED, one after the other in one run.
+padded batches of that size and runs each batch to its longest output; only requested tokens count. MEASURED, one after
+the other in one run.
 
 python tests/bench/bench_throughput.py [--model MODEL] [--dtype float32]
 """
@@ -34,7 +34,7 @@ def make_work(vocab_size: int) -> Work:
 
 
 def run_engine(engine: Engine, work: Work, concurrency: int) -> float:
-    """Seconds for the work in a closed loop."""
+    """Return the seconds for the work in a closed loop."""
     engine.prefixes.reset()
     pending = [(f"r{i}", *item) for i, item in enumerate(work)][::-1]
     running = 0
@@ -49,7 +49,7 @@ def run_engine(engine: Engine, work: Work, concurrency: int) -> float:
 
 
 def run_generate(model: torch.nn.Module, work: Work, batch_size: int) -> float:
-    """Seconds for the work in static batches."""
+    """Return the seconds for the work in static batches."""
     start = time.perf_counter()
     for low in range(0, len(work), batch_size):
         batch = work[low : low + batch_size]

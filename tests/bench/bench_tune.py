@@ -1,10 +1,10 @@
-"""tune against an exhaustive grid on a real model: how good its choice is, in how much of the grid's time.
+"""tune against an exhaustive grid on a real model: quality of its choice, and its share of the grid's time.
 
-The grid is every token budget with every number of sequences, each measured in full as often as tune measures the best.
-The ITL limit, unless it is given, is one that some budgets clearly meet and others clearly do not. Afterwards tune's
-choice and the grid's best run against each other in turn. Then the same grid on a virtual clock, with steps as
-calibrated here: does the simulated choice agree, and if not, what does it cost? MEASURED and SIMULATED, one after the
-other in one run; a machine that others use as well changes under it, most of all where its P99 is.
+The grid has every token budget with every number of sequences, each measured in full as often as tune measures the
+best. Unless it is given, the ITL limit is one that some budgets clearly meet and others clearly miss. Afterwards tune's
+choice and the grid's best run in turn. Then the same grid runs on a virtual clock with step times as calibrated here:
+does the simulated choice agree, and what does a different choice cost? MEASURED and SIMULATED in one run; on a shared
+machine the P99 varies most.
 
 python tests/bench/bench_tune.py [--model MODEL] [--slo-itl SECONDS | --no-slo]
 """
@@ -33,11 +33,11 @@ from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 
 BUDGETS = tuple(powers_of_two(32, 512))
-#: The last is more than ever run at a time: no limit.
+#: The last is more than ever run at once, so no limit.
 SEQS = (1, 2, 3, 128)
 GRID = [Setting(tokens, seqs) for tokens, seqs in product(BUDGETS, SEQS)]
 START = Setting(BUDGETS[0], SEQS[-1])
-#: Times that the two winners run against each other.
+#: Runs of each of the two winners against each other.
 DUEL = 3
 
 
@@ -52,7 +52,7 @@ class Task:
 
 
 async def find_limit(runner: TrialRunner, task: Task) -> float:
-    """An ITL limit that some budgets clearly meet and others clearly do not: in the widest gap between their P99."""
+    """Find an ITL limit in the widest gap between the P99s of the budgets."""
     found = TrialHistory(Slo(), "throughput")
     for budget in BUDGETS:
         found.add(await runner.run(Setting(budget, SEQS[-1]), task.requests, 999))
@@ -62,7 +62,7 @@ async def find_limit(runner: TrialRunner, task: Task) -> float:
 
 
 async def tune(runner: TrialRunner, task: Task) -> tuple[TrialHistory, float]:
-    """What tune finds, and in how many seconds: on a virtual clock with every run in full, and once."""
+    """Run tune's search; return its history and its seconds. On a virtual clock every run is in full and runs once."""
     exact = isinstance(runner, SimulatedRunner)
     history, start = task.history(exact=exact), time.perf_counter()
     lengths = rung_lengths(task.requests, task.asked.load.max_concurrency or 1)
@@ -75,7 +75,7 @@ async def tune(runner: TrialRunner, task: Task) -> tuple[TrialHistory, float]:
 async def measure(
     runner: TrialRunner, task: Task, settings: Sequence[Setting], rounds: int, first_round: int
 ) -> tuple[TrialHistory, float]:
-    """Every setting in full, in turn, every second round backwards."""
+    """Measure every setting in full, in turn, every second round backwards."""
     history, start = task.history(exact=isinstance(runner, SimulatedRunner)), time.perf_counter()
     history.consider(settings)
     for index in range(rounds):
@@ -125,7 +125,7 @@ def told(trial: Trial | None, history: TrialHistory) -> str:
 
 
 async def compare(runner: EngineRunner, task: Task) -> TrialHistory:
-    """Print how tune's choice stands in the grid; what the grid gave."""
+    """Print how tune's choice compares with the grid; return the grid's history."""
     tuned, tune_seconds = await tune(runner, task)
     grid, grid_seconds = await measure(runner, task, GRID, task.rounds, 100)
     num_runs = sum(len(runs) for runs in tuned.runs.values())
@@ -145,7 +145,7 @@ async def compare(runner: EngineRunner, task: Task) -> TrialHistory:
 
 
 async def duel(runner: EngineRunner, task: Task, chosen: Setting, best: Setting) -> None:
-    """Tune's choice and the grid's best in turn, without what favoured either before."""
+    """Measure tune's choice and the grid's best in turn, free of the selection bias of the earlier runs."""
     found, _ = await measure(runner, task, [chosen, best], DUEL, 200)
     share = found.ranking().share(chosen, best)
     print(f"against each other, {DUEL} times in turn: {share:.3f} (wanted: 0.95 or more)")
@@ -154,7 +154,7 @@ async def duel(runner: EngineRunner, task: Task, chosen: Setting, best: Setting)
 
 
 async def compare_simulated(blueprint: Blueprint, task: Task, grid: TrialHistory) -> None:
-    """Print what would have been chosen on a virtual clock, and what that gave when it was measured."""
+    """Print the choice made on a virtual clock, and what that choice gave when it was measured."""
     runner, best = SimulatedRunner(blueprint, task.asked), grid.best()
     simulated, seconds = await measure(runner, task, GRID, 1, 100)
     found, tune_seconds = await tune(runner, task)
@@ -170,7 +170,7 @@ async def compare_simulated(blueprint: Blueprint, task: Task, grid: TrialHistory
 
 
 async def measured(config: EngineConfig, task: Task, find_slo: bool) -> tuple[Task, TrialHistory]:
-    """The task with its limit, and the grid."""
+    """Return the task with its limit, and the grid's history."""
     runner = EngineRunner(config, task.asked, silent)
     try:
         if task.asked.slo.itl is None and find_slo:

@@ -1,11 +1,10 @@
-"""What it is worth to give back the blocks that leave a window: SIMULATED, real scheduler and KV manager, equal memory.
-
-python tests/bench/bench_windows.py
+"""Gain from freeing blocks that leave a sliding window, SIMULATED: real scheduler and KV manager, equal memory.
 
 Each model's KV memory holds 60,000 tokens in all layers. It is served once with one block table for all layers, as if
-none had a window, and once with a table for each group of layers (full + window), as it is. Prompts of 3,000 to 12,000
-tokens, outputs of 20 to 300, all there from the start. A step takes 10 ms, 0.1 ms for each prefill token and 0.02 for
-each decode.
+no layer had a window, and once with one table per group of layers (full + window). Prompts have 3,000 to 12,000 tokens,
+outputs 20 to 300; all arrive together. A step takes 10 ms plus 0.1 ms per prefill token and 0.02 ms per decode.
+
+python tests/bench/bench_windows.py
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ COST = LinearCost(0.01, 1e-4, 2e-5, 0.0)
 
 
 class Outcome(NamedTuple):
-    """Most that ran at the same time, steps, preemptions, and virtual seconds."""
+    """Most requests that ran at once, steps, preemptions, and virtual seconds."""
 
     running: int
     steps: int

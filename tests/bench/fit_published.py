@@ -1,17 +1,17 @@
-"""Fits the constants of profiles/engines.toml to half of the published measurements, and prints that file's tables.
+"""Fit of the constants of profiles/engines.toml to half of the published measurements; prints that file's tables.
 
-For each engine class: the step, layer and row costs, and for each kind of GPU the shares that its rows tell something
-about. The most probable values are taken: errors of logarithms (absolute, so that outliers do not decide), and a normal
-prior of each constant's logarithm, which holds what few rows would otherwise overfit: for the default class around what
-is typical, for the others around the default class's of the file.
+Fits, for each engine class, the step, layer and row costs and, for each kind of GPU, the shares that its rows
+determine. The result is the most probable values: absolute errors of logarithms, so that outliers do not decide, and a
+normal prior on each constant's logarithm against overfitting to few rows. The prior is centred on typical values for
+the default class, and on the default class of the file for the others.
 
-So fit the default, write it to the file, then fit the others. Loads at a rate make other steps with other constants:
-after a change of formulas, do so twice.
+So fit the default first, write it to the file, then fit the others. Loads with a request rate make other steps with
+other constants: after a change of formulas, do both twice.
 
-`--leave-out source` (or model, gpu, engine) fits to all rows but those of one source, the default class as well, and
-prints the errors on that one: with the constants of the rows' own class, then with the default's.
+`--leave-out source` (or model, gpu, engine) fits all classes to all rows but those of one source, and prints the errors
+on that source: with the constants of the rows' own class, then with the default's.
 
-python tests/bench/fit_published.py [CLASS ...]       half an hour, nearly all of it to find the steps of the loads
+python tests/bench/fit_published.py [CLASS ...]       half an hour, mostly to find the steps of the loads
 python tests/bench/fit_published.py --leave-out source       an hour
 """
 
@@ -42,27 +42,27 @@ Constants = dict[tuple[str, str], float]
 
 ENGINES_FILE = Path(__file__).parents[2] / "profiles" / "engines.toml"
 
-#: What is typical of engines and GPUs: the centre of the default's prior.
+#: Typical values of engines and GPUs: the centre of the default class's prior.
 COSTS = {"step_us": 450.0, "layer_us": 42.0, "row_us": 11.0}
 SHARES = {"matrix": 0.7, "matrix_fp8": 0.6, "matrix_fp8_block": 0.45, "bandwidth": 0.78, "kv": 0.85, "decode": 0.35}
 SHARES |= {"attention": 0.7, "experts": 0.55}
 #: Standard deviations of a constant's logarithm in the prior: costs and shares of the default, and of other classes.
 SPREADS = {True: (1.0, 0.3), False: (0.5, 0.2)}
-#: Standard deviation of a row's logarithm, and errors so small that no size is preferred among them.
+#: Standard deviation of a row's logarithm, and the size below which all errors count as equal.
 ROW_SPREAD, SMALL = 0.1, 0.02
-#: GPUs unlike others of their architecture, with shares of their own under any class of engines: the H20 reads at a
-#: third to a half of its bandwidth in all that is published.
+#: GPUs that differ from others of their architecture and get separate shares in every engine class: in all published
+#: results the H20 reads at a third to a half of its bandwidth.
 ALONE = ("h20",)
-#: Rows of a kind of GPU that are enough for shares of its own.
+#: Least number of rows for which a kind of GPU gets separate shares.
 LEAST_ROWS = 3
-#: Relative change from the default below which a share counts as not told by the rows.
+#: Relative change from the default below which a share counts as not determined by the rows.
 LEAST_CHANGE = 0.01
-#: Nothing reads faster than the datasheet says, or multiplies much faster than the best products that were profiled.
+#: Upper bounds: reads at most at the datasheet's rate, products not much faster than the best ones profiled.
 MOST = {"matrix": 0.85, "matrix_fp8": 0.8, "matrix_fp8_block": 0.8, "attention": 1.0}
 MOST |= {"bandwidth": 0.95, "kv": 0.95, "decode": 8.0, "experts": 1.0}
 #: Shares by the arithmetic of a model's matrices.
 MATRICES = {"bf16": "", "fp8": "_fp8", "fp8_block": "_fp8_block"}
-#: What can be left out.
+#: Groups that --leave-out can leave out.
 GROUPS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: row.source,
     "model": lambda row: row.config.stem.removesuffix("_config"),
@@ -72,9 +72,9 @@ GROUPS: dict[str, Callable[[Row], str]] = {
 
 
 class Fit:
-    """One engine class: `solve` gives the constants that are most probable after `steps`, of rows of this class.
+    """Fit of one engine class: `solve` returns the most probable constants, given the `steps` of the class's rows.
 
-    `default` is the table of the class around which those of another lie; without one the default itself is fitted.
+    `default` is the table of the default class, the centre of the prior; without it the default class itself is fitted.
     """
 
     def __init__(self, name: str, steps: Iterable[Steps], default: Mapping[str, Any] | None = None) -> None:
@@ -95,7 +95,7 @@ class Fit:
             self.start |= {(kind, key): min(getattr(shares, key), MOST[key]) for key in own}
 
     def _told(self, kind: str, share: str) -> bool:
-        """Whether rows of this kind of GPU tell about the share."""
+        """Tell whether rows of this kind of GPU determine the share."""
         works = [self.works[each.row.id] for each in self.steps if kind_of(each.row) == kind]
         if share == "attention":  # its part of a prefill is too small to tell it from the matrices'
             return False
@@ -106,24 +106,25 @@ class Fit:
         return True
 
     def entry(self, constants: Constants) -> dict[str, Any]:
-        """The table of engines.toml that the constants make."""
+        """Return the table of engines.toml for the constants."""
         costs = {key: constants["costs", key] for key in COSTS}
         on = {kind: {key: value for (k, key), value in constants.items() if k == kind} for kind in self.kinds}
         return {**costs, "on": ({"default": SHARES} if self.default is None else {}) | on}
 
     def spec(self, constants: Constants) -> EngineSpec:
-        """The engine class that the constants make."""
+        """Return the engine class for the constants."""
         return engine_spec(self.name, self.entry(constants), self.default)
 
     def errors(self, constants: Constants) -> Floats:
-        """Logarithms of predicted / published."""
+        """Return the logarithms of predicted / published."""
         spec = self.spec(constants)
         costs = (Roofline(self.works[s.row.id], s.row.gpu, spec, dtype=s.row.dtype) for s in self.steps)
         return np.array([error for s, cost in zip(self.steps, costs, strict=True) for error in errors(s, cost)])
 
     def solve(self) -> Constants:
-        """The most probable constants, by damped Newton steps on their logarithms (Levenberg, Marquardt), with each
-        error weighted so that squares become absolute values (iteratively reweighted least squares).
+        """Find the most probable constants by damped Newton steps on their logarithms (Levenberg-Marquardt).
+
+        Each error is weighted so that squares become absolute values (iteratively reweighted least squares).
         """
         keys = list(self.start)
         centre = np.log([self.start[key] for key in keys])
@@ -165,7 +166,7 @@ def _loss(errors: Floats, prior: Floats) -> float:
 
 
 def kind_of(row: Row) -> str:
-    """What of engines.toml its shares are of."""
+    """Return the name under which engines.toml keeps the shares of a GPU."""
     return row.gpu.key if row.gpu.key in ALONE else row.gpu.architecture
 
 
@@ -179,7 +180,7 @@ def errors(steps: Steps, cost: Roofline) -> list[float]:
 
 
 def table(fit: Fit, found: Constants) -> str:
-    """The engine's part of engines.toml; shares that stayed at the default are left out."""
+    """Format the engine's part of engines.toml, without shares that stayed at the default."""
     lines = []
     for kind in ("costs", *fit.kinds):
         lines.append(f"[{fit.name}]" if kind == "costs" else f"\n[{fit.name}.on.{kind}]")
@@ -190,18 +191,18 @@ def table(fit: Fit, found: Constants) -> str:
 
 
 def shipped_default() -> dict[str, Any]:
-    """The default class's table as engines.toml has it."""
+    """Return the default class's table of engines.toml."""
     table: dict[str, Any] = tomllib.loads(ENGINES_FILE.read_text(encoding="utf-8"))["default"]
     return table
 
 
 def belongs(row: Row, name: str) -> bool:
-    """Whether a row is of this class; the default is made of all but nim, an older version's kernels."""
+    """Tell whether a row is of this class; the default class has all rows except nim's (older kernels)."""
     return row.engine == name or (name == "default" and row.engine != "nim")
 
 
 def leave_out(group: Callable[[Row], str], steps: Sequence[Steps]) -> None:
-    """Errors on each group's rows of constants that were fitted to the others."""
+    """Print the errors on each group's rows of constants fitted to the other groups."""
     all_sizes: dict[str, list[float]] = defaultdict(list)
     for name in dict.fromkeys(group(each.row) for each in steps):
         others = [each for each in steps if group(each.row) != name]
@@ -233,14 +234,14 @@ def _spreads(sizes: dict[str, list[float]]) -> str:
 
 
 def record(rows: Iterable[Row]) -> list[Steps]:
-    """The steps of each load; where requests come at a rate, those that the constants of now make of it."""
+    """Find the steps of each load. For loads with a request rate they depend on the present constants."""
     return [steps_of(row, published_cost(row)) for row in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the constants of engines.toml to published measurements.")
     parser.add_argument("classes", nargs="*", metavar="CLASS", help="default: all, the default class first")
-    parser.add_argument("--leave-out", choices=GROUPS, help="errors on what was not fitted to")
+    parser.add_argument("--leave-out", choices=GROUPS, help="print errors on groups left out of the fit")
     asked = parser.parse_args()
     rows = read_rows()
     if asked.leave_out:

@@ -57,7 +57,7 @@ def test_a_report_for_people_says_measured(command: CommandLine, model: str) -> 
     outcome = command("calibrate", model, *QUICK, "--repeats", "1")
     assert outcome.code == 0
     assert outcome.out.startswith("MEASURED ")
-    assert "error on steps that were not fitted to:" in outcome.out
+    assert "error on steps left out of the fit:" in outcome.out
     assert f"llmsched bench {model} --simulate local" in outcome.out
     simulated = command("bench", model, *QUICK, "--simulate", "local", *LOAD)
     assert simulated.out.startswith("SIMULATED ")

@@ -109,7 +109,7 @@ def test_an_engine_that_raises_gives_exit_code_1(
         (("--num-prompts", "0"), "--num-prompts"),
         (("--dtype", "float8"), "float8"),
         (("--block-size", "0"), "--block-size: 0 tokens is out of range; allowed is from 1 to 256"),
-        (("--num-tokens", "500"), "num_tokens: 500 tokens after a prompt of"),
+        (("--num-tokens", "500"), "--num-tokens: 500 tokens after a prompt of"),
         (("--max-num-seqs", "4"), "--max-num-seqs"),
     ],
 )
@@ -143,5 +143,5 @@ def test_remarks_put_faults_first_and_stay_short() -> None:
     assert lines[0] == "nobody was preempted"
     assert lines[1].startswith("p5, token 3 is 11 instead of 10, margin 0.02: NOT explained")
     assert lines[2].endswith("margin 0.02: a near tie")
-    assert lines[-1] == "2 further sequences part"
+    assert lines[-1] == "2 more sequences differ"
     assert len(lines) == 1 + 4 + 1

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What only a GPU can tell: kernels, parity with transformers, planned and actual memory, speed. Under eight minutes.
-# Works from a plain checkout: nothing is installed or downloaded. Without a GPU it says so and ends with 0.
+# Checks and measurements that need a GPU: kernels, parity with transformers, planned and actual memory, speed.
+# Takes under eight minutes.
+# Works from a plain checkout and installs or downloads nothing. Without a GPU it says so and exits with 0.
 #
 #   tests/gpu/run.sh [RESULT.json]      default: $OUT/gpu.json, else no file
 #
@@ -10,7 +11,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 
-# The import names are llmsched.*, the folders have others; and the root must stay off the path, because transformers
+# The import names are llmsched.*, unlike the folder names. The root must stay off the path, because transformers
 # takes a top-level module called `kernels` for a package of that name.
 names=$(mktemp -d)
 trap 'rm -rf "$names"' EXIT

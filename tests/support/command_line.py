@@ -1,4 +1,4 @@
-"""Calling llmsched as it is typed, in this process."""
+"""Runner of llmsched command lines in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outcome:
 
     @property
     def json(self) -> dict[str, Any]:
-        """What was printed, as strict JSON."""
+        """The output, parsed as strict JSON."""
 
         def refuse(name: str) -> None:
             raise ValueError(f"{name} is no JSON")
@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass
 class CommandLine:
-    """command("bench", "--json") -> what it printed, and its exit code."""
+    """Callable that runs a command, as in command("bench", "--json"), and returns its output and exit code."""
 
     monkeypatch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""Engines around a small model with the real executor, and running requests through them by hand."""
+"""Engines on a small model with the real executor, and helpers that run requests through them step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokenizer() -> Tokenizer:
 
 
 def layout_of(arch: str, block_size: int = BLOCK, longest: int = MAX_POSITION) -> KVLayout:
-    """How `serve` would lay out the KV cache of the model of `arch`."""
+    """Return the KV cache layout that `serve` would use for the model of `arch`."""
     return group_layers(kv_geometry(model(arch).config), block_size, longest).layout
 
 
@@ -48,7 +48,7 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> Engine:
-    """An engine of its own around the shared model of `arch`. It admits by present memory, so small pools preempt."""
+    """Make a new engine on the shared model of `arch`. It admits by present memory, so small pools preempt."""
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
     layout = layout_of(arch, settings["block_size"], settings["max_model_len"])
@@ -68,19 +68,19 @@ def make_engine(
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random ids, none of them special."""
+    """Return random ids without special tokens."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
 def sampling(**fields: Any) -> SamplingParams:
-    """Greedy, 16 tokens, whatever the end-of-sequence token says, unless `fields` say otherwise."""
+    """Return greedy sampling of 16 tokens that ignores end-of-sequence, unless `fields` say otherwise."""
     return SamplingParams(**{"temperature": 0, "max_tokens": 16, "ignore_eos": True, **fields})
 
 
 @dataclass
 class Choice:
-    """The whole output of one sequence."""
+    """Complete output of one sequence."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Choice:
 
 
 class Collector:
-    """Steps an engine, checks its books after every step, and keeps what came out by (request_id, index)."""
+    """Steps an engine, checks its integrity after every step, and keeps the outputs by (request_id, index)."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -128,12 +128,12 @@ class Collector:
 
 
 def generate(engine: Engine, *requests: tuple[list[int], SamplingParams]) -> list[Choice]:
-    """Serve all requests together; the first choice of each."""
+    """Serve all requests together; return the first choice of each."""
     return [choices[0] for choices in generate_all(engine, *requests)]
 
 
 def generate_all(engine: Engine, *requests: tuple[list[int], SamplingParams]) -> list[list[Choice]]:
-    """Serve all requests together; every choice of each."""
+    """Serve all requests together; return every choice of each."""
     collector = Collector(engine)
     for index, (token_ids, params) in enumerate(requests):
         engine.add_request(str(index), token_ids, params)
@@ -143,7 +143,7 @@ def generate_all(engine: Engine, *requests: tuple[list[int], SamplingParams]) ->
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing is left but cached blocks."""
+    """Assert that only cached blocks are left."""
     engine.check_integrity()
     stats = engine.stats()
     assert not engine.has_work()

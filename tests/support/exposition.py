@@ -1,4 +1,4 @@
-"""What /metrics says, as a mapping."""
+"""Parser of the text of /metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmsched.engine.metrics import EngineMetrics
 
 
 def samples(metrics: EngineMetrics) -> dict[str, float]:
-    """Name and labels of each sample, as written, without the model's name."""
+    """Return the samples by name and labels as written, without the label model_name."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers by script at known times, without a socket."""
+"""OpenAI-compatible server without a socket that answers by script at known times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import httpx
 
 @dataclass(frozen=True)
 class Script:
-    """One response: connect for `connect` seconds, then send each part `at` its time after the request came.
+    """One response: connect for `connect` seconds, then send each part `at` its time after the request arrived.
 
-    Times count from the end of connecting. `cut`: break the connection after the last part. `hang`: never end.
-    `refused`: no connection can be made.
+    Times count from the end of connecting. `cut` breaks the connection after the last part. `hang` never ends the
+    response. `refused` refuses the connection.
     """
 
     parts: Sequence[tuple[float, bytes]] = ()
@@ -43,20 +43,20 @@ def usage(output: int, prompt: int = 8, cached: int | None = None) -> dict[str, 
 
 
 def end(output: int | None = None, **counts: Any) -> bytes:
-    """The usage chunk (unless `output` is None) and [DONE]."""
+    """Make the usage chunk (unless `output` is None) and [DONE]."""
     stated = b"" if output is None else event({"choices": [], **usage(output, **counts)})
     return stated + b"data: [DONE]\n\n"
 
 
 def steady(count: int, first: float, gap: float, **counts: Any) -> Script:
-    """`count` tokens one by one, usage at the end."""
+    """Send `count` tokens one by one, and the usage at the end."""
     parts = [(first + gap * index, token()) for index in range(count)]
     return Script([*parts, (first + gap * (count - 1), end(count, **counts))])
 
 
 @dataclass
 class FakeServer(httpx.AsyncBaseTransport):
-    """Answers the n-th completion with `script(n)`. Notes what it was sent, and when."""
+    """Server that answers the n-th completion with `script(n)`. Records what it was sent, and when."""
 
     script: Callable[[int], Script]
     models: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""An executor without a model: its KV cache holds token ids, so a wrong block or position is seen at once."""
+"""Executor without a model: its KV cache holds token ids, so that a wrong block or position is detected at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from llmsched.engine.scheduler.policies import make_scheduler
 
 VOCAB = 1000
 BLOCK = 16
-#: What a block is said to take; the copies of the fake take what it is told.
+#: Reported bytes of a block; copies of the fake executor take `per_swapped_block` seconds.
 BLOCK_BYTES = 1000
 
 
 def next_token(token_ids: list[int]) -> int:
-    """The token that the fake model puts after `token_ids`: depends on all of them and their order."""
+    """Return the fake model's next token, which depends on all of `token_ids` and their order."""
     return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % VOCAB
 
 
 def reference(prompt: list[int], count: int) -> list[int]:
-    """What a request alone generates."""
+    """Return the output of a request that is served alone."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -36,10 +36,10 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeExecutor:
-    """Writes the ids it is given into its slots, reads the sequence back through its block table, and checks it.
+    """Executor that writes token ids into the KV cache, reads the sequence back through its block table, and checks it.
 
-    A step takes `elapsed` seconds, and `per_swapped_block` more for each block that is copied from or to `host`. The
-    rows of requests that are named in `failing` fail.
+    A step takes `elapsed` seconds, and `per_swapped_block` more for each block that is copied from or to `host`. Rows
+    of requests named in `failing` fail.
     """
 
     elapsed = 1.0
@@ -98,7 +98,7 @@ class FakeExecutor:
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: float = 0.0, **more: object) -> Request:
-    """A greedy request that ends by length alone."""
+    """Make a greedy request that ends only by length."""
     return Request(
         request_id=name,
         token_ids=list(prompt),
@@ -112,7 +112,7 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: flo
 
 
 class Harness:
-    """A scheduler with a fake executor, stepped by hand."""
+    """Scheduler with a fake executor, stepped by hand."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Harness:
         self.time += 1.0
 
     def run(self, limit: int = 10_000) -> int:
-        """Step until idle; returns the number of steps."""
+        """Step until idle; return the number of steps."""
         for steps in range(limit):
             if not self.scheduler.has_work():
                 return steps
@@ -161,7 +161,7 @@ class Harness:
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
-    """A prompt of `count` ids that no other seed begins with."""
+    """Return a prompt of `count` ids; prompts of different seeds differ from the first id on."""
     return [(seed * 7919 + i * 31 + seed) % 1000 for i in range(count)]
 
 

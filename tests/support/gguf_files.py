@@ -1,4 +1,4 @@
-"""Writes a small transformers model and its tokenizer as .gguf, the way llama.cpp's converter does."""
+"""Writer of a small transformers model and its tokenizer as .gguf, as llama.cpp's converter does it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def write_gguf(
     tensors: dict[str, npt.NDArray[np.float32]] | None = None,
     quantisation: gguf.GGMLQuantizationType | None = None,
 ) -> Path:
-    """Write `model` (fp32) and a byte-level `tokenizer`. `metadata` adds or replaces; None leaves a key out.
+    """Write `model` (fp32) and a byte-level `tokenizer`. `metadata` adds or replaces keys; None removes a key.
 
-    Matrices are written as `quantisation`, or as they are.
+    Matrices are written as `quantisation`, or unquantised if None.
     """
     writer = gguf.GGUFWriter(path, arch)
     values = {**_metadata(model.config, arch), **_vocabulary(tokenizer, pre), **(metadata or {})}
@@ -149,7 +149,7 @@ def _gguf_name(name: str, arch: str) -> str:
 
 
 def _changed(name: str, values: npt.NDArray[np.float32], config: Any, arch: str) -> npt.NDArray[np.float32]:
-    """Llama's rope rows are interleaved; Gemma's norms are stored with the 1 that Gemma adds."""
+    """Interleave Llama's rope rows; add 1 to Gemma's norms."""
     if arch == "llama" and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

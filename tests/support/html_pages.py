@@ -1,4 +1,4 @@
-"""Reading a page strictly."""
+"""Strict parser of HTML pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Tags(HTMLParser):
-    """Fails on a tag that is not closed in its turn; notes whatever would be fetched."""
+    """Parser that fails on tags closed out of order and records everything that would be fetched."""
 
     VOID = frozenset({"meta", "line", "path", "br"})
 

@@ -1,4 +1,4 @@
-"""Drives a KV manager by hand, with a fake executor that checks what the blocks hold."""
+"""Driver of a KV manager, with a fake executor that checks the contents of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.request import Request
 
 
 class KVDriver:
-    """Admits, steps and releases what it is told to; all that it does to requests is what a scheduler does."""
+    """Admits, steps and releases requests on command, in the way of a scheduler."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KVDriver:
         return hit
 
     def step(self, chunks: dict[Request, int]) -> None:
-        """Compute so many tokens of each request (fewer at its end), and sample where that reaches the end."""
+        """Compute so many tokens of each request (fewer at its end), and sample at the end."""
         rows = []
         for request, chunk in chunks.items():
             self.kv.grow(request)
@@ -70,7 +70,7 @@ class KVDriver:
         self.check()
 
     def next_copies(self) -> list[tuple[int, int]]:
-        """The copies that the next step will make."""
+        """Return the copies that the next step will make."""
         return self.kv.copies.pending()
 
     def leave(self, request: Request) -> None:
@@ -83,19 +83,19 @@ class KVDriver:
         self.swapped.append(request)
 
     def may_swap(self, request: Request) -> bool:
-        """Whether the request has been in a step since it was admitted, and host memory has room for it."""
+        """Tell whether the request has been in a step since its admission, and host memory has room for it."""
         written = request.num_computed_tokens > request.table.num_initial
         return written and self.kv.num_swapped(request) <= self.kv.swap.num_free
 
     def serve(self, prompt: list[int], salt: str = "") -> Request:
-        """Admit, compute the prompt in one step, let go."""
+        """Admit, compute the prompt in one step, release."""
         request = self.come(prompt, salt=salt)
         self.step({request: len(prompt)})
         self.leave(request)
         return request
 
     def check(self) -> None:
-        """Every block is accounted for, and every findable block holds the KV of its node's tokens."""
+        """Check that every block is accounted for, and that every findable block holds the KV of its node's tokens."""
         self.kv.check_integrity(self.running, self.swapped)
         for root in self.kv.prefix_cache.tree._roots.values():
             self._check_below(root)

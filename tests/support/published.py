@@ -1,7 +1,7 @@
-"""A published measurement, and what the engine and the GPU behind it were.
+"""Published measurement, and the properties of the engine and the GPU behind it.
 
-What a row does not state is what its engine does by default. published_lines.py reads rows, published_loads.py runs
-their loads.
+Settings that a row does not state are the defaults of its engine. published_lines.py reads rows, published_loads.py
+runs their loads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TpotKind = Literal["request", "token", "median", "whole"]
 
 
 class Tpot(NamedTuple):
-    """`seconds` per output token, taken in one of several ways."""
+    """Published time per output token in `seconds`, with the statistic it is."""
 
     kind: TpotKind
     seconds: float
@@ -39,7 +39,7 @@ class Tpot(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One published result, with what it leaves out filled in."""
+    """One published result, with unstated settings filled in."""
 
     id: str
     source: str
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def fitted(self) -> bool:
-        """Whether the constants may be fitted to it: half of the rows, by a hash of the id."""
+        """Whether constants may be fitted to the row: half of the rows, by a hash of the id."""
         return hashlib.sha256(self.id.encode()).digest()[0] % 2 == 0
 
     @property
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def tpot(self) -> Tpot | None:
-        """What was published of the time per output token."""
+        """The published time per output token."""
         names: list[tuple[TpotKind, str]] = [
             ("median", "token_latency_ms_p50"),
             ("request", "tpot_ms"),
@@ -121,7 +121,7 @@ class Row:
         return model_flops(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
 
     def settings(self) -> EngineConfig:
-        """The scheduler's settings that come nearest to what the engine does by default."""
+        """The scheduler settings that are closest to the engine's defaults."""
         large = self.gpu.architecture == "hopper"
         limits = {
             "vllm": (8192, 1024) if large else (2048, 256),
@@ -147,18 +147,19 @@ class Row:
 
     @property
     def reserves(self) -> bool:
-        """Whether a request is admitted only when all that it may ever need is free (GUARANTEED_NO_EVICT)."""
+        """Whether a request is admitted only if all the KV it may ever need is free (GUARANTEED_NO_EVICT)."""
         return self.engine in ("tensorrt-llm", "nim")
 
     @property
     def staggered(self) -> bool:
-        """Whether a closed loop is in its steady state. The measured times to the first token of these are shorter than
-        the prefill of one wave of requests, so that they did not come in waves.
+        """Whether a closed loop is in its steady state.
+
+        The published TTFT of these rows is shorter than the prefill of one wave of requests, so there were no waves.
         """
         return self.id.startswith("aic") and (self.concurrency or 1) > 1
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
-        """The GPU's memory, with the model on it."""
+        """The plan of the GPU's memory with the model."""
         return self.planner().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
 
 

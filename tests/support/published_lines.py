@@ -1,10 +1,10 @@
-"""Lines of measurements*.jsonl, and of files like them: what their names mean here, or why a line cannot be predicted.
+"""Reader of measurements*.jsonl and similar files: maps their names to ours, or says why a line cannot be predicted.
 
 A line is a JSON object: `id`, `gpu`, `model`, `engine`, `weights_dtype`, `kv_dtype`; `input_len` and `output_len` (mean
 tokens); `concurrency` or `batch` (closed loop), `request_rate` (per second; "inf": all at once) and `num_requests`;
 `metrics`: `output_tok_s` or `total_tok_s`, and `tpot_ms`, `itl_ms_mean`, `token_latency_ms_p50` or the like (Row.tpot).
-Optional: `config` (path of the model's config.json, from where the file lies), `max_num_seqs`,
-`max_num_batched_tokens`, `num_gpus`.
+Optional: `config` (path of the model's config.json, relative to the file), `max_num_seqs`, `max_num_batched_tokens`,
+`num_gpus`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.gpus import find_gpu
 from llmsched.profiles.toml_files import UnknownNameError
 
-#: Files of model_configs by a part of the model's name, the more special ones first.
+#: Files of model_configs by a part of the model's name, the most specific first.
 MODELS = {
     "Distill-Llama-8B": "meta-llama--Meta-Llama-3.1-8B",
     "Distill-Qwen-14B": "Qwen--Qwen2.5-14B-Instruct",
@@ -46,7 +46,7 @@ MODELS = {
     "Qwen2.5-14B": "Qwen--Qwen2.5-14B-Instruct",
     "Qwen2.5-32B": "Qwen--Qwen2.5-32B-Instruct",
 }
-#: Keys of gpus.toml by how the rows begin, the more special ones first.
+#: Keys of gpus.toml by the beginning of the rows' GPU, the most specific first.
 GPUS = {
     "A100 PCIe": "a100-80gb-pcie",
     "A100": "a100-80gb",
@@ -80,18 +80,18 @@ PLAIN = ("bf16", "fp16", "mxfp4")
 
 
 class Refused(NamedTuple):
-    """A line that cannot be predicted, and why."""
+    """Line that cannot be predicted, with the reason."""
 
     id: str
     reason: str
 
 
 class RefusedError(ValueError):
-    """A line cannot be predicted; the message says why."""
+    """Raised for a line that cannot be predicted; the message says why."""
 
 
 def read_rows() -> list[Row]:
-    """All rows that are shipped, in the order of the files."""
+    """Read all rows that are shipped, in the order of the files."""
     rows: list[Row] = []
     for name in ("measurements.jsonl", "measurements_more.jsonl"):
         found, refused = read_file(DATA / name)
@@ -102,7 +102,7 @@ def read_rows() -> list[Row]:
 
 
 def read_file(path: Path) -> tuple[list[Row], list[Refused]]:
-    """Rows of any such file, and what in it cannot be predicted. Raises OSError."""
+    """Read the rows of a file, and the lines that cannot be predicted. Raises OSError."""
     rows: list[Row] = []
     refused: list[Refused] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -123,7 +123,7 @@ def read_file(path: Path) -> tuple[list[Row], list[Refused]]:
 
 
 def read_line(line: Mapping[str, Any], directory: Path = DATA) -> Row:
-    """One line as a row; a `config` is looked for from `directory`. Raises RefusedError and UnknownNameError."""
+    """Read one line; a `config` is relative to `directory`. Raises RefusedError and UnknownNameError."""
     if _number(line, "num_gpus", 1) != 1:
         raise RefusedError(f"is of {line['num_gpus']} GPUs; one is predicted")
     gpu = _text(line, "gpu")
@@ -189,7 +189,7 @@ def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _lengths(line: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[float, float]:
-    """Mean tokens of prompts and outputs; where neither is stated, what follows from the rates."""
+    """Return the mean tokens of prompts and outputs, from the rates if they are not stated."""
     if line.get("input_len") is None and line.get("output_len") is None:
         if not {"output_tok_s", "total_tok_s", "req_s"} <= set(metrics):
             raise RefusedError("says no input_len and output_len")
@@ -201,14 +201,14 @@ def _lengths(line: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[flo
 
 
 def _config(line: Mapping[str, Any], model: str, directory: Path) -> Path:
-    """The model's config.json."""
+    """Return the path of the model's config.json."""
     if isinstance(line.get("config"), str):
         path = directory / line["config"]
     else:
         name = next((file for part, file in MODELS.items() if part.lower() in model.lower()), model.replace("/", "--"))
         path = DATA / "model_configs" / f"{name}_config.json"
     if not path.is_file():
-        raise RefusedError(f"the config.json of {model} is not at hand ({path}); name it as `config`")
+        raise RefusedError(f"the config.json of {model} is missing ({path}); set `config`")
     return path
 
 
@@ -222,7 +222,7 @@ def _weights(stated: str, model: str) -> str:
 
 
 def _kv(stated: str, weights: str) -> str:
-    """fp8 or 16 bits; where it is not known, that of the weights."""
+    """Return the KV dtype, fp8 or 16 bits; if unknown, that of the weights."""
     if stated.startswith("unknown"):
         return "fp8" if weights.startswith("fp8") else "16 bits"
     if not stated.startswith(("auto", "fp8", "bf16", "fp16")):

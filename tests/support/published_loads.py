@@ -1,4 +1,4 @@
-"""The load of a published row, step by step: which steps the scheduler makes of it, and the figures that result."""
+"""Load of a published row, step by step: the steps that the scheduler makes of it, and the resulting figures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Ints = npt.NDArray[np.int64]
 
 #: Requests per concurrent one, where the row does not state the number.
 ROUNDS = 4
-#: Loads of more requests are cut to so many, five times what runs at once: TensorRT-LLM 0.17's 30,000 on an L40S give
+#: Longer loads are cut to so many requests, five times the concurrency: TensorRT-LLM 0.17's 30,000 on an L40S give
 #: 9,086 tokens/s when whole and 9,075 when cut.
 MOST_REQUESTS = 8000
 
 
 class Figures(NamedTuple):
-    """Seconds, and output tokens per second."""
+    """Latencies in seconds, and output tokens per second."""
 
     tpot: float
     ttft: float
@@ -39,10 +39,10 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of a load. `shapes` holds arrays [steps]; `idle` [steps] are the seconds without work before each.
+    """All steps of a load. `shapes` holds arrays [steps]; `idle` [steps] are the seconds without work before each step.
 
-    For each request: its arrival in seconds, or (closed loop and all at once) the step before which it came, the steps
-    that gave its first and its last token, and its output tokens. The first `warm` requests are not counted.
+    For each request: its arrival in seconds, or (closed loop and all at once) the step before which it arrived, the
+    steps of its first and its last token, and its output tokens. The first `warm` requests do not count.
     """
 
     row: Row
@@ -55,7 +55,7 @@ class Steps:
     warm: int
 
     def figures(self, cost: StepCost) -> Figures:
-        """What the steps give if each takes what `cost` says."""
+        """Compute the figures if each step takes the time that `cost` gives."""
         seconds: Floats = np.asarray(cost.seconds(self.shapes)) + self.idle
         ends = np.cumsum(seconds)
         came = self.came
@@ -86,12 +86,12 @@ class Steps:
 
 
 def published_cost(row: Row, engine: str | None = None) -> Roofline:
-    """What a step of the row's model costs on its GPU under its engine, or under the class of that name."""
+    """Return the step cost of the row's model on its GPU with its engine class, or with the class of that name."""
     return Roofline(row.work(), row.gpu, find_engine(engine or row.engine), dtype=row.dtype)
 
 
 def load_of(row: Row) -> list[tuple[float, int, int]]:
-    """(arrival, prompt, output) of each request; arrivals are 0 unless there is a rate."""
+    """Return (arrival, prompt tokens, output tokens) of each request; arrivals are 0 without a rate."""
     count = row.num_requests or (row.concurrency or 1) * (ROUNDS if (row.concurrency or 1) > 1 else 1)
     count = min(MOST_REQUESTS, row.concurrency or 1 if row.static else count)
     rng = random.Random(0)
@@ -109,7 +109,7 @@ def load_of(row: Row) -> list[tuple[float, int, int]]:
 
 
 def _lengths(rng: random.Random, row: Row, mean: float, count: int) -> list[int]:
-    """All alike, or log-normal with this mean and a deviation of 1 of the logarithm, as conversations are."""
+    """Return equal lengths, or log-normal ones with this mean and a sigma of 1 for conversations."""
     if not row.long_tailed:
         return [max(1, round(mean))] * count
     drawn = [rng.lognormvariate(0, 1) for _ in range(count)]
@@ -117,7 +117,7 @@ def _lengths(rng: random.Random, row: Row, mean: float, count: int) -> list[int]
 
 
 def steps_of(row: Row, cost: StepCost) -> Steps:
-    """Run the load through the scheduler; `cost` decides when requests that come at a rate meet which step."""
+    """Run the load through the scheduler; with a request rate, `cost` decides which step a request arrives in."""
     return _Run(row, cost).steps()
 
 
@@ -173,7 +173,7 @@ class _Run:
         self.scheduler.add(Request(name, [0] * prompt, prompt, sampling, 0, frozenset(), self.clock.now))
 
     def _step(self, idle: float) -> int:
-        """One step; returns how many requests ended."""
+        """Run one step; return the number of requests that ended."""
         plan = self.scheduler.schedule()
         shape = shape_of(plan, self.cost.window)
         elapsed = self.cost.seconds(shape)

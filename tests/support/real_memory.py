@@ -1,8 +1,8 @@
-"""How much a process grows when it loads models, beside what was planned: run in a process of its own.
+"""Growth of a process that loads models, compared with their memory plans; to be run in a new process.
 
     python real_memory.py TINY_MODEL MODEL ...     prints [{"planned": bytes, "grown": bytes}, ...]
 
-The tiny model comes first and is not counted: it brings what every engine needs once, code and compiled kernels.
+The tiny model comes first and does not count: it loads code and compiled kernels that every engine needs once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KV_BYTES = 512 << 20
 
 
 def loaded(model: str, kv_bytes: int) -> Any:
-    """An engine whose KV cache has been written to: pages that nobody touched take no memory."""
+    """Build an engine and write to its whole KV cache, because untouched pages take no memory."""
     limits = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32}
     settings = EngineConfig(model=model, device="cpu", dtype="bfloat16", kv_cache_memory_bytes=kv_bytes, **limits)
     engine = build_engine(settings)
@@ -36,7 +36,7 @@ def loaded(model: str, kv_bytes: int) -> Any:
 
 
 def resident() -> int:
-    """Bytes of this process in memory that no other shares, once freed memory has gone back."""
+    """Return the bytes of this process in unshared memory, after returning freed memory to the system."""
     gc.collect()
     time.sleep(0.1)
     return int(psutil.Process().memory_full_info().uss)

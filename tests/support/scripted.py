@@ -1,4 +1,4 @@
-"""A server whose model says exactly what a test wants, and stops, fails or hesitates when it should."""
+"""Server whose model says exactly what a test wants, and stops, fails or waits when it should."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MODEL = "scripted"
 
 
 def logprob_of(token_id: int) -> float:
-    """The log-probability that the scripted model gives a token, wherever it stands."""
+    """Return the log-probability that the scripted model gives a token at any position."""
     return -1.0 - token_id / 64
 
 
 @dataclass
 class Script:
-    """What the model does. By default it writes the alphabet, from the position in the output, over and over.
+    """Behaviour of the model. By default it writes the alphabet over and over, from the position in the output.
 
-    `outputs` forces the output of a prompt: prompt ids -> output ids. `gate` closed lets no step begin. After
+    `outputs` forces the output of a prompt: prompt ids -> output ids. While `gate` is closed no step begins. After
     `fail_at_step` steps the executor raises; `row_error` fails the next row that samples.
     """
 
@@ -56,7 +56,7 @@ class Script:
 
 
 class ScriptedExecutor:
-    """An executor that computes nothing."""
+    """Executor that follows the script and computes nothing."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -96,7 +96,7 @@ class ScriptedExecutor:
 
 
 class LiveServer:
-    """An engine behind the whole HTTP face, over a real socket, in a thread of this process."""
+    """Engine behind the complete HTTP server on a real socket, in a thread of this process."""
 
     def __init__(self, engine: Engine, *, name: str = MODEL, api_key: str | None = None, grace_s: float = 5.0) -> None:
         self.engine = engine
@@ -117,11 +117,11 @@ class LiveServer:
         return self
 
     def drain(self) -> None:
-        """What the first SIGTERM does."""
+        """Do what the first SIGTERM does."""
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self, timeout: float = 20) -> int | None:
-        """Wait for the end; the exit code."""
+        """Wait for the end; return the exit code."""
         self._thread.join(timeout)
         assert not self._thread.is_alive(), "the server does not end"
         return self.exit_code
@@ -142,7 +142,7 @@ class LiveServer:
 
 
 class ScriptedServer(LiveServer):
-    """A server whose executor is a double."""
+    """Server with a scripted executor."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ScriptedServer(LiveServer):
 
 
 def main() -> None:
-    """`python scripted.py STEP_SECONDS`: a process of its own, to be sent signals; prints its URL."""
+    """Run `python scripted.py STEP_SECONDS`: a server in a new process, to be sent signals; prints its URL."""
     server = ScriptedServer()
     server.script.step_s = float(sys.argv[1])
     print(server.url, flush=True)

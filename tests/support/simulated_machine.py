@@ -1,4 +1,4 @@
-"""A machine that is not there: how fast each setting is, is written down; noise and drift are added."""
+"""Simulated machine for tests of tune: the speed of each setting is given; noise and drift are added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Figure = Callable[[Setting], float]
 
 
 def hill(best_tokens: float, best_seqs: float, *, steep: float = 0.06, tie: float = 0.5) -> Figure:
-    """Tokens per second with one top; `tie` is how much the best budget depends on the number of sequences."""
+    """Return a rate (tokens/s) with one maximum; `tie` couples the best token budget to the number of sequences."""
 
     def rate(setting: Setting) -> float:
         seqs = math.log2(setting.max_num_seqs / best_seqs)
@@ -26,11 +26,11 @@ def hill(best_tokens: float, best_seqs: float, *, steep: float = 0.06, tie: floa
 
 
 class SimulatedMachine:
-    """A TrialRunner whose runs take (virtual) time: requests x output tokens / rate.
+    """TrialRunner whose runs take virtual time: requests x output tokens / rate.
 
-    `noise` is the standard deviation of a full run's rate, shorter ones have more. `drift(t)` is a factor on all rates
-    at time t; `work` adds up the seconds that the runs would take without noise and drift. `itl` gives seconds between
-    tokens. `says` is what the cost model predicts, None: there is none.
+    `noise` is the standard deviation of a full run's rate; shorter runs have more. `drift(t)` scales all rates at time
+    t. `work` adds up the seconds that the runs would take without noise and drift. `itl` gives seconds between tokens.
+    `says` is the prediction of the cost model; None if there is no model.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SimulatedMachine:
 def made_run(
     setting: Setting, requests: int, round_index: int, rate: float, itl: float = 0.02, running: int = 16, **more: object
 ) -> TrialRun:
-    """A run of requests of 10 tokens at `rate` tokens per second, all of which met their SLOs."""
+    """Make a run of requests of 10 tokens at `rate` tokens per second, all of which met their SLOs."""
     seconds = requests * 10 / rate
     samples = {"itl": ThinnedSamples((itl,), requests * 9, itl * requests * 9, itl)}
     samples["ttft"] = samples["tpot"] = ThinnedSamples((0.1,), requests, 0.1 * requests, 0.1)

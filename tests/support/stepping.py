@@ -1,4 +1,4 @@
-"""Drives an executor by hand-made plans, as a scheduler would."""
+"""Driver of an executor with hand-made plans, in place of a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_sequence(
 
 
 class Stepper:
-    """Sequences over an executor, each with blocks from one shuffled pool, advanced by plans of given chunk sizes."""
+    """Sequences on an executor, each with blocks of one shuffled pool, advanced by plans of given chunk sizes."""
 
     def __init__(self, executor: TorchExecutor, sequences: ListLike[Sequence], max_len: int, *, seed: int = 0) -> None:
         self.executor = executor
@@ -34,19 +34,19 @@ class Stepper:
         self.tables = pool.reshape(shape).astype(np.int32)
 
     def row(self, index: int, chunk: int) -> ScheduledRow | None:
-        """The next `chunk` tokens of a sequence, fewer at its end, None if it is computed."""
+        """Return the next `chunk` tokens of a sequence, fewer at its end; None if all are computed."""
         sequence, start = self.sequences[index], self.computed[index]
         count = min(chunk, sequence.num_tokens - start)
         end = start + count == sequence.num_tokens
         return ScheduledRow(sequence, start, count, self.tables[index], sample=end) if count else None
 
     def rows(self, chunks: ListLike[int], offset: int = 0) -> list[tuple[int, ScheduledRow]]:
-        """Sequence i takes chunks[(i + offset) % len(chunks)] tokens."""
+        """Give sequence i chunks[(i + offset) % len(chunks)] tokens."""
         made = [(i, self.row(i, chunks[(i + offset) % len(chunks)])) for i in range(len(self.sequences))]
         return [(index, row) for index, row in made if row is not None]
 
     def logits(self, chunks: ListLike[int]) -> list[torch.Tensor]:
-        """Logits of all tokens of every sequence, computed in steps that mix them."""
+        """Return the logits of all tokens of every sequence, computed in mixed steps."""
         found: list[list[torch.Tensor]] = [[] for _ in self.sequences]
         offset = 0
         while step := self.rows(chunks, offset):
@@ -59,7 +59,7 @@ class Stepper:
         return [torch.cat(parts) for parts in found]
 
     def step(self, chunks: ListLike[int], offset: int = 0, finished: ListLike[str] = ()) -> None:
-        """One plan; what is sampled is appended."""
+        """Run one plan and append the sampled tokens."""
         step = self.rows(chunks, offset)
         result = self.executor.execute(StepPlan([row for _, row in step], finished))
         for (index, row), found in zip(step, result.rows, strict=True):
@@ -70,7 +70,7 @@ class Stepper:
                 self.sequences[index].token_ids.append(found.token_id)
 
     def generate(self, num_tokens: int, chunks: ListLike[int] = (1000,)) -> list[list[int]]:
-        """Outputs once every sequence has num_tokens of them; those that are done rest."""
+        """Run until every sequence has num_tokens output tokens; finished sequences rest."""
         offset = 0
         while waiting := [i for i, s in enumerate(self.sequences) if s.num_output_tokens < num_tokens]:
             self.computed = [

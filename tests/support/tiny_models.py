@@ -1,4 +1,4 @@
-"""Small random-weight models of many architectures, with a byte-level tokenizer and a chat template beside them."""
+"""Small models of many architectures with random weights, with a byte-level tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_config(arch: str, **overrides: Any) -> Any:
-    """The configuration of a small model of architecture `arch`; overrides win, None removes a key."""
+    """Build the configuration of a small model of `arch`; overrides replace values, None removes a key."""
     model_type, changes = ARCHITECTURES[arch]
     merged = {**_COMMON, **changes, **overrides}
     keep = {"sliding_window", "eos_token_id", "bos_token_id", "pad_token_id"}
@@ -120,7 +120,7 @@ def build_config(arch: str, **overrides: Any) -> Any:
 
 
 def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A model in evaluation mode, fp32, random weights of the given seed (biases and sinks too)."""
+    """Build a model in evaluation mode, fp32, with random weights of the given seed (biases and sinks too)."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(build_config(arch, **overrides)).float().eval()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 
 def build_tokenizer(*, bos: bool = False, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of about 300 ids; with `bos`, encoding prepends <|bos|>."""
+    """Build a byte-level BPE tokenizer of about 300 ids; with `bos`, encoding prepends <|bos|>."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: tests that wait are instant, and their times exact."""
+"""Event loop whose clock jumps to the next timer: waiting tests take no time, and their times are exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never waits: what the loop would wait for a timer is added to its clock instead."""
+    """Selector that never waits; it adds the time to the loop's clock instead."""
 
     loop: VirtualTimeLoop
 
@@ -36,6 +36,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from virtual time 0 on."""
+    """Run a coroutine from virtual time 0."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Looks on while a scheduler works: whether the bound that it states for those who wait holds."""
+"""Observer of a scheduler that checks its starvation bound."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from llmsched.engine.request import Request
 
 @dataclass
 class Wait:
-    """What happened while a request waited: those of a smaller rank that waited too, the others that passed it, and all
-    that ran, from step `began` on.
+    """Events while a request waited: waiting requests of smaller rank, requests admitted before it, and all that ran.
+
+    The wait began with step `began`.
     """
 
     there_when_it_came: set[Request]
@@ -25,7 +26,7 @@ class Wait:
 
 
 class Witness:
-    """Looks on while a scheduler admits; checks the bound at every admission."""
+    """Observes a scheduler's admissions and checks the bound at each of them."""
 
     def __init__(self, harness: Harness) -> None:
         self.scheduler = harness.scheduler
@@ -44,7 +45,7 @@ class Witness:
         self.scheduler.admission.start = watched  # type: ignore[method-assign]
 
     def see(self) -> None:
-        """Note who waits now, in front of whom."""
+        """Record the waiting requests and their order."""
         queue = list(self.scheduler.waiting)
         for request in queue:
             if request not in self.waits:
@@ -68,7 +69,7 @@ class Witness:
         self.most_passes = max(self.most_passes, request.num_passed)
 
     def ended(self, request: Request) -> None:
-        """It ended while it waited, or after; it waits no longer."""
+        """Stop observing a request that ended."""
         self.waits.pop(request, None)
 
     def check(self, request: Request, wait: Wait) -> None:
@@ -76,14 +77,14 @@ class Witness:
         assert request.num_passed <= self.max_passes
 
     def check_steps(self, wait: Wait) -> None:
-        """Each computed a token of theirs at least."""
+        """Check that a step computed at least one token on average during the wait."""
         tokens = sum(other.num_prompt_tokens + other.sampling.max_tokens for other in wait.ran)
         tokens += self.scheduler.counters.recomputed_tokens - wait.recomputed
         steps = len(self.plans) - wait.began
         assert steps <= tokens, f"waited for {steps} steps, while those that ran had {tokens} tokens"
 
     def check_those_ahead(self, request: Request, wait: Wait) -> None:
-        """Why each of them had a smaller rank."""
+        """Check that each request ahead had a reason for its smaller rank."""
         if request.num_preemptions:
             return
         for other in wait.ahead - wait.there_when_it_came:

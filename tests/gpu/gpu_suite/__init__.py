@@ -1,1 +1,1 @@
-"""The checks and measurements of tests/gpu/run.sh."""
+"""Checks and measurements of tests/gpu/run.sh."""

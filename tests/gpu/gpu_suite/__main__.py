@@ -1,4 +1,4 @@
-"""Runs all parts, each in a process of its own, prints one table and writes one JSON file. See tests/gpu/run.sh."""
+"""Entry point: run each part in its own process, print one table and write one JSON file. See tests/gpu/run.sh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 
 def main() -> int:
-    """0: all checks passed, or there is no GPU. 1: a check failed. 2: wrong arguments."""
+    """Return 0 if all checks passed or there is no GPU, 1 if a check failed, 2 for wrong arguments."""
     if len(sys.argv) > 2 or sys.argv[1:2] in (["-h"], ["--help"]):
         print("usage: tests/gpu/run.sh [RESULT.json]", file=sys.stderr)
         return 2
@@ -58,7 +58,7 @@ def why_no_gpu() -> str | None:
 
 
 def without_gpu(reason: str) -> int:
-    """Fine where there is none; a fault where the driver lists one that torch cannot use."""
+    """Return 0 if there is no GPU, 1 if the driver lists one that torch cannot use."""
     if shutil.which("nvidia-smi"):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
         if listed.returncode == 0 and listed.stdout.startswith("GPU"):
@@ -69,7 +69,7 @@ def without_gpu(reason: str) -> int:
 
 
 def machine() -> Result:
-    """Date, GPU, driver and versions."""
+    """Return the date, GPU, driver and versions."""
     from llmsched.engine.device import _nvml, _visible_gpu
 
     with _nvml() as nvml:
@@ -92,7 +92,7 @@ def machine() -> Result:
 
 
 def run_part(name: str, part: Part, device: str = "cuda") -> Result:
-    """Rows of the part and whether all is well: no check failed, and it came to its end within its time."""
+    """Run a part; return its rows and whether no check failed and it finished within its time."""
     print(f"{part.title} ...", file=sys.stderr, flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def run_part(name: str, part: Part, device: str = "cuda") -> Result:
 
 
 def wait(process: subprocess.Popen[bytes], budget_s: float) -> str | None:
-    """What went wrong with the process as such."""
+    """Wait for the process; return what went wrong with it, if anything."""
     try:
         code = process.wait(budget_s)
     except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ def read_rows(file: Path) -> Iterator[Result]:
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
                 yield json.loads(line)
-            except ValueError:  # the process was killed amid this line
+            except ValueError:  # the process was killed while writing this line
                 return
 
 
@@ -137,7 +137,7 @@ def last_words(log: Path) -> str:
 
 
 def show(report: Result) -> None:
-    """Print everything that was measured, checks that passed in great number in one line for each group."""
+    """Print all measurements and failed checks; print passed checks as one line per group."""
     lines = [("part", "check", "", "found", "expected")]
     for name, part in report["parts"].items():
         rows = summed_up(part["rows"]) if name == "kernels" else part["rows"]
@@ -158,7 +158,7 @@ def verdict(ok: bool | None) -> str:
 
 
 def summed_up(rows: list[Result]) -> Iterator[Result]:
-    """Of rows whose name begins with the same word, one for all that passed; and each that failed."""
+    """Merge the passed rows whose name begins with the same word into one; keep each failed row."""
     groups: dict[str, list[Result]] = {}
     for row in rows:
         groups.setdefault(row["name"].split()[0], []).append(row)

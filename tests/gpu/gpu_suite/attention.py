@@ -1,4 +1,4 @@
-"""The kernels against the reference, on the device."""
+"""Kernels compared with the reference, on the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMITS = {torch.float32: 2e-5, torch.float16: 8 * 2**-10, torch.bfloat16: 8 * 2*
 
 
 def check_kernels(device: str, *, small: bool) -> Iterator[Row]:
-    """One row for each shape and type."""
+    """Return one row for each shape and dtype."""
     for dtype in LIMITS:
         shapes = SHAPES if dtype != torch.float16 else tuple(shape for shape in SHAPES if shape.name in HALF)
         shapes = shapes[:3] if small else shapes + SERVING
@@ -56,7 +56,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def check_attention(name: str, batch: Batch) -> Row:
-    """Against the reference in float32 on the same numbers."""
+    """Compare with the reference in float32 on the same numbers."""
     query, keys, values, *places = batch.tensors
     found = dispatch.paged_attention(*batch.tensors, **batch.options)
     exact = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in batch.options.items()}
@@ -67,7 +67,7 @@ def check_attention(name: str, batch: Batch) -> Row:
 
 
 def check_write(name: str, dtype: torch.dtype, device: str) -> Row:
-    """Every written number, and no other, must be as the reference writes it."""
+    """Check that exactly the numbers that the reference writes are written, with equal values."""
     shape = Shape("write", MIXED, kv_heads=3, heads=3, head_dim=80, value_dim=96)
     caches = [make_batch(shape, dtype=dtype, device=device) for _ in range(2)]
     generator = torch.Generator().manual_seed(2)

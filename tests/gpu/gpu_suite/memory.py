@@ -1,4 +1,4 @@
-"""What the memory plan says beside what the device really gives."""
+"""Memory plan compared with the device's actual memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmsched.engine.device import _nvml, _visible_gpu
 from llmsched.engine.request import SamplingParams
 
 MIB = 1 << 20
-#: About 0.3 billion parameters: enough for the plan's terms to stand out from what CUDA rounds up.
+#: About 0.3 billion parameters, so that the plan's terms stand out from CUDA's rounding.
 SIZE = {
     "vocab_size": 64_000,
     "hidden_size": 1024,
@@ -28,7 +28,7 @@ SIZE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
-#: What torch may have allocated besides weights and KV when an engine is ready: cuBLAS workspaces, buffers.
+#: Allowance for torch's allocations besides weights and KV when an engine is ready: cuBLAS workspaces, buffers.
 WORKSPACE_BYTES = 64 * MIB
 
 
@@ -77,7 +77,7 @@ def check_allocations(engine: Engine, kv_bytes: int, before: int) -> Iterator[Ro
 
 
 def save_model(path: Path, size: dict[str, int], device: str) -> None:
-    """A Hugging Face directory with random weights, made on the device because that is quick."""
+    """Save a Hugging Face directory with random weights, which are made on the device for speed."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(build_config("llama", **size), dtype=torch.bfloat16)
     model.save_pretrained(path)
@@ -88,7 +88,7 @@ def save_model(path: Path, size: dict[str, int], device: str) -> None:
 
 
 def serve_full_steps(engine: Engine) -> None:
-    """Steps full of prefill, then as many decodes as may run, all sampling with filters."""
+    """Run steps full of prefill, then as many decodes as may run, all sampling with filters."""
     config = engine.config
     length = max(8, config.max_num_batched_tokens // config.max_num_seqs)
     for index in range(config.max_num_seqs):
@@ -100,7 +100,7 @@ def serve_full_steps(engine: Engine) -> None:
 
 
 def used_memory(device: str) -> int:
-    """Bytes in use on the GPU by whomever, as the driver counts; 0 on a CPU."""
+    """Return the bytes in use on the GPU by all processes, as the driver counts; 0 on a CPU."""
     if device != "cuda":
         return 0
     with _nvml() as nvml:

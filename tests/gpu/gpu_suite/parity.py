@@ -1,4 +1,4 @@
-"""The engine against plain transformers: small random-weight models, every way of scheduling."""
+"""Engine compared with plain transformers: small models with random weights, every way of scheduling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3
 
 
 def check_models(device: str, *, small: bool) -> Iterator[Row]:
-    """One row for each architecture and type."""
+    """Return one row for each architecture and dtype."""
     tokenizer = Tokenizer(build_tokenizer())
     for dtype in (torch.float32, torch.bfloat16):
         for arch in ARCHITECTURES[:1] if small else ARCHITECTURES:

@@ -1,5 +1,7 @@
-"""Runs one part in a process of its own: `python -m gpu_suite.part NAME DEVICE FILE`. Writes a row as soon as it is
-there, one JSON document a line, so that a part that dies leaves what it had found."""
+"""One part in its own process: `python -m gpu_suite.part NAME DEVICE FILE`.
+
+Appends each row to FILE as soon as it is there, one JSON document a line, so that a part that dies leaves its results.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from gpu_suite.rows import Row, failure
 
 @dataclass(frozen=True)
 class Part:
-    """`budget_s` is what the part may take in all; the sum stays below eight minutes."""
+    """Part of the suite; `budget_s` is its time limit. The limits add up to less than eight minutes."""
 
     title: str
     module: str

@@ -1,4 +1,4 @@
-"""What the parts report."""
+"""Rows that the parts report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One check or measurement. `found` beside `expected` is for people; `data` is for programs.
+    """One check or measurement. `found` and `expected` are for people, `data` is for programs.
 
-    A measurement cannot fail: `ok` is None.
+    `ok` is None for a measurement, which cannot fail.
     """
 
     name: str
@@ -24,6 +24,6 @@ class Row:
 
 
 def failure(name: str, error: BaseException) -> Row:
-    """A check that could not be made."""
+    """Make the row of a check that raised an error."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return Row(name, reason[:300], ok=False, data={"error": reason})

@@ -1,7 +1,7 @@
-"""How long steps of a Llama-3.1-8B take, beside the time that its bytes and its arithmetic need at least.
+"""Step times of a Llama-3.1-8B, compared with the least time that its bytes and its arithmetic take.
 
-Nothing here can fail but by an error: these are measurements. Times are medians of wall time after a warm-up; a step
-ends when its tokens are on the host, so it includes the engine's own work.
+These are measurements: only an error makes them fail. Times are medians of wall time after a warm-up; a step ends when
+its tokens are on the host, so it includes the engine's own work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of the model (by default Llama-3.1-8B's) and of what is measured."""
+    """Dimensions of the model (Llama-3.1-8B's by default) and of the measurements."""
 
     layers: int = 32
     hidden: int = 4096
@@ -52,7 +52,7 @@ class Size:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers in numbers: every one takes part in each token."""
+        """Number of weights in all layers; each takes part in every token."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
@@ -62,25 +62,25 @@ class Size:
 
     @property
     def kv_bytes(self) -> int:
-        """Per token of context."""
+        """KV bytes per token of context."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """On the device, the embedding included."""
+        """Return the bytes of weights on the device, the embedding included."""
         return (self.layer_weights + 2 * self.head_weights) * self.dtype.itemsize
 
     def output_tokens(self, batch: int) -> int:
-        """Enough for all to decode to the end of the measurement: those prefilled first have tokens ahead."""
+        """Return an output length for which all sequences decode to the end: the first ones start earlier."""
         return self.warmup + self.repeats + batch * self.context // self.prefill + batch + 8
 
     def decode_bytes(self, batch: int) -> int:
-        """What a decode step must read: all weights but the embedding's other rows, and the KV of all contexts."""
+        """Return the bytes that a decode step must read: all weights except unused rows of the embedding, and KV."""
         return (self.layer_weights + self.head_weights) * self.dtype.itemsize + batch * self.context * self.kv_bytes
 
     @property
     def prefill_flops(self) -> float:
-        """Products of one prefill: 2 per weight and token, causal attention, and the last token's logits."""
+        """Return the FLOP of one prefill: 2 per weight and token, causal attention, and the last token's logits."""
         attention = 2 * self.prefill * self.prefill * self.heads * self.head_dim * self.layers
         return 2.0 * self.layer_weights * self.prefill + attention + 2.0 * self.head_weights
 
@@ -93,7 +93,7 @@ SMALL = Size(
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes/s and FLOP/s of the device, and where they come from."""
+    """Bytes/s and FLOP/s of the device, and their source."""
 
     bandwidth: float
     flops: float
@@ -101,7 +101,7 @@ class Limits:
 
 
 def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
-    """Bandwidth, attention alone, decode steps, a prefill step."""
+    """Measure bandwidth, attention alone, decode steps and a prefill step."""
     size = fitting(SMALL if small else Size(), device)
     copied, multiplied = copy_bandwidth(device, small), product_flops(device, small)
     limits = limits_of(device, copied, multiplied)
@@ -128,7 +128,7 @@ def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
 
 
 def attempt(name: str, make: Callable[[], Row]) -> Row:
-    """One measurement's failure leaves the others."""
+    """Run one measurement; report its failure as a row, so that the others still run."""
     try:
         return make()
     except Exception as error:
@@ -136,7 +136,7 @@ def attempt(name: str, make: Callable[[], Row]) -> Row:
 
 
 def fitting(size: Size, device: str) -> Size:
-    """As many of the model's layers as the device has room for."""
+    """Return the size with as many layers as fit on the device."""
     if device != "cuda":
         return size
     free = 0.9 * torch.cuda.mem_get_info()[0]
@@ -149,7 +149,7 @@ def fitting(size: Size, device: str) -> Size:
 
 
 def limits_of(device: str, bandwidth: float, flops: float) -> Limits:
-    """The datasheet's, or what was measured where the GPU is not listed."""
+    """Return the datasheet's limits, or measured ones for a GPU that is not listed."""
     if device == "cuda":
         try:
             spec = find_gpu(torch.cuda.get_device_name())
@@ -160,7 +160,7 @@ def limits_of(device: str, bandwidth: float, flops: float) -> Limits:
 
 
 def timed(run: Callable[[], Any], device: str, *, warmup: int, repeats: int) -> float:
-    """Median seconds of one call, by the device's own clock where it has one."""
+    """Return the median seconds of one call, by the device's clock if it has one."""
     for _ in range(warmup):
         run()
     if device != "cuda":
@@ -181,7 +181,7 @@ def wall(run: Callable[[], Any]) -> float:
 
 
 def copy_bandwidth(device: str, small: bool) -> float:
-    """Bytes read and written per second by a copy much larger than any cache."""
+    """Return the bytes read and written per second by a copy much larger than any cache."""
     source = torch.ones((1 << 22) if small else (1 << 30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = timed(lambda: target.copy_(source), device, warmup=3, repeats=10)
@@ -189,7 +189,7 @@ def copy_bandwidth(device: str, small: bool) -> float:
 
 
 def product_flops(device: str, small: bool) -> float:
-    """FLOP/s of a large square bf16 product."""
+    """Return the FLOP/s of a large square bf16 product."""
     width = 128 if small else 8192
     one = torch.randn(width, width, device=device).to(torch.bfloat16)
     seconds = timed(lambda: one @ one, device, warmup=3, repeats=10)
@@ -197,7 +197,7 @@ def product_flops(device: str, small: bool) -> float:
 
 
 def attention_row(name: str, size: Size, batch: int, context: int, device: str, limits: Limits) -> Row:
-    """Attention of one layer over contexts that are larger than the GPU's own cache, beside reading their KV once."""
+    """Time one layer's attention over contexts larger than the GPU's cache; compare with one read of their KV."""
     shape = Shape(name, ((1, context),) * batch, size.heads, size.kv_heads, size.head_dim)
     made = make_batch(shape, dtype=size.dtype, device=device)
     needed = 2 * batch * context * size.kv_heads * size.head_dim * size.dtype.itemsize
@@ -208,7 +208,7 @@ def attention_row(name: str, size: Size, batch: int, context: int, device: str, 
 
 
 def attention_prefill_row(name: str, size: Size, device: str, limits: Limits) -> Row:
-    """Causal attention of one layer over one prompt, beside the products of the half that is not masked."""
+    """Time one layer's causal attention over a prompt; compare with the products of the unmasked half."""
     shape = Shape(name, ((size.prefill, size.prefill),), size.heads, size.kv_heads, size.head_dim)
     made = make_batch(shape, dtype=size.dtype, device=device)
     needed = 2.0 * size.prefill**2 * size.heads * size.head_dim
@@ -222,7 +222,7 @@ def attention_prefill_row(name: str, size: Size, device: str, limits: Limits) ->
 
 
 def make_model(size: Size, device: str) -> Any:
-    """Llama with random weights, made on the device."""
+    """Make a Llama with random weights on the device."""
     config = AutoConfig.for_model(
         "llama",
         vocab_size=size.vocab,
@@ -256,7 +256,7 @@ def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
 
 
 def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limits: Limits) -> Row:
-    """Steps in which `batch` sequences get a token each, their contexts around size.context."""
+    """Time steps in which `batch` sequences decode, with contexts around size.context."""
     engine = make_engine(model, size, batch, device)
     steps = size.warmup + size.repeats
     params = SamplingParams(temperature=0, max_tokens=size.output_tokens(batch), ignore_eos=True)
@@ -275,7 +275,7 @@ def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limit
 
 
 def prefill_row(name: str, model: Any, size: Size, device: str, limits: Limits) -> Row:
-    """A step that computes one prompt of size.prefill tokens and nothing else."""
+    """Time a step that computes one prompt of size.prefill tokens and nothing else."""
     engine = make_engine(model, size, 1, device)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = []

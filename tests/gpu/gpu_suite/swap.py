@@ -1,4 +1,4 @@
-"""KV blocks to host memory and back: bit by bit, beside a computing stream, and how fast."""
+"""KV blocks copied to host memory and back: exact, beside a busy compute stream, and how fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def check_swap(device: str, *, small: bool = False) -> Iterator[Row]:
-    """Two rows: what came back, and the rates of copies."""
+    """Return two rows: the copied blocks, and the rates of copies."""
     count = 8 if small else 256
     cache = KVCache.allocate(
         LAYERS[:2] if small else LAYERS, 2 * count, KVLayout(BLOCK), torch.bfloat16, torch.device(device)
@@ -27,7 +27,7 @@ def check_swap(device: str, *, small: bool = False) -> Iterator[Row]:
     for seed, tensor in enumerate(tensors):
         tensor.copy_(torch.arange(tensor.numel(), device=device).reshape(tensor.shape) % 251 + seed)
     before = [tensor.clone() for tensor in tensors]
-    # Blocks lie anywhere, slots side by side but for one place, as after some traffic.
+    # Device blocks are scattered; host blocks are contiguous except in one place, as after some traffic.
     blocks = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))[:count].tolist()
     slots = [*range(count // 2, count), *range(count // 2)]
     host.swap_out(list(zip(blocks, slots, strict=True)))
