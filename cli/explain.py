@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.output.detailed import read_request
+from llmsched.cli.bench.report.detailed_file import read_request
 from llmsched.cli.timeline import saved_entries
 from llmsched.engine.errors import LlmschedError
 

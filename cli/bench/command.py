@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.mode import bench_variants, refuse_server
-from llmsched.cli.bench.knee.mode import bench_knee
-from llmsched.cli.bench.modes import Modes, with_mode_options
-from llmsched.cli.bench.once import bench_once
-from llmsched.cli.bench.output.outputs import Outputs, with_output_options
-from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.bench_once import bench_once
+from llmsched.cli.bench.compare.bench_compare import bench_compare, refuse_server
+from llmsched.cli.bench.knee.bench_knee import bench_knee
+from llmsched.cli.bench.mode_flags import ModeFlags, with_mode_options
+from llmsched.cli.bench.report.output_flags import OutputFlags, with_output_options
+from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options
@@ -71,8 +71,8 @@ def bench(
     *,
     load_options: LoadOptions,
     slo: Slo,
-    modes: Modes,
-    outputs: Outputs,
+    modes: ModeFlags,
+    outputs: OutputFlags,
     server: ServerFlags,
     engine_options: EngineOptions,
 ) -> None:
@@ -138,12 +138,12 @@ def _bench_model(
     simulate: str | None,
     quantization: str | None,
     plan: RunPlan,
-    modes: Modes,
+    modes: ModeFlags,
     options: EngineOptions,
     progress: Progress,
 ) -> Result:
     if modes.compare is not None:
-        return asyncio.run(bench_variants(model, simulate, options, modes, plan, progress, quantization))
+        return asyncio.run(bench_compare(model, simulate, options, modes, plan, progress, quantization))
     config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
     if simulate is None:
         opening = open_engine(config, plan, progress)
@@ -155,7 +155,7 @@ def _bench_model(
 
 
 def _bench_server(
-    url: str, plan: RunPlan, modes: Modes, flags: ServerFlags, options: EngineOptions, progress: Progress
+    url: str, plan: RunPlan, modes: ModeFlags, flags: ServerFlags, options: EngineOptions, progress: Progress
 ) -> Result:
     if modes.compare is not None:
         refuse_server(url)

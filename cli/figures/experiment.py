@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.load import Load
 from llmsched.engine.latency import Slo
 from llmsched.engine.provenance import Provenance
@@ -29,3 +30,10 @@ class Experiment:
             f"{origin.label} {self.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
             f"seed {work.seed}"
         )
+
+
+class MeasuredRun(NamedTuple):
+    """A run and its figures."""
+
+    experiment: Experiment
+    figures: Measurement

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.output.tables import Table
+from llmsched.cli.bench.report.report_content import Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.html_page import Page
@@ -53,7 +53,8 @@ def show(outcome: TuneOutcome, profile: Path | None) -> None:
     """Print the report, with the command that uses the profile."""
     for line in _origin(outcome):
         render.say(line)
-    render.table(*_table(outcome.history))
+    table = _table(outcome.history)
+    render.table(table.title, table.columns, table.rows)
     for chart in _charts(outcome.history):
         render.chart(chart)
     for sentence in (*_reasons(outcome.history), explain(outcome.history)):
@@ -80,7 +81,8 @@ def page(outcome: TuneOutcome, profile: Path | None) -> str:
     for chart in _charts(outcome.history):
         made.chart(chart)
     made.heading("settings")
-    made.table(*_table(outcome.history)[1:])
+    table = _table(outcome.history)
+    made.table(table.columns, table.rows)
     for sentence in _reasons(outcome.history):
         made.say(sentence)
     made.heading("definitions")

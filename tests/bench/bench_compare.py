@@ -16,8 +16,8 @@ import time
 
 import torch
 
-from llmsched.cli.bench.compare.mode import bench_variants
-from llmsched.cli.bench.modes import Modes
+from llmsched.cli.bench.compare.bench_compare import bench_compare
+from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.options.engine_flags import EngineOptions
@@ -37,8 +37,8 @@ def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     started = time.monotonic()
     plan = RunPlan(LOAD, Slo(), timeout=600, warmup=1)
-    modes = Modes(compare="static, continuous")
-    asyncio.run(bench_variants("demo", None, EngineOptions(ENGINE), modes, plan, silent)).show()
+    modes = ModeFlags(compare="static, continuous")
+    asyncio.run(bench_compare("demo", None, EngineOptions(ENGINE), modes, plan, silent)).show()
     print(f"\n{torch.get_num_threads()} thread(s), in {time.monotonic() - started:.0f} s")
 
 

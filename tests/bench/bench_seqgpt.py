@@ -27,8 +27,8 @@ import torch
 from tiny_models import build_tokenizer
 from transformers import BloomConfig, BloomForCausalLM
 
-from llmsched.cli.bench.compare.mode import bench_variants
-from llmsched.cli.bench.modes import Modes
+from llmsched.cli.bench.compare.bench_compare import bench_compare
+from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.options.engine_flags import EngineOptions
@@ -73,9 +73,9 @@ def compare(model: str, scale: float, simulate: str | None, options: argparse.Na
     }
     print(f"{load.describe_requests()}, {load.prefix_len} of them the system prompt; {load.describe()}")
     print(f"static reserves KV for {scaled(RESERVED)} tokens a request", flush=True)
-    modes = Modes(compare="static enable_prefix_caching=off, continuous", rounds=options.rounds)
+    modes = ModeFlags(compare="static enable_prefix_caching=off, continuous", rounds=options.rounds)
     plan = RunPlan(load, Slo(), timeout=3600, warmup=None)
-    result = asyncio.run(bench_variants(model, simulate, EngineOptions(engine), modes, plan, silent))
+    result = asyncio.run(bench_compare(model, simulate, EngineOptions(engine), modes, plan, silent))
     result.show()
     static, ours = (run["peak_memory_bytes"] for run in result.report["runs"])
     print(f"peak memory {human_bytes(static)} -> {human_bytes(ours)}: {1 - ours / static:.0%} less\n", flush=True)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from llmsched.cli import render
-from llmsched.cli.bench.result import Result
+from llmsched.cli.bench.report.report_content import ReportContent, Result, Table
 from llmsched.cli.bench.selfcheck.probes import PROBES, TYPICAL_S, FigureCheck, Probe, ProbeOutcome, Verdict, checks_of
 from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
 from llmsched.cli.figures.client_lag import loop_lags
@@ -120,7 +120,7 @@ async def bench_self(progress: Progress) -> Result:
     """Measure a server with known times. Raise LlmschedError if it cannot be started."""
     outcomes = await self_check(progress)
     report = as_json(outcomes)
-    return Result(report, lambda: show(outcomes), report["right"], [])
+    return Result(report, content(outcomes), report["right"], [])
 
 
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
@@ -144,14 +144,17 @@ def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
     }
 
 
-def show(outcomes: Sequence[ProbeOutcome]) -> None:
-    """Print the checks as tables."""
-    render.say("MEASURED: the bench itself, against a server in another process with known times")
-    for outcome in outcomes:
-        probe, columns = outcome.probe, ["", "script", "server", "measured", "error", "allowed", ""]
-        render.table(f"{probe.name}: {probe.what} (times in ms)", columns, [_row(check) for check in outcome.checks])
-    for sentence in conclusions(outcomes):
-        render.say(sentence)
+def content(outcomes: Sequence[ProbeOutcome]) -> ReportContent:
+    """Return the checks as tables, with conclusions."""
+    columns = ["", "script", "server", "measured", "error", "allowed", ""]
+    return ReportContent(
+        notes=["MEASURED: the bench itself, against a server in another process with known times"],
+        tables=[
+            Table(f"{one.probe.name}: {one.probe.what} (times in ms)", columns, [_row(check) for check in one.checks])
+            for one in outcomes
+        ],
+        conclusions=conclusions(outcomes),
+    )
 
 
 def conclusions(outcomes: Sequence[ProbeOutcome]) -> list[str]:

@@ -12,7 +12,7 @@ from command_line import CommandLine
 
 from llmsched.cli import progress
 from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantRun, compare, concatenated, with_mean_rates
-from llmsched.cli.bench.compare.report import as_json
+from llmsched.cli.bench.compare.comparison_report import comparison_json
 from llmsched.cli.bench.compare.variant_engines import VariantEngines
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
 from llmsched.cli.figures.kv_memory import KVMeter, memory_usage, merged
@@ -157,7 +157,7 @@ def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
     task = ComparisonPlan(
         SyntheticLoad(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
     )
-    document = as_json(asyncio.run(compare(list(configs), VariantEngines(configs, silent), task, silent)), task)
+    document = comparison_json(asyncio.run(compare(list(configs), VariantEngines(configs, silent), task, silent)), task)
     static, continuous = document["runs"]
     assert (static["policy"], continuous["policy"]) == ("static", "continuous")
     assert static["engine"]["scheduling_policy"] == "static"

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.bench.knee.exploration import SLACK, Found, Wish, check, explore
-from llmsched.cli.bench.knee.report import as_json, show, verdict
+from llmsched.cli.bench.knee.knee_exploration import SLACK, Exploration, KneeLimits, check, explore
+from llmsched.cli.bench.knee.knee_report import knee_content, knee_json, verdict
+from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
 from llmsched.cli.load.load import Load
@@ -52,8 +53,8 @@ async def refuse(workload: Load, slo: Slo, progress: Progress) -> Measurement:
     return measure(RunRecord([RequestRecord(0, 0.0, end=0.1, failure=failure)]), workload, slo)
 
 
-def find(opened: OpenTarget, plan: RunPlan, highest: float | None = None) -> Found:
-    return asyncio.run(explore(opened, plan, Wish(highest, 0.9, 0.1), silent))
+def find(opened: OpenTarget, plan: RunPlan, highest: float | None = None) -> Exploration:
+    return asyncio.run(explore(opened, plan, KneeLimits(highest, 0.9, 0.1), silent))
 
 
 def plan(slo: Slo = Slo(ttft=0.5), **load: Any) -> RunPlan:  # noqa: B008 - frozen
@@ -76,8 +77,8 @@ def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
     assert found.burst is not None
     assert found.burst["requests_per_s"] == pytest.approx(10)
     assert found.goal.high == pytest.approx(40)
-    kept = [point for point in found.points if point.figures is not None]
-    assert {point.rate for point in kept} == set(sorted({p.rate for p in found.points if p.attainment >= 0.9})[-2:])
+    kept = [point for point in found.attempts if point.figures is not None]
+    assert {point.rate for point in kept} == set(sorted({p.rate for p in found.attempts if p.attainment >= 0.9})[-2:])
     assert found.at_knee in kept
     seeds = [load.seed for load in queue.loads]
     assert len(set(seeds)) == len(seeds), "no attempt may find the prompts of another in a cache"
@@ -99,14 +100,14 @@ def test_without_rate_and_slo_the_idle_target_says_where_to_begin_and_what_is_sl
 def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     target, work = opened(Queue()), plan(arrivals="constant", request_rate=1.0)
     found = find(target, work)
-    document = as_json(work, found)
+    document = knee_json(work, found)
     assert document["knee_rps"] == found.knee.rate
     assert document["at_knee"]["attainment"]["all"] >= 0.9
     assert document["at_knee"]["completed"] == 400
     assert [point["rate"] for point in document["points"]] == [attempt.rate for attempt in found.knee.attempts]
     assert {point["met"] for point in document["points"]} == {True, False}
     assert document["slo"] == {"ttft_ms": 500.0}
-    show(document, target.experiment(work.workload, found.slo))
+    show(knee_content(document, target.experiment(work.workload, found.slo)))
     printed = capsys.readouterr().out
     assert "MEASURED queue (here)" in printed
     assert f"knee at {found.knee.rate:.3g} requests/s: 90% of requests or more meet the SLO" in printed
@@ -116,14 +117,14 @@ def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.Captu
     """With 15 s of patience a load of 40 s meets its SLO up to 14 requests/s, of which the queue serves 10."""
     target, work = opened(Queue()), plan(Slo(ttft=15.0), arrivals="constant", request_rate=12.0)
     found = find(target, work)
-    document = as_json(work, found)
+    document = knee_json(work, found)
     assert found.knee.rate is not None
     assert found.knee.rate > 12
     assert document["knee_sustained"] is False
-    show(document, target.experiment(work.workload, found.slo))
-    assert "10 served: more and more were running" in capsys.readouterr().err
+    show(knee_content(document, target.experiment(work.workload, found.slo)))
+    assert "10 served: the backlog kept growing" in capsys.readouterr().err
     steady = find(target, plan(arrivals="constant", request_rate=1.0))
-    assert as_json(work, steady)["knee_sustained"] is True
+    assert knee_json(work, steady)["knee_sustained"] is True
 
 
 @pytest.mark.parametrize("remembers", [True, False])
@@ -132,7 +133,7 @@ def test_a_target_that_knows_the_prompts_of_earlier_rates_is_told(
 ) -> None:
     target, work = opened(Queue(remembers=remembers)), plan(request_rate=1.0)
     found = find(target, work)
-    show(as_json(work, found), target.experiment(work.workload, found.slo))
+    show(knee_content(knee_json(work, found), target.experiment(work.workload, found.slo)))
     assert ("the prefix hit rate rose from 0% to 100%" in capsys.readouterr().err) == remembers
 
 
@@ -147,7 +148,7 @@ def test_no_knee_is_said(slo: Slo, words: str) -> None:
     """F19."""
     target, work = opened(Queue()), plan(slo, request_rate=1.0)
     found = find(target, work, highest=90)
-    document = as_json(work, found)
+    document = knee_json(work, found)
     assert verdict(document).startswith(words)
     assert (document["at_knee"] is None) == (document["verdict"] == "never met")
 
@@ -166,39 +167,45 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
     [
         (
             {"request_rate": 90.0},
-            Wish(3.0, 0.9, 0.1),
-            "--max-request-rate is 3; allowed is the lowest rate, 90 requests/s, or more",
+            KneeLimits(3.0, 0.9, 0.1),
+            "--max-request-rate must be finite and at least the lowest rate, 90 requests/s, not 3",
         ),
         (
             {"request_rate": float("inf")},
-            Wish(None, 0.9, 0.1),
-            "--request-rate is inf; allowed is above 0 and finite, as the lowest rate",
+            KneeLimits(None, 0.9, 0.1),
+            "--request-rate, the lowest rate, must be above 0 and finite, not inf",
         ),
-        ({}, Wish(0.0, 0.9, 0.1), "--max-request-rate is 0; allowed is 1e-09 or more"),
-        ({}, Wish(math.nan, 0.9, 0.1), "--max-request-rate is nan"),
-        ({}, Wish(math.inf, 0.9, 0.1), "--max-request-rate is inf"),
-        ({}, Wish(None, 0.0, 0.1), "--knee-attainment is 0; allowed is above 0"),
-        ({}, Wish(None, 0.9, 5.0), "--knee-tolerance is 5; allowed is 0.001 to 1"),
+        (
+            {},
+            KneeLimits(0.0, 0.9, 0.1),
+            "--max-request-rate must be finite and at least 1e-09 requests per second, not 0",
+        ),
+        ({}, KneeLimits(math.nan, 0.9, 0.1), "at least 1e-09 requests per second, not nan"),
+        ({}, KneeLimits(math.inf, 0.9, 0.1), "at least 1e-09 requests per second, not inf"),
+        ({}, KneeLimits(None, 0.0, 0.1), "--knee-attainment must be above 0 and at most 1 .100%., not 0"),
+        ({}, KneeLimits(None, 0.9, 5.0), "--knee-tolerance must be 0.001 to 1 .100%., not 5"),
         (
             {"arrivals": "constant", "burstiness": 2.0},
-            Wish(None, 0.9, 0.1),
+            KneeLimits(None, 0.9, 0.1),
             "burstiness: 2 has no effect with arrivals",
         ),
-        ({"max_concurrency": 2, "duration": 5.0}, Wish(None, 0.9, 0.1), "needs --request-rate"),
+        ({"max_concurrency": 2, "duration": 5.0}, KneeLimits(None, 0.9, 0.1), "needs --request-rate"),
         (
             {"request_rate": 1.0, "arrivals": "ramp", "ramp_to": 5.0},
-            Wish(None, 0.9, 0.1),
+            KneeLimits(None, 0.9, 0.1),
             "arrivals: ramp",
         ),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_any_work(load: dict[str, Any], wish: Wish, message: str) -> None:
+def test_what_cannot_be_searched_is_refused_before_any_work(
+    load: dict[str, Any], wish: KneeLimits, message: str
+) -> None:
     with pytest.raises(LlmschedError, match=message):
         check(SyntheticLoad(**load), wish)
 
 
 def test_the_shape_of_arrivals_needs_no_rate_of_its_own() -> None:
-    check(SyntheticLoad(arrivals="constant"), Wish(None, 0.9, 0.1))
+    check(SyntheticLoad(arrivals="constant"), KneeLimits(None, 0.9, 0.1))
 
 
 def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -227,15 +234,15 @@ def test_no_rate_that_meets_the_slo_is_exit_code_1(command: CommandLine, tiny_mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--find-knee", "--compare", "static,fair"), "do not go together"),
-        (("--max-request-rate", "3"), "--max-request-rate: only of use with --find-knee"),
-        (("--knee-attainment", "0%"), "--knee-attainment: only of use with --find-knee"),
-        (("--rounds", "3"), "--rounds: only of use with --compare"),
+        (("--find-knee", "--compare", "static,fair"), "exclude each other"),
+        (("--max-request-rate", "3"), "--max-request-rate: applies only to --find-knee"),
+        (("--knee-attainment", "0%"), "--knee-attainment: applies only to --find-knee"),
+        (("--rounds", "3"), "--rounds applies only to --compare"),
         (
             ("--find-knee", "--request-rate", "90", "--max-request-rate", "3"),
-            "--max-request-rate is 3; allowed is the lowest rate, 90 requests/s",
+            "--max-request-rate must be finite and at least the lowest rate, 90 requests/s, not 3",
         ),
-        (("--find-knee", "--knee-attainment", "0%"), "--knee-attainment is 0"),
+        (("--find-knee", "--knee-attainment", "0%"), "--knee-attainment must be above 0"),
     ],
 )
 def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
@@ -247,4 +254,4 @@ def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ..
 def test_a_server_that_is_not_there_has_no_knee(command: CommandLine) -> None:
     outcome = command("bench", "http://127.0.0.1:9", "--find-knee")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "nobody answers, so there is no knee to find" in outcome.err
+    assert "the target is unreachable, so there is no knee to find" in outcome.err

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmsched.cli.bench.knee.search import MAX_ATTEMPTS, Goal, Knee, find_knee
+from llmsched.cli.bench.knee.knee_search import MAX_ATTEMPTS, Knee, KneeGoal, find_knee
 from llmsched.engine.errors import LlmschedError
 
 
@@ -18,7 +18,7 @@ def search(share_met: Callable[[float], float], low: float, high: float, **goal:
     async def attempt(rate: float) -> float:
         return share_met(rate)
 
-    return asyncio.run(find_knee(attempt, Goal(low, high, **goal)))
+    return asyncio.run(find_knee(attempt, KneeGoal(low, high, **goal)))
 
 
 def rates(knee: Knee) -> list[float]:
@@ -46,8 +46,10 @@ def test_never_met_says_so_at_once() -> None:
 
 def test_reversed_bounds_are_an_error() -> None:
     """F19."""
-    with pytest.raises(LlmschedError, match="--max-request-rate is 3; allowed is the lowest rate, 90 requests/s"):
-        Goal(90, 3)
+    with pytest.raises(
+        LlmschedError, match="--max-request-rate must be finite and at least the lowest rate, 90 requests/s, not 3"
+    ):
+        KneeGoal(90, 3)
 
 
 @pytest.mark.parametrize(("at", "verdict"), [(50, "always met"), (7, "always met"), (6.9, "never met")])
@@ -143,5 +145,5 @@ def test_a_gradual_decline_with_noise_is_found_about_where_it_is() -> None:
     "bad", [{"low": 0}, {"low": math.nan}, {"high": math.inf}, {"attainment": 0}, {"tolerance": 0}]
 )
 def test_wrong_goals_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(LlmschedError, match="allowed is"):
-        Goal(**{"low": 1, "high": 2, **bad})
+    with pytest.raises(LlmschedError, match="must "):
+        KneeGoal(**{"low": 1, "high": 2, **bad})

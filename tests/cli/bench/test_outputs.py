@@ -12,12 +12,12 @@ from command_line import CommandLine
 from fake_server import FakeServer, Script, event, steady, token
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.output.csv_file import COLUMNS, append_csv
-from llmsched.cli.bench.output.detailed import detailed_lines
-from llmsched.cli.bench.output.report import as_json
-from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.bench.report.csv_report import append_csv, csv_columns
+from llmsched.cli.bench.report.detailed_file import detailed_lines
+from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.options.slo_flags import parse_itl_target
@@ -60,13 +60,17 @@ def measured() -> Measurement:
     return run_virtual(main())
 
 
+def measured_run(figures: Measurement, slo: Slo = SLO) -> MeasuredRun:
+    return MeasuredRun(Experiment("m", Provenance("http://fake"), WORK, slo), figures)
+
+
 def report_of(figures: Measurement, slo: Slo = SLO) -> dict[str, Any]:
     return as_json(Experiment("m", Provenance("http://fake"), WORK, slo), figures)
 
 
 def saved(tmp_path: Path, figures: Measurement) -> Path:
     path = tmp_path / "run.jsonl"
-    path.write_text("".join(detailed_lines(report_of(figures), SLO, figures)))
+    path.write_text("".join(detailed_lines(report_of(figures), measured_run(figures))))
     return path
 
 
@@ -103,7 +107,7 @@ def test_csv_tells_zero_from_nothing(tmp_path: Path) -> None:
 
 def test_every_column_is_in_the_report_of_some_run() -> None:
     report = report_of(measured(), Slo(1.0, 1.0, 1.0, 1.0))
-    for column in COLUMNS:
+    for column in csv_columns():
         value: Any = report
         for name in column.split("."):
             assert value is None or name in value or column.startswith("attainment."), column
@@ -122,7 +126,7 @@ def test_detailed_lines_are_exact_to_the_microsecond() -> None:
     chunks = [Chunk(101.1234567, "x", 1), Chunk(101.2345678, "x", 1)]
     record = RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks, usage=TokenUsage(8, 3, 2))
     figures = measure(RunRecord([record]), WORK, SLO)
-    request = json.loads(list(detailed_lines(report_of(figures), SLO, figures))[1])
+    request = json.loads(list(detailed_lines(report_of(figures), measured_run(figures)))[1])
     assert request["chunks"] == [[1.123457, 1], [1.234568, 1]]
     assert (request["ttft_ms"], request["itl_ms"]) == (1123.457, [111.111])
     assert [request[f"{name}_tokens"] for name in ("prompt", "cached", "output")] == [8, 3, 2]
@@ -229,14 +233,14 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(
         assert outcome.code == 2
         assert f"{flag} {path}: {why}" in outcome.err
     outcome = command("bench", "http://127.0.0.1:9", "--save-detailed", str(tmp_path / "f"), "--find-knee")
-    assert (outcome.code, "is of one run of a load" in outcome.err) == (2, True)
+    assert (outcome.code, "saves a single run" in outcome.err) == (2, True)
 
 
 def test_two_flags_cannot_name_one_file(command: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "f"
     outcome = command("bench", "http://127.0.0.1:9", "--save", str(path), "--csv", f"{tmp_path}/./f")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "--save, --csv: two of them name the same file" in outcome.err
+    assert "--save, --csv: two of these flags name the same file" in outcome.err
 
 
 def test_a_file_that_fails_at_the_end_costs_no_report(command: CommandLine) -> None:

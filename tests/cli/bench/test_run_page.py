@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from html_pages import parsed
 
-from llmsched.cli.bench.output.charts import (
+from llmsched.cli.bench.report.report_content import Result, result_page
+from llmsched.cli.bench.report.run_charts import (
     distributions,
     latency_over_time,
     memory_over_time,
@@ -17,15 +18,13 @@ from llmsched.cli.bench.output.charts import (
     run_charts,
     throughput_over_time,
 )
-from llmsched.cli.bench.output.report import as_json
-from llmsched.cli.bench.output.run_page import result_page
-from llmsched.cli.bench.output.tables import definitions, totals_table
-from llmsched.cli.bench.result import Measured, Result
+from llmsched.cli.bench.report.run_report import definitions, run_content, totals_table
 from llmsched.cli.chart import Series, axes
-from llmsched.cli.figures.experiment import Experiment
+from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
@@ -134,9 +133,10 @@ def test_the_memory_of_a_run_is_in_the_report() -> None:
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
     assert report["kv_waste"] == pytest.approx(0.1)
-    rows = dict(totals_table(run()).rows)
+    measured = MeasuredRun(experiment, run())
+    rows = dict(totals_table(measured).rows)
     assert (rows["peak KV"], rows["peak memory"]) == ("8.00 GiB, 100.0% of 8.00 GiB", "11.0 GiB")
-    assert definitions(Slo(), run()).keys() >= {"peak KV", "peak memory"}
+    assert definitions(measured).keys() >= {"peak KV", "peak memory"}
 
 
 def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
@@ -156,8 +156,8 @@ def test_of_memory_only_what_is_told_is_in_the_report() -> None:
     report = as_json(experiment, shares)
     assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1, "steps": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["kv_waste"]) == (0.5, None, None)
-    assert dict(totals_table(shares).rows)["peak KV"] == "50.0% of KV memory"
-    assert "peak memory" not in definitions(Slo(), shares)
+    assert dict(totals_table(MeasuredRun(experiment, shares)).rows)["peak KV"] == "50.0% of KV memory"
+    assert "peak memory" not in definitions(MeasuredRun(experiment, shares))
     nothing = as_json(experiment, run([TargetState(100.5, 1, 0)], None))
     assert (nothing["memory"], nothing["peak_kv_share"], nothing["peak_memory_bytes"]) == (None, None, None)
 
@@ -177,7 +177,7 @@ def test_what_a_target_does_not_tell_is_not_drawn() -> None:
 def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
     figures, experiment = run(), Experiment("<model>", Provenance("in process"), SyntheticLoad(), Slo(ttft=2.0))
     report = as_json(experiment, figures)
-    html = result_page(Result(report, lambda: None, True, [report], Measured(experiment, figures)))
+    html = result_page(Result(report, run_content(MeasuredRun(experiment, figures)), True, [report]))
     tags = parsed(html)
     assert tags.fetched == []
     assert tags.seen.count("svg") == 6
@@ -195,6 +195,6 @@ def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
         measure(RunRecord(failed), SyntheticLoad(), Slo()),
     )
     report = as_json(experiment, figures)
-    tags = parsed(result_page(Result(report, lambda: None, False, [report], Measured(experiment, figures))))
+    tags = parsed(result_page(Result(report, run_content(MeasuredRun(experiment, figures)), False, [report])))
     assert tags.seen.count("svg") == 0
     assert "nothing to show" in tags.text

@@ -8,6 +8,7 @@ import pytest
 from command_line import CommandLine
 from virtual_time import run_virtual
 
+from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.bench.selfcheck import self_check
 from llmsched.cli.bench.selfcheck.probes import PROBES, FigureCheck, Probe, ProbeOutcome, Verdict, checks_of
 from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
@@ -142,13 +143,13 @@ def test_a_probe_that_nothing_disturbed_is_wrong_the_first_time() -> None:
 
 def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     right = [ProbeOutcome(probe, [FigureCheck(probe.name, "tokens", 5, 5, 5, 0)]) for probe in PROBES]
-    self_check.show(right)
+    show(self_check.content(right))
     assert "all 7 figures are within the allowed error" in capsys.readouterr().out
     wrong = ProbeOutcome(STEADY, [FigureCheck("steady", "TTFT mean", 100, 101, 131, 5)])
     busy = ProbeOutcome(
         BY_NAME["crowd"], [FigureCheck("crowd", "E2E mean", 100, 101, 131, 5, 60)], held_up=0.03, tries=3
     )
-    self_check.show([*right, wrong, busy])
+    show(self_check.content([*right, wrong, busy]))
     out = capsys.readouterr().out
     assert "  wrong\n" in out
     assert "disturbed" in out
@@ -165,9 +166,9 @@ def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "message"),
     [
         (("http://x",), "has its own server"),
-        (("--compare", "fcfs,fair"), "goes with neither --compare nor --find-knee"),
-        (("--csv", "x.csv"), "--csv and --report are of the run of a load"),
-        (("--save-detailed", "x.jsonl"), "is of one run of a load"),
+        (("--compare", "fcfs,fair"), "leave out --compare and --find-knee"),
+        (("--csv", "x.csv"), "--csv and --report do not apply to --self-check"),
+        (("--save-detailed", "x.jsonl"), "saves a single run"),
     ],
 )
 def test_what_does_not_go_with_it(command: CommandLine, flags: tuple[str, ...], message: str) -> None:

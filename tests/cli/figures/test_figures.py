@@ -12,10 +12,10 @@ import pytest
 from fake_server import FakeServer, Script, end, event, steady, token, usage
 from virtual_time import run_virtual
 
-from llmsched.cli.bench.output.report import as_json
-from llmsched.cli.bench.output.tables import slo_table
+from llmsched.cli.bench.report.run_report import slo_table
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.registry import as_json
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
@@ -289,7 +289,7 @@ def test_goodput_counts_failures_as_missed() -> None:
     assert table.rows == [
         ["TTFT", "1000 ms", "50.0%", "1", "1"],
         ["ITL p99", "200 ms", "50.0%", "1", "1"],
-        ["not served", "", "", "1", ""],
+        ["failed requests", "", "", "1", ""],
         ["all", "", "25.0%", "3", ""],
     ]
 

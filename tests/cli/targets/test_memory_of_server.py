@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from scripted import LiveServer
 
-from llmsched.cli.bench.output.charts import memory_over_time
-from llmsched.cli.bench.output.report import as_json
+from llmsched.cli.bench.report.run_charts import memory_over_time
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.bench.output.report import as_json
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import measure
+from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run

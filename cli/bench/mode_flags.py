@@ -1,4 +1,4 @@
-"""The flags for more than one run: a comparison, or the search of the knee."""
+"""Flags of `bench` for modes other than a single run: comparison, knee search, self-check."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KNEE = "Knee"
 
 
 @dataclass(frozen=True, slots=True)
-class Modes:
-    """The flags as given; None for what was left out. Raises LlmschedError for those that do not go together."""
+class ModeFlags:
+    """Mode flags as given, None if left out. Raises LlmschedError for flags that exclude each other."""
 
     compare: Annotated[
         str | None,
@@ -29,8 +29,8 @@ class Modes:
             "--compare",
             metavar="VARIANTS",
             show_default=False,
-            help="Do the same work under two or more settings, in turn, and print the ratios to the first: variants "
-            f"with commas between them, each {SYNTAX}. continuous is another name for fair.",
+            help="Run the same load under two or more engine settings, in turn, and print ratios to the first. "
+            f"Separate variants with commas; each is {SYNTAX}. continuous is another name for fair.",
             rich_help_panel=_COMPARE,
         ),
     ] = None
@@ -40,7 +40,7 @@ class Modes:
             "--rounds",
             min=1,
             show_default="2",
-            help="How often each variant runs; every round has other requests, the same for all.",
+            help="Runs of each variant. Each round has new requests, the same for all variants.",
             rich_help_panel=_COMPARE,
         ),
     ] = None
@@ -48,8 +48,8 @@ class Modes:
         bool,
         typer.Option(
             "--find-knee",
-            help="Find the highest rate at which 90 % of requests meet every SLO. Without an SLO: TTFT and TPOT within "
-            "5 times those of an idle target. Begins at --request-rate, or at half of what the target does at most.",
+            help="Find the highest request rate at which 90 % of requests meet every SLO. Default SLOs: TTFT and TPOT "
+            "within 5 times those of an idle target. Starts at --request-rate, or at half the target's throughput.",
             rich_help_panel=_KNEE,
         ),
     ] = False
@@ -58,8 +58,8 @@ class Modes:
         typer.Option(
             "--max-request-rate",
             metavar="PER_SECOND",
-            show_default="4 times what the target does at most",
-            help="Highest rate to try; --request-rate is then the lowest.",
+            show_default="4 times the target's throughput",
+            help="Highest request rate to try; --request-rate is then the lowest.",
             rich_help_panel=_KNEE,
         ),
     ] = None
@@ -81,7 +81,7 @@ class Modes:
             parser=typed(fraction),
             metavar="SHARE",
             show_default="10%",
-            help="How far apart the rates around the knee may be.",
+            help="Stop when the rates just below and above the knee differ by at most this share.",
             rich_help_panel=_KNEE,
         ),
     ] = None
@@ -90,31 +90,29 @@ class Modes:
         bool,
         typer.Option(
             "--self-check",
-            help="Measure a built-in server whose times are known, and tell whether this machine measures right.",
+            help="Check the accuracy of this bench on this machine against a built-in server with known timings.",
         ),
     ] = False
 
     @property
     def one_run(self) -> bool:
-        """Whether the load is sent once, and nothing else."""
+        """Whether the load is run just once."""
         return self.compare is None and not self.find_knee and not self.self_check
 
     def __post_init__(self) -> None:
         if self.self_check and (self.compare is not None or self.find_knee):
-            raise LlmschedError(
-                "--self-check measures the bench itself; it goes with neither --compare nor --find-knee"
-            )
+            raise LlmschedError("--self-check checks the bench itself; leave out --compare and --find-knee")
         if self.compare is not None and self.find_knee:
-            raise LlmschedError("--compare and --find-knee do not go together: run one after the other")
+            raise LlmschedError("--compare and --find-knee exclude each other; run one after the other")
         if self.compare is None and self.rounds is not None:
-            raise LlmschedError("--rounds: only of use with --compare")
+            raise LlmschedError("--rounds applies only to --compare; leave it out, or add --compare")
         needing = ("max_request_rate", "knee_attainment", "knee_tolerance")
         given = [name for name in needing if getattr(self, name) is not None]
         if given and not self.find_knee:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise LlmschedError(f"{names}: only of use with --find-knee")
+            raise LlmschedError(f"{names}: applies only to --find-knee; leave it out, or add --find-knee")
 
 
 def with_mode_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Give a Typer command these options; it takes a keyword `modes: Modes` in their place."""
-    return with_options("modes", Modes)(command)
+    """Add these options to a Typer command, which takes them as the keyword `modes: ModeFlags`."""
+    return with_options("modes", ModeFlags)(command)

@@ -1,6 +1,6 @@
-"""A run in every detail, as a file: a line of JSON for the run, for each request, and for each sample of the state.
+"""Files of --save-detailed: a JSON line for the run, for each request, and for each sample of the target's state.
 
-Times are seconds after the start of the run, rounded to a microsecond.
+Times are in seconds after the start of the run, rounded to a microsecond.
 """
 
 from __future__ import annotations
@@ -10,32 +10,35 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import ServedRequest
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 
-#: What the first line says the file is, so that another file is not taken for one.
+#: Format name in the first line, by which a file is recognised.
 FORMAT = "llmsched bench detailed 1"
 
 
-def detailed_lines(report: Mapping[str, Any], slo: Slo, figures: Measurement) -> Iterator[str]:
-    """The lines of the file; `report` is the one that --json prints."""
+def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]:
+    """Yield the lines of the file. `report` is the JSON report of the run."""
+    experiment, figures = run
     yield _line({"kind": "run", "format": FORMAT, "report": report})
     served = {one.record.index: one for one in figures.served}
     for record in figures.run.records:
-        yield _line({"kind": "request", **_request(record, served.get(record.index), slo, figures.run.start)})
+        yield _line(
+            {"kind": "request", **_request(record, served.get(record.index), experiment.slo, figures.run.start)}
+        )
     for sample in figures.samples:
         state = {name: value if value is None else round(value, 6) for name, value in sample._asdict().items()}
         yield _line({"kind": "sample", **state})
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """The request with that id, or else with that index.
+    """Return the request with that id, or else with that index.
 
-    Raises LlmschedError if the file has none, or is not of this kind.
+    Raise LlmschedError if the file has no such request, or is no such file.
     """
     found: dict[str, Any] | None = None
     for request in _requests(path):
@@ -68,7 +71,7 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, start: float) -> dict[str, Any]:
-    """All that is known of a request."""
+    """Return everything recorded about a request."""
 
     def after(time: float | None) -> float | None:
         return None if time is None else round(time - start, 6)
@@ -102,7 +105,7 @@ def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, star
 
 
 def _chunks(record: RequestRecord, served: ServedRequest | None, start: float) -> list[tuple[float, int | None]]:
-    """When each chunk came, and how many tokens it is taken to hold (None for a request that was not served)."""
+    """Return the time and the number of tokens of each chunk; the number is as reported if the request failed."""
     if served is not None:
         return [(round(arrival.time - start, 6), arrival.tokens) for arrival in served.arrivals]
     told = [chunk for chunk in record.chunks if chunk.text or chunk.tokens]

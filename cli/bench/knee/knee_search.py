@@ -1,4 +1,4 @@
-"""Where to look for the knee: the highest rate at which enough requests still meet their SLOs. Pure arithmetic."""
+"""Search for the knee: the highest request rate at which enough requests still meet their SLOs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Literal
 
 from llmsched.engine.errors import LlmschedError
 
-#: What a search came to: the knee lies between two rates, beyond the highest allowed one, or below the lowest.
+#: Outcome of a search: the knee lies between two rates, above the highest allowed rate, or below the lowest.
 Verdict = Literal["found", "always met", "never met"]
 
-#: Attempts after which a search ends with what it knows; one over a factor of 1,000 takes about 16.
+#: Maximum number of attempts; searching a range of 1 to 1,000 takes about 16.
 MAX_ATTEMPTS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """What is looked for, and where. Rates are in requests per second.
+class KneeGoal:
+    """Goal and range of a search. Rates are in requests per second.
 
-    A rate is met if a share of `attainment` of its requests, or more, meets every SLO. The search begins at `start`
-    (default: `low`), and ends when the lowest rate that is missed is at most `tolerance` (a share) above the highest
-    that is met.
+    A rate is met if at least the share `attainment` of its requests meets every SLO. The search starts at `start`
+    (default: `low`) and ends when the lowest missed rate is at most `tolerance` (a share) above the highest met rate.
 
-    Raises LlmschedError naming the flag and its range.
+    Raises LlmschedError naming the flag and its allowed range.
     """
 
     low: float
@@ -35,20 +34,20 @@ class Goal:
 
     def __post_init__(self) -> None:
         if not 0 < self.low < math.inf:
-            raise LlmschedError(f"--request-rate is {self.low:g}; allowed is above 0 and finite, as the lowest rate")
+            raise LlmschedError(f"--request-rate, the lowest rate, must be above 0 and finite, not {self.low:g}")
         if not self.low <= self.high < math.inf:
             raise LlmschedError(
-                f"--max-request-rate is {self.high:g}; allowed is the lowest rate, {self.low:g} requests/s, or more, "
-                "and finite"
+                f"--max-request-rate must be finite and at least the lowest rate, {self.low:g} requests/s, "
+                f"not {self.high:g}"
             )
         if self.start is not None and not self.low <= self.start <= self.high:
             raise LlmschedError(
-                f"the search starts at {self.start:g} requests/s; allowed is {self.low:g} to {self.high:g}"
+                f"the search must start at {self.low:g} to {self.high:g} requests/s, not {self.start:g}"
             )
         if not 0 < self.attainment <= 1:
-            raise LlmschedError(f"--knee-attainment is {self.attainment:g}; allowed is above 0, up to 1 (100%)")
+            raise LlmschedError(f"--knee-attainment must be above 0 and at most 1 (100%), not {self.attainment:g}")
         if not 0.001 <= self.tolerance <= 1:
-            raise LlmschedError(f"--knee-tolerance is {self.tolerance:g}; allowed is 0.001 to 1 (100%)")
+            raise LlmschedError(f"--knee-tolerance must be 0.001 to 1 (100%), not {self.tolerance:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """`rate` is the highest that is met below every one that is not (None: even the lowest is missed); `missed` the
-    lowest that is not met (None: none was). Rates that were tried twice are judged by their mean.
+    """Result of a search. `rate` is the highest met rate below every missed one (None: even the lowest was missed).
+
+    `missed` is the lowest missed rate (None: none was missed). Rates tried twice are judged by their mean attainment.
     """
 
     verdict: Verdict
@@ -71,8 +71,8 @@ class Knee:
     attempts: tuple[Attempt, ...]
 
 
-async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: Goal) -> Knee:
-    """Try rates by `attempt`, which returns the share of requests that met every SLO, until the knee is known."""
+async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
+    """Call `attempt` with rates, which returns the share of requests that met every SLO, until the knee is known."""
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))
@@ -81,12 +81,12 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: Goal) ->
     return Knee(verdict, met, missed, tuple(attempts))
 
 
-def next_rate(attempts: Sequence[Attempt], goal: Goal) -> float | None:
-    """The next rate to try; None when the knee is known.
+def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
+    """Return the next rate to try; None when the knee is known.
 
-    Doubles the rate until one is missed, or halves it until one is met (the ends of the allowed range are tried
-    themselves), then halves the interval on a logarithmic scale. Each rate is tried once, and both ends of the last
-    interval once more: what noise made of one of them is then seen, and the search goes on from there.
+    Double the rate until one is missed, or halve it until one is met (the ends of the allowed range are tried too),
+    then bisect the interval on a logarithmic scale. Each rate is tried once, and both ends of the last interval a
+    second time: if noise decided one of them, the search continues from there.
     """
     if not attempts:
         return goal.low if goal.start is None else goal.start
@@ -102,8 +102,8 @@ def next_rate(attempts: Sequence[Attempt], goal: Goal) -> float | None:
     return once[0] if once else None
 
 
-def bracket(attempts: Sequence[Attempt], goal: Goal) -> tuple[float | None, float | None]:
-    """The lowest rate that is missed, and the highest that is met below it, as (met, missed)."""
+def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
+    """Return the highest met rate below the lowest missed one, and that missed rate."""
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

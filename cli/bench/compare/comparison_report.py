@@ -1,0 +1,163 @@
+"""Report of a comparison: the figures of each variant side by side, and their ratios to the first variant's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantResult
+from llmsched.cli.bench.report.report_content import ReportContent, Table
+from llmsched.cli.chart import Chart, Series, distribution
+from llmsched.cli.figures.experiment import MeasuredRun
+from llmsched.cli.figures.kv_memory import MemoryUsage
+from llmsched.cli.figures.latency_summary import latency_samples
+from llmsched.cli.figures.registry import Figure, Unit, as_json, definitions_in, figures_in, look_up, paths_in
+from llmsched.engine.latency import DEFINITIONS
+from llmsched.engine.units import human_bytes
+
+
+def comparison_json(variants: Sequence[VariantResult], plan: ComparisonPlan) -> dict[str, Any]:
+    """Return `runs` in the order of the command line, and the `ratios` of all but the first to the first.
+
+    Each run has all that `bench --json` has, over all rounds, and `rounds` with the main figures of each. A ratio is
+    null if it is undefined.
+    """
+    runs = [_run_json(variant, plan) for variant in variants]
+    first, *others = runs
+    return {
+        "measured": all(run["measured"] for run in runs),
+        "baseline": first["policy"],
+        "rounds": plan.rounds,
+        "runs": runs,
+        "ratios": {run["policy"]: _ratios(run, first) for run in others},
+        "definitions": _own_definitions(),
+    }
+
+
+def comparison_content(document: dict[str, Any], variants: Sequence[VariantResult]) -> ReportContent:
+    """Return the report of a comparison whose JSON is `document`."""
+    first = MeasuredRun(variants[0].experiment, variants[0].figures)
+    terms = definitions_in("ratios", run=first)
+    del terms["P99 interval"]
+    runs = document["runs"]
+    return ReportContent(
+        notes=_notes(document, first),
+        tables=[_table(document)],
+        charts=[_distribution(name, variants) for name in ("ttft", "itl", "e2e")],
+        definitions=terms,
+        errors=[
+            f"{run['policy']}: {count} requests failed: {reason} ({run['failure_examples'][reason]})"
+            for run in runs
+            for reason, count in run["failures"].items()
+        ],
+        warnings=list(dict.fromkeys(warning for run in runs for warning in run["warnings"])),
+    )
+
+
+def _own_definitions() -> dict[str, str]:
+    return {term: text for term, text in definitions_in("ratios").items() if term not in DEFINITIONS}
+
+
+def _run_json(variant: VariantResult, plan: ComparisonPlan) -> dict[str, Any]:
+    experiment, figures = variant.experiment, variant.figures
+    # An engine that refused every request took no step.
+    used = figures.memory or MemoryUsage(0, 0, 0.0, None, None, figures.run.memory)
+    assert used.parts is not None
+    report = as_json(experiment, figures)
+    return {
+        "policy": variant.name,
+        **report,
+        "steps": used.steps,
+        "peak_kv_share": used.peak_kv_share,
+        "peak_kv_bytes": used.peak_kv,
+        "peak_memory_bytes": used.peak,
+        "memory": {
+            "steps": used.steps,
+            "kv_waste": used.kv_waste,
+            "peak_kv": used.peak_kv,
+            "weights": used.parts.weights,
+            "activations": used.parts.activations,
+            "kv": used.parts.kv,
+        },
+        "definitions": {**report["definitions"], **_own_definitions()},
+        "rounds": [
+            {
+                "seed": plan.workload.seed + index,
+                **{figure.name: figure.json(MeasuredRun(experiment, each)) for figure in figures_in("round")},
+            }
+            for index, each in enumerate(variant.rounds)
+        ],
+    }
+
+
+def _ratios(run: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    pairs = zip(run["rounds"], first["rounds"], strict=True)
+    name = "output_tokens_per_s"
+    return {
+        **{"_".join(path): _ratio(look_up(run, path), look_up(first, path)) for _, path in paths_in("ratios")},
+        f"{name}_by_round": [_ratio(one[name], other[name]) for one, other in pairs],
+    }
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base
+
+
+def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
+    """Return what was run, how accurate it is, and how much the rounds differ."""
+    experiment, rounds = first.experiment, document["rounds"]
+    interleaved = "1 round" if rounds == 1 else f"{rounds} rounds, interleaved, with consecutive seeds"
+    by_round = [
+        f"output tokens/s by round, {name} / {document['baseline']}: "
+        f"{', '.join(map(_times, ratios['output_tokens_per_s_by_round']))}"
+        for name, ratios in document["ratios"].items()
+        if rounds > 1
+    ]
+    return [f"{experiment.headline()}; {interleaved}", *experiment.provenance.caveats(), *by_round]
+
+
+def _table(document: dict[str, Any]) -> Table:
+    """Return the variants' figures side by side, then their ratios to the first: rates, latencies, then the rest."""
+    runs, ratios = document["runs"], document["ratios"]
+    first, *others = runs
+    columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
+    rows = []
+    for figure, path in sorted(paths_in("ratios"), key=lambda row: {"/s": 0, "ms": 1}.get(row[0].unit, 2)):
+        values = [look_up(run, path) for run in runs]
+        if any(value is not None for value in values):
+            relations = [_times(ratios[run["policy"]]["_".join(path)]) for run in others]
+            rows.append([_label(figure, path), *(_shown(value, figure.unit) for value in values), *relations])
+    return Table("all rounds together; latencies in ms", columns, rows)
+
+
+def _label(figure: Figure, path: tuple[str, ...]) -> str:
+    return " ".join((figure.label, *(part.upper() for part in path[1:])))
+
+
+def _shown(value: float | None, unit: Unit) -> str:
+    """Return a value of the JSON report, whose latencies are in milliseconds, without its unit."""
+    if value is None:
+        return "n/a"
+    if unit == "bytes":
+        return human_bytes(value)
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:.0f}" if unit == "count" else f"{value:.1f}" if unit == "ms" else f"{value:.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "n/a" if ratio is None else f"{ratio:.3g}x"
+
+
+def _distribution(name: str, variants: Sequence[VariantResult]) -> Chart:
+    """Return the distribution of a latency, one line per variant."""
+    lines = [
+        Series(
+            one.name,
+            distribution([1e3 * x for samples in latency_samples(one.figures.latencies)[name] for x in samples]),
+        )
+        for one in variants
+    ]
+    return Chart(
+        f"distribution of {name.upper()}", "ms, logarithmic", "% of samples up to it", tuple(lines), log_x=True
+    )

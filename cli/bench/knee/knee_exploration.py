@@ -1,0 +1,165 @@
+"""Knee search on a target: measure it idle, at full throughput, and then at one rate after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmsched.cli.bench.knee.knee_search import Knee, KneeGoal, find_knee
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.registry import as_json
+from llmsched.cli.load.arrivals import LEAST_RATE
+from llmsched.cli.load.load import Load
+from llmsched.cli.targets.interface import OpenTarget, RunPlan
+from llmsched.engine.errors import LlmschedError
+from llmsched.engine.latency import Slo
+from llmsched.engine.progress import Progress, silent
+
+#: Default SLOs: this many times the TTFT and TPOT of the idle target.
+SLACK = 5.0
+
+#: Number of requests, at most, sent to the idle target.
+_IDLE_REQUESTS = 8
+
+#: The search starts at this share of the target's throughput, and ends at most at this multiple of it.
+_START, _HIGHEST = 0.5, 4.0
+
+#: The lowest rate tried keeps the target busy for this share of the time.
+_LOWEST_LOAD = 0.05
+
+#: Number of met rates, highest first, whose figures are kept: the highest may turn out to be missed.
+_KEPT_RATES = 2
+
+#: The JSON report of a run, as of `bench --json`.
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KneeLimits:
+    """Limits set by flags: `highest` rate to try (None: see --help); the others are those of `KneeGoal`."""
+
+    highest: float | None
+    attainment: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateAttempt:
+    """A rate that was tried, with the JSON report of its run, and its `figures` if they are kept."""
+
+    rate: float
+    attainment: float
+    report: Report
+    figures: Measurement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exploration:
+    """Result of a search. `idle` and `burst` are reports of the idle target and of all requests sent at once.
+
+    They are None if they were not needed.
+    """
+
+    goal: KneeGoal
+    slo: Slo
+    knee: Knee
+    attempts: tuple[RateAttempt, ...]
+    idle: Report | None
+    burst: Report | None
+
+    @property
+    def at_knee(self) -> RateAttempt | None:
+        """The first attempt at the knee's rate, preferably one whose figures are kept."""
+        tried = [one for one in self.attempts if one.rate == self.knee.rate]
+        return next((one for one in tried if one.figures is not None), tried[0] if tried else None)
+
+
+def check(load: Load, limits: KneeLimits) -> None:
+    """Raise LlmschedError, before any work is done, if the load or the limits do not allow a search."""
+    if load.stop_after is not None:
+        raise LlmschedError("--find-knee with --duration needs --request-rate, which is then the lowest rate")
+    if limits.highest is not None and not LEAST_RATE <= limits.highest < math.inf:
+        raise LlmschedError(
+            f"--max-request-rate must be finite and at least {LEAST_RATE:g} requests per second, not {limits.highest:g}"
+        )
+    low = load.request_rate if load.request_rate is not None else limits.highest if limits.highest is not None else 1.0
+    KneeGoal(low, low if limits.highest is None else limits.highest, limits.attainment, limits.tolerance)
+    load.at_rate(low)
+
+
+async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progress: Progress) -> Exploration:
+    """Find the knee of a target under the plan's load, which `check` has accepted. Each attempt has new requests.
+
+    Raise LlmschedError if the target serves no request that could tell where to start.
+    """
+    load = plan.workload
+    seeds = iter(range(load.seed + 1, load.seed + 1_000))
+    idle = burst = None
+    if not plan.slo.given() or load.request_rate is None:
+        progress("idle target", 0, 0)
+        idle = await opened.measure(
+            load.one_by_one(min(_IDLE_REQUESTS, load.num_requests), seed=next(seeds)), Slo(), silent
+        )
+    if load.request_rate is None or limits.highest is None:
+        progress("all at once", 0, 0)
+        burst = await opened.measure(load.head(load.num_requests, seed=next(seeds)), plan.slo, silent)
+    slo = plan.slo if plan.slo.given() else _default_slo(idle)
+    goal = _goal(load, limits, idle, burst)
+    experiment = opened.experiment(load, slo)
+    attempts: list[RateAttempt] = []
+
+    async def attempt(rate: float) -> float:
+
+        def told(_: str, done: int, total: int) -> None:
+            progress(f"attempt {len(attempts) + 1}, {rate:.3g} requests/s", done, total)
+
+        figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, told)
+        attainment = figures.goodput.attainment["all"] if figures.goodput else 0.0
+        attempts.append(RateAttempt(rate, attainment, as_json(experiment, figures), figures))
+        attempts[:] = _lightened(attempts, goal)
+        return attainment
+
+    seen = [None if figures is None else as_json(experiment, figures) for figures in (idle, burst)]
+    del idle, burst
+    knee = await find_knee(attempt, goal)
+    return Exploration(goal, slo, knee, tuple(attempts), *seen)
+
+
+def _lightened(attempts: Sequence[RateAttempt], goal: KneeGoal) -> list[RateAttempt]:
+    """Drop figures of attempts that are unlikely to be the knee: they hold every token of their runs."""
+    missed = min((one.rate for one in attempts if one.attainment < goal.attainment), default=math.inf)
+    kept = sorted({one.rate for one in attempts if one.rate < missed})[-_KEPT_RATES:]
+    return [one if one.rate in kept else replace(one, figures=None) for one in attempts]
+
+
+def _default_slo(idle: Measurement | None) -> Slo:
+    assert idle is not None
+    if idle.latency.ttft.p50 is None:
+        raise LlmschedError(f"no request was served, so there is no latency to go by: {_why(idle)}")
+    return Slo(
+        ttft=SLACK * idle.latency.ttft.p50,
+        tpot=None if idle.latency.tpot.p50 is None else SLACK * idle.latency.tpot.p50,
+    )
+
+
+def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
+    """Return the range to search: from the flags, or from the target's idle latency and throughput."""
+    most = None if burst is None else burst.rates.requests
+    if burst is not None and not most:
+        raise LlmschedError(f"no request was served, so it is not known which rates to try: {_why(burst)}")
+    high = limits.highest if limits.highest is not None else _HIGHEST * (most or 0.0)
+    if load.request_rate is not None:
+        low = start = load.request_rate
+        high = high if limits.highest is not None else max(low, high)
+    else:
+        assert most is not None
+        start = min(_START * most, high)
+        busy = idle.latency.e2e.mean if idle is not None else None
+        low = min(start, _LOWEST_LOAD / busy) if busy else start
+    return KneeGoal(low, high, limits.attainment, limits.tolerance, start)
+
+
+def _why(figures: Measurement) -> str:
+    return ", ".join(f"{reason} ({figures.requests.failure_examples[reason]})" for reason in figures.requests.failures)

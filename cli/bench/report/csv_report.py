@@ -1,0 +1,50 @@
+"""CSV file of figures, a row per run; later runs append rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsched.cli.figures.registry import figures_in, look_up, paths_in
+from llmsched.engine.errors import LlmschedError
+
+
+def csv_columns() -> list[str]:
+    """Return the header: paths in the JSON report, then figures whose cells hold JSON."""
+    return [*(".".join(path) for _, path in paths_in("csv")), *(figure.name for figure in figures_in("csv object"))]
+
+
+def check_csv(path: Path) -> None:
+    """Raise LlmschedError if `path` has other columns, or cannot be read."""
+    if path.exists() and not path.is_file():
+        raise LlmschedError(f"--csv {path}: is not a regular file; name a file that rows can be appended to")
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            first = next(csv.reader(lines), None)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise LlmschedError(f"--csv {path}: {problem}") from problem
+    if first is not None and first != csv_columns():
+        raise LlmschedError(f"--csv {path} already exists with other columns; name another file, or move it away")
+
+
+def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Append a row for each JSON report, after the header if the file is new. A null becomes an empty cell."""
+    check_csv(path)
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        if file.tell() == 0:
+            writer.writerow(csv_columns())
+        for report in reports:
+            objects = [json.dumps(report.get(figure.name)) for figure in figures_in("csv object")]
+            writer.writerow([*(_cell(look_up(report, path)) for _, path in paths_in("csv")), *objects])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return json.dumps(value) if isinstance(value, bool) else str(value)

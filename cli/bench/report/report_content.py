@@ -1,0 +1,99 @@
+"""Content of a bench report, printed in a terminal or written to an HTML page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from llmsched.cli import render
+from llmsched.cli.chart import Chart
+from llmsched.cli.figures.experiment import MeasuredRun
+from llmsched.cli.html_page import Page
+
+
+class Table(NamedTuple):
+    """A table of text cells. The first `text_columns` columns are left-aligned words, the others figures."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    text_columns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReportContent:
+    """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts."""
+
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    conclusions: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    terminal_charts: int = 0
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    errors: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of a bench mode: its JSON report, its content, and whether all went `well` (otherwise exit code 1).
+
+    `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
+    is content that only the page has, after the mode's own.
+    """
+
+    report: Mapping[str, Any]
+    content: ReportContent
+    well: bool
+    rows: Sequence[Mapping[str, Any]]
+    run: MeasuredRun | None = None
+    detail: ReportContent | None = None
+
+
+def show(content: ReportContent) -> None:
+    """Print a report."""
+    for note in content.notes:
+        render.say(note)
+    for table in content.tables:
+        render.table(table.title, table.columns, table.rows, text_columns=table.text_columns)
+    for conclusion in content.conclusions:
+        render.say(conclusion)
+    for chart in content.charts[: content.terminal_charts]:
+        render.chart(chart)
+    for term, sentence in content.definitions.items():
+        render.say(f"{term}: {sentence}")
+    for error in content.errors:
+        render.error(error)
+    for warning in content.warnings:
+        render.warn(warning)
+
+
+def result_page(result: Result) -> str:
+    """Return a result as an HTML page that opens offline."""
+    page = Page(f"llmsched bench: {result.report['target']}" if "target" in result.report else "llmsched bench")
+    for content in (result.content, result.detail):
+        if content is not None:
+            _add(page, content)
+    page.heading("report")
+    page.code(json.dumps(result.report, indent=1, allow_nan=False))
+    return page.html()
+
+
+def _add(page: Page, content: ReportContent) -> None:
+    for note in content.notes:
+        page.say(note)
+    for sentence in (*content.errors, *content.warnings):
+        page.warn(sentence)
+    for table in content.tables:
+        if table.title:
+            page.heading(table.title)
+        page.table(table.columns, table.rows)
+    for conclusion in content.conclusions:
+        page.say(conclusion)
+    page.heading("charts")
+    for chart in content.charts:
+        page.chart(chart)
+    page.heading("definitions")
+    page.terms(content.definitions)

@@ -1,0 +1,117 @@
+"""Report of one run: its tables, charts and definitions."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+from llmsched.cli.bench.report.report_content import ReportContent, Table
+from llmsched.cli.bench.report.run_charts import run_charts
+from llmsched.cli.figures.experiment import MeasuredRun
+from llmsched.cli.figures.measure import Measurement
+from llmsched.cli.figures.registry import definitions_in, figures_in
+from llmsched.engine.latency import Slo
+from llmsched.engine.units import human_seconds
+
+#: Completed requests from which on charts show more than the tables.
+_ENOUGH_TO_DRAW = 10
+
+
+def run_content(run: MeasuredRun) -> ReportContent:
+    """Return the report of a run."""
+    experiment, figures = run
+    own_tables = (slo_table(experiment.slo, figures), stall_table(figures))
+    return ReportContent(
+        notes=[experiment.headline(), *experiment.provenance.caveats()],
+        tables=[latency_table(run), totals_table(run), *(table for table in own_tables if table is not None)],
+        conclusions=reading_sentence(figures),
+        charts=run_charts(figures, experiment.slo),
+        terminal_charts=2 if figures.requests.completed >= _ENOUGH_TO_DRAW else 0,
+        definitions=definitions(run),
+        errors=failure_sentences(figures),
+        warnings=figures.warnings,
+    )
+
+
+def latency_table(run: MeasuredRun) -> Table:
+    columns = ["", "mean", "P50", "P95", "P99", "P99 95% CI", "max", "samples"]
+    rows = []
+    for figure in figures_in("latencies"):
+        count, *quantiles, largest, interval = astuple(figure.get(run))
+        between = "n/a" if interval is None else " to ".join(map(_ms, interval))
+        rows.append([figure.label, *map(_ms, quantiles), between, _ms(largest), str(count)])
+    return Table("latency in ms", columns, rows)
+
+
+def totals_table(run: MeasuredRun) -> Table:
+    rows = (figure.row(run) for figure in figures_in("totals"))
+    return Table("", ["", ""], [row for row in rows if row is not None])
+
+
+def slo_table(slo: Slo, figures: Measurement) -> Table | None:
+    """Return how many requests met each SLO; None without an SLO."""
+    if (good := figures.goodput) is None:
+        return None
+    rows = [
+        [
+            f"{name.upper()} {slo.itl_statistic}" if name == "itl" else name.upper(),
+            f"{limit * 1e3:g} ms",
+            f"{good.attainment[name]:.1%}",
+            str(good.missed[name]),
+            str(good.missed_alone[name]),
+        ]
+        for name, limit in slo.given().items()
+    ]
+    counts = figures.requests
+    if counts.failed:
+        rows.append(["failed requests", "", "", str(counts.failed), ""])
+    missed = (counts.completed + counts.failed) * (1 - good.attainment["all"])
+    rows.append(["all", "", f"{good.attainment['all']:.1%}", str(round(missed)), ""])
+    # A goodput of zero is a figure, and is seen to be one.
+    title = f"goodput {f'{good.requests_per_s:.3g}' if good.requests_per_s else '0.0'} requests/s"
+    return Table(title, ["SLO", "limit", "met by", "missed", "missed only this SLO"], rows)
+
+
+def stall_table(figures: Measurement) -> Table | None:
+    """Return the worst stalls; None if no request got a second chunk."""
+    rows = [
+        [str(number), human_seconds(stall.seconds), f"{stall.at:.2f}", str(stall.tokens_before)]
+        for number, stall in figures.latency.stalls
+    ]
+    return Table("worst stalls", ["request", "length", "start in s", "after token"], rows) if rows else None
+
+
+def reading_sentence(figures: Measurement) -> list[str]:
+    """Return a sentence about the pauses that a reader notices; nothing if there was nothing to read."""
+    if (reading := figures.reading) is None:
+        return []
+    longest = "" if reading.waits.max is None else f", longest pause {human_seconds(reading.waits.max)}"
+    return [
+        f"read at {reading.tokens_per_s:g} tokens/s: {reading.interrupted:.1%} of requests paused, "
+        f"{reading.late_tokens:.1%} of tokens late{longest}"
+    ]
+
+
+def definitions(run: MeasuredRun) -> dict[str, str]:
+    """Return the definitions of what the tables show, and how tokens were counted."""
+    figures = run.figures
+    terms = definitions_in("latencies", "totals", "own table", run=run)
+    if not any(figure.get(run).p99_ci95 for figure in figures_in("latencies")):
+        del terms["P99 interval"]
+    if run.experiment.slo.itl is None:
+        terms.pop("SLO of ITL", None)
+    return {**terms, **({"token counts": figures.tokens.source} if figures.tokens.source else {})}
+
+
+def failure_sentences(figures: Measurement) -> list[str]:
+    """Return a sentence per reason for which requests failed."""
+    counts = figures.requests
+    total = counts.completed + counts.failed
+    return [
+        f"{count} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
+        for reason, count in counts.failures.items()
+        for detail in (counts.failure_examples[reason],)
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds * 1e3:.1f}"
