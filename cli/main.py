@@ -1,4 +1,4 @@
-"""The Typer app: registers the commands and nothing else. A command's module is imported when it is called."""
+"""The Typer app: registers the commands, and prints errors. A command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a command lives: `function` of `module`, or an app with commands of its own; `summary` is for the help."""
+    """A command: the function, or the app with subcommands, called `function` in `module`, and a line for the help."""
 
     module: str
     function: str
@@ -29,26 +29,23 @@ class Entry:
 
 
 COMMANDS = {
-    "serve": Entry("llmsched.cli.serve.command", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
-    "bench": Entry("llmsched.cli.bench.command", "bench", "Load a server or a model and measure latency and goodput."),
-    "kv-budget": Entry(
-        "llmsched.cli.kv_budget.command", "kv_budget", "Work out KV memory and max_num_seqs; needs no GPU."
-    ),
-    "tune": Entry("llmsched.cli.tune.command", "tune", "Find the token budget that meets your latency targets."),
-    "workload": Entry(
-        "llmsched.cli.workload.command", "workload", "Analyse a trace: lengths, arrivals, shared prefixes, settings."
-    ),
-    "calibrate": Entry(
-        "llmsched.cli.calibrate", "calibrate", "Measure what steps cost here, for bench --simulate local."
-    ),
-    "profiles": Entry("llmsched.cli.profiles.command", "profiles", "List, show and compare what tune has written."),
-    "explain": Entry("llmsched.cli.explain", "explain", "Tell where the time of one request went."),
-    "verify": Entry("llmsched.cli.verify", "verify", "Compare the engine with plain transformers on your own model."),
+    name: Entry(f"llmsched.cli.{module}", name.replace("-", "_"), summary)
+    for name, module, summary in (
+        ("serve", "serve.command", "Serve a model over an OpenAI-compatible HTTP API."),
+        ("bench", "bench.command", "Load a server or a model and measure latency and goodput."),
+        ("kv-budget", "kv_budget.command", "Work out KV memory and max_num_seqs; needs no GPU."),
+        ("tune", "tune.command", "Find the token budget that meets your latency targets."),
+        ("workload", "workload.command", "Analyse a trace and recommend settings for it."),
+        ("calibrate", "calibrate", "Measure how long steps take here, for bench --simulate local."),
+        ("profiles", "profiles.command", "List, show and compare profiles written by tune."),
+        ("explain", "explain", "Show how the time of one request was spent."),
+        ("verify", "verify", "Compare the engine with plain transformers on your own model."),
+    )
 }
 
-#: Characters of a wrong value that are shown.
+#: Characters shown of a wrong value.
 _SHOWN = 80
-#: What pydantic's errors about a number say is allowed.
+#: Allowed values of a number, by the type of pydantic's error.
 _ALLOWED = {
     "int_parsing": "a whole number",
     "int_parsing_size": "a whole number of fewer digits",
@@ -57,10 +54,10 @@ _ALLOWED = {
     "less_than_equal": "{le} or less",
 }
 
-HELP = """Serve a language model well from one GPU, or without one from the CPU.
+HELP = """Serve a language model from one GPU, or from the CPU.
 
-MODEL is a Hugging Face directory, a hub id, a .gguf file, or demo (a small real chat model, fetched once).
-Where it is left out it comes from LLMSCHED_MODEL, else it is demo.
+MODEL is a Hugging Face directory, a hub id, a .gguf file, or demo (a small chat model, fetched once).
+Without MODEL, LLMSCHED_MODEL names the model, else it is demo.
 """
 
 EPILOG = """\b
@@ -78,7 +75,7 @@ llmsched COMMAND --help explains a command and its options.
 
 
 class LazyGroup(TyperGroup):
-    """Lists the commands by their summaries and imports only the one that is called."""
+    """Command group that lists all commands and imports only the one that is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -90,7 +87,7 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Import the command `name` and build it."""
+    """Import the command `name` and return it."""
     entry = COMMANDS[name]
     found = getattr(importlib.import_module(entry.module), entry.function)
     if isinstance(found, typer.Typer):
@@ -131,9 +128,10 @@ def _root(
 
 
 def main() -> None:
-    """Console entry. Exit codes: 0 done, 1 the answer is no, 2 bad input (one line on stderr), 130 interrupted.
+    """Run the command line.
 
-    Where nobody reads the output any more (`| head`) the code is 1, as is usual; where it cannot be written, 2.
+    Exit codes: 0 for success, 1 if the command's answer is no, 2 for bad input (one line on stderr) or output that
+    cannot be written, 130 if interrupted. If the reader of the output has closed it (`| head`), the code is 1.
     """
     _open_streams()
     try:
@@ -156,20 +154,20 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """A stream that the caller has closed (`>&-`) is None, which nothing can write to; it becomes one to nowhere."""
+    """Replace output streams that the caller has closed (`>&-`), which are None, by ones that discard the output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it is open as long as the process runs
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until exit
 
 
 def _drop_output() -> None:
-    """Let what is still buffered go nowhere, for the interpreter writes it when it ends, and would fail again."""
-    with contextlib.suppress(OSError):  # a stdout without a file number
+    """Discard buffered output, which the interpreter would otherwise try to write again when it exits."""
+    with contextlib.suppress(OSError):  # stdout has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(problem: typer.TyperException) -> str:
-    """Typer's text, in our words and with the value where it is pydantic's about a number."""
+    """Return Typer's message; for a bad number, which pydantic reports, with the value and the allowed range."""
     text = problem.format_message()
     errors: list[dict[str, Any]] = getattr(problem.__cause__, "errors", list)()
     if not errors:

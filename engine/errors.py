@@ -50,6 +50,13 @@ class ConfigError(LlmschedError):
         return f"{naming(self.field)}: {super().text(naming)}"
 
 
+def check_range(field: str, value: float, valid: bool, allowed: str) -> None:
+    """Raise ConfigError for the value unless it is `valid`; `allowed` says in words which values are."""
+    if not valid:
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise ConfigError(field, f"{shown} is out of range; allowed is {allowed}")
+
+
 class ModelError(LlmschedError):
     """A model is not found, not readable or not supported."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmsched.engine.errors import ConfigError, LlmschedError
+from llmsched.engine.errors import LlmschedError, check_range
 
 #: Definition of each figure, printed with it.
 DEFINITIONS: Mapping[str, str] = {
@@ -201,11 +201,8 @@ class Slo:
 
     def __post_init__(self) -> None:
         _share(self.itl_statistic)
-        if not 0 < self.reader_speed < math.inf:
-            raise ConfigError(
-                "reader_speed",
-                f"{self.reader_speed:g} is out of range; allowed is above 0 tokens per second, and finite",
-            )
+        valid = 0 < self.reader_speed < math.inf
+        check_range("reader_speed", self.reader_speed, valid, "above 0 tokens per second, and finite")
 
     def given(self) -> dict[str, float]:
         """Return the targets that are not None, by name."""

@@ -1,7 +1,7 @@
-"""Prompts of an exact length, the same for the same seed and never seen before for another.
+"""Prompts: random ones of an exact length, texts, and token ids.
 
-A prompt is made when it is sent: what is kept of it is where it lies in endless random sequences, so that request k
-needs none of those before it, and a load of many millions of tokens needs no memory.
+Random prompts depend only on the seed; another seed gives prompts that no cache holds. A prompt is stored as positions
+in random sequences and drawn when it is sent, so loads of many millions of tokens need little memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmsched.cli.load.traces.trace import Content, Message
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
 
-#: Ids that nearly every vocabulary has and that are neither special nor single bytes.
+#: Token ids that nearly every vocabulary has, and that are neither special tokens nor single bytes.
 COMMON_IDS = range(1_000, 30_000)
 
 _WORDS = (
@@ -29,17 +29,17 @@ _WORDS = (
     "father power hour game line end member law car city community name president team minute idea kid body back face"
 )
 
-#: Words that are one token, with the blank before them, in nearly every vocabulary.
+#: Words that are one token, together with the blank before them, in nearly every vocabulary.
 WORDS = tuple(_WORDS.split())
 
-#: Which family of random sequences a part of a prompt is from.
+#: Families of random sequences, from which the parts of a prompt are taken.
 PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt(Protocol):
-    """A prompt as token ids or, for targets that take none, as text. Exactly one of the two is not None.
+    """A prompt as token ids or as text; the other of the two is None.
 
-    Both are made anew at every look; who needs one twice keeps it.
+    Every access computes the value again, so keep it if it is needed twice.
     """
 
     @property
@@ -55,19 +55,19 @@ class Prompt(Protocol):
 
 
 class Encode(Protocol):
-    """How a target that takes token ids sees text."""
+    """Encoder of text for targets that take token ids."""
 
     def prompt(self, content: Content) -> list[int]:
-        """The token ids of a prompt."""
+        """Return the token ids of a prompt."""
         ...
 
     def count(self, text: str) -> int:
-        """Tokens of an answer."""
+        """Return the number of tokens of an answer."""
         ...
 
 
 class Part(NamedTuple):
-    """The first `length` symbols of the endless random sequence `number` of a family."""
+    """The first `length` symbols of the infinite random sequence `number` of a family."""
 
     family: int
     number: int
@@ -75,21 +75,21 @@ class Part(NamedTuple):
 
 
 class Vocabulary:
-    """What prompts are drawn from: token ids, or words where `ids` is None."""
+    """Symbols from which prompts are drawn: token ids, or words if `ids` is None."""
 
     def __init__(self, ids: Sequence[int] | None) -> None:
         self.of_words = ids is None
         self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
 
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
-        """The symbols of the parts, one after the other."""
+        """Return the symbols of the parts, one part after the other."""
         drawn: list[Any] = self._symbols[_indices(seed, parts, len(self._symbols))].tolist()
         return drawn
 
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompt:
-    """Random symbols: prompts that have a part in common begin with the same symbols there."""
+    """Prompt of random symbols. Prompts that share a part have the same symbols in it."""
 
     seed: int
     parts: tuple[Part, ...]
@@ -109,7 +109,7 @@ class RandomPrompt:
 
 
 class EncodedPrompt:
-    """A prompt whose token ids are known."""
+    """Prompt of given token ids."""
 
     text = None
 
@@ -128,7 +128,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt that is sent as the text it is."""
+    """Prompt that is sent as text."""
 
     content: Content
     token_ids = None
@@ -143,13 +143,13 @@ class TextPrompt:
 
 
 class TokenizerEncode:
-    """Text as a model's own tokenizer sees it; messages go through the chat template if the model has one."""
+    """Encoder with a model's tokenizer. Messages go through its chat template, if it has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def prompt(self, content: Content) -> list[int]:
-        """Raises RequestError where the template refuses the messages."""
+        """Return the token ids of a prompt. Raises RequestError if the template refuses the messages."""
         from llmsched.engine.text.chat import render_chat
 
         if content.messages is not None and self._tokenizer.chat_template is not None:
@@ -161,7 +161,7 @@ class TokenizerEncode:
 
 
 class WordEncode:
-    """Text where no tokenizer is at hand: each word is a token, always the same one of `ids` for the same word."""
+    """Encoder without a tokenizer: each word becomes one of `ids`, the same one each time."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = ids
@@ -174,7 +174,7 @@ class WordEncode:
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The ids of a vocabulary that stand for text."""
+    """Return the token ids of a vocabulary that stand for text."""
     size = min(tokenizer.vocab_size, vocab_size)
     return [
         token_id for token_id in range(size) if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
@@ -182,7 +182,7 @@ def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def _indices(seed: int, parts: Sequence[Part], size: int) -> NDArray[np.int64]:
-    """Indices below `size`, each a function of seed, family, number and place alone (a counter-based generator)."""
+    """Return indices below `size` from a counter-based generator keyed by seed, family, number and position."""
     families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
     keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
     counts = lengths.astype(np.int64)
@@ -192,13 +192,14 @@ def _indices(seed: int, parts: Sequence[Part], size: int) -> NDArray[np.int64]:
     return drawn
 
 
-#: Constants of SplitMix64 (Steele, Lea, Flood 2014): the odd number next to 2^64 / golden ratio, and its finaliser.
+#: Constants of SplitMix64 (Steele, Lea, Flood 2014): the odd number next to 2^64 / golden ratio, and the multipliers of
+#: its finaliser.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scatter 64-bit numbers so that near ones end far apart; arithmetic is modulo 2^64."""
+    """Return 64-bit numbers mixed so that close inputs give unrelated outputs. Arithmetic is modulo 2^64."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from llmsched.cli.load.arrivals import DAY_AMPLITUDE, DAY_PERIOD, LEAST_RATE, ArrivalProcess, Arrivals, Times
-from llmsched.engine.errors import ConfigError, LlmschedError, setting
+from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 
 #: The most requests of a synthetic load, and of a closed loop that only a duration ends.
 MOST_REQUESTS = 1_000_000
@@ -44,19 +44,13 @@ class Schedule:
     duration: float | None = None
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError("seed", f"{self.seed} is out of range; allowed is 0 or more")
-        if self.max_concurrency is not None and not 1 <= self.max_concurrency <= MOST_REQUESTS:
-            raise ConfigError(
-                "max_concurrency", f"{self.max_concurrency} is out of range; allowed is 1 to {MOST_REQUESTS}"
-            )
-        if self.request_rate is not None and not self.request_rate >= LEAST_RATE:
-            raise ConfigError(
-                "request_rate",
-                f"{self.request_rate} is out of range; allowed is {LEAST_RATE:g} or more requests per second, or inf",
-            )
-        if self.duration is not None and not 0 < self.duration < math.inf:
-            raise ConfigError("duration", f"{self.duration:g} s is out of range; allowed is above 0")
+        check_range("seed", self.seed, self.seed >= 0, "0 or more")
+        if (most := self.max_concurrency) is not None:
+            check_range("max_concurrency", most, 1 <= most <= MOST_REQUESTS, f"1 to {MOST_REQUESTS}")
+        if (rate := self.request_rate) is not None:
+            check_range("request_rate", rate, rate >= LEAST_RATE, f"{LEAST_RATE:g} or more requests per second, or inf")
+        if self.duration is not None:
+            check_range("duration", self.duration, 0 < self.duration < math.inf, "above 0 s")
         if self.at_once and self.duration is not None:  # at_once builds the process, which checks its shape
             raise ConfigError(
                 "duration",

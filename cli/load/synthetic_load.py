@@ -14,7 +14,7 @@ from llmsched.cli.load.prompts import OWN, PREFIX, Encode, Part, Prompt, RandomP
 from llmsched.cli.load.random_lengths import RandomLengths, draw_lengths
 from llmsched.cli.load.schedule import INPUTS, MOST_REQUESTS, OUTPUTS
 from llmsched.cli.values import MOST_TOKENS
-from llmsched.engine.errors import ConfigError, setting
+from llmsched.engine.errors import ConfigError, check_range, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,11 @@ class SyntheticLoad(Load):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, most in (("num_prompts", MOST_REQUESTS), ("input_len", MOST_TOKENS), ("output_len", MOST_TOKENS)):
-            if isinstance(value := getattr(self, name), int) and not 1 <= value <= most:
-                raise ConfigError(name, f"{value} is out of range; allowed is 1 to {most}")
+            if isinstance(value := getattr(self, name), int):
+                check_range(name, value, 1 <= value <= most, f"1 to {most}")
         longest = self.input_len if isinstance(self.input_len, int) else self.input_len.high
-        if not 0 <= self.prefix_len <= (longest or self.prefix_len):
-            raise ConfigError(
-                "prefix_len",
-                f"{self.prefix_len} is out of range; allowed is 0 to {setting('input_len')} ({self.input_len})",
-            )
+        valid = 0 <= self.prefix_len <= (longest or self.prefix_len)
+        check_range("prefix_len", self.prefix_len, valid, f"0 to {setting('input_len')} ({self.input_len})")
         if self.num_prompts is None:
             self._check_end()
 

@@ -28,7 +28,7 @@ from llmsched.cli.load.random_lengths import RandomLengths, draw_lengths
 from llmsched.cli.load.schedule import OUTPUTS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.load.traces.trace import Trace, TraceRequest, digest
-from llmsched.engine.errors import ConfigError, LlmschedError, setting
+from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 
 #: The least speedup. It keeps recorded times finite.
 _SLOWEST = 1e-9
@@ -55,11 +55,10 @@ class TraceLoad(Load):
     max_output_len: int | None = None
 
     def __post_init__(self) -> None:
-        if not _SLOWEST <= self.speedup < math.inf:
-            raise ConfigError("speedup", f"{self.speedup:g} is out of range; allowed is {_SLOWEST:g} or more")
+        check_range("speedup", self.speedup, _SLOWEST <= self.speedup < math.inf, f"{_SLOWEST:g} or more")
         for name in ("max_input_len", "max_output_len"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(name, f"{value} is out of range; allowed is 1 or more tokens")
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, value >= 1, "1 or more tokens")
         if self.replayed:
             self._check_replay()
         elif self.speedup != 1:

@@ -21,7 +21,7 @@ from llmsched.cli.load.traces.timestamps import TimestampUnit
 from llmsched.cli.options.flags import typed, with_options
 from llmsched.cli.values import duration as parse_duration
 from llmsched.cli.values import fraction
-from llmsched.engine.errors import ConfigError, LlmschedError, setting
+from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 from llmsched.profiles.shipped_workloads import find_workload, workloads
 from llmsched.profiles.toml_files import UnknownNameError
 
@@ -246,8 +246,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
     """
 
     def make(flags: LoadFlags) -> LoadOptions:
-        if not flags.timeout > 0:
-            raise ConfigError("timeout", f"{flags.timeout:g} s is out of range; allowed is above 0")
+        check_range("timeout", flags.timeout, flags.timeout > 0, "above 0 s")
         return LoadOptions(make_load(flags, defaults), flags.timeout, flags.trace)
 
     shown = defaults.copy()

@@ -68,16 +68,16 @@ def test_totals_alone(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no request"),
-        ("\n \n", "holds no request"),
-        ("ContextTokens,GeneratedTokens\n", "holds no request"),
+        ("", "contains no request"),
+        ("\n \n", "contains no request"),
+        ("ContextTokens,GeneratedTokens\n", "contains no request"),
         ("5\n-3\n", "line 2: input tokens is -3; allowed is a whole number"),
         ("5\n2.5\n", "line 2: input tokens is 2.5"),
         ("5\nmany\n", "line 2: input tokens is many"),
         ("1 2 3\n", "line 1: 3 numbers"),
         ("5\n6 7\n", "has outputs for 1 of 2 requests"),
         ("weight,height\n1,2\n", "none of weight, height is a length"),
-        ('{"input_length": 5}\n{oops\n', "line 2: no JSON"),
+        ('{"input_length": 5}\n{oops\n', "line 2: not valid JSON"),
         ('{"input_length": true}\n', "line 1: input tokens is true"),
         ("ContextTokens,GeneratedTokens\n5,x\n", "line 2: output tokens is x"),
     ],
@@ -93,5 +93,5 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_lengths(tmp_path / "missing.csv")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is no UTF-8 text"):
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
         read_lengths(tmp_path / "binary")

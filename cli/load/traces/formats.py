@@ -1,4 +1,4 @@
-"""The file formats of traces: how each is recognised, and how one record becomes a request."""
+"""File formats of traces: how to read their records, and how to make requests of a record."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from llmsched.engine.errors import setting
 
 TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "log"]
 
-#: The fields of a request log, by preference: what a log may call them.
+#: Names that a request log may use for a field, in order of preference.
 _TIMES = ("timestamp", "arrival_time", "created_at", "created", "time")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
-#: Who speaks in a ShareGPT conversation, as the chat API calls them; the first dumps have other assistants as well.
+#: Speakers of a ShareGPT conversation and their roles in the chat API. Early dumps also name other assistants.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
     "system": "system",
 }
-#: The field of a ShareGPT entry that holds what was said.
+#: Names of the field of a ShareGPT entry that holds the conversation.
 _TALKS = ("conversations", "items")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read what leaves a choice: how many turns of a conversation become requests, tokens of a block."""
+    """Options of some formats: turns of a conversation that become requests, and tokens of a block."""
 
     turns: int = 1
     block_tokens: int = 512
@@ -40,9 +40,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format. `time` names the field of a row's timestamp, None if there is none; `unit` is that of numbers there.
+    """A file format.
 
-    `requests` makes the requests of a row, their offsets still 0; it raises TraceError.
+    `rows` reads the records of a file. `requests` makes the requests of a record, with offset 0. `time` returns the
+    name of the field that holds the record's timestamp, or None; `unit` is the unit of numbers in it. All of them raise
+    TraceError.
     """
 
     name: TraceFormat
@@ -62,7 +64,7 @@ def _lengths(row: Row, reading: Reading) -> list[TraceRequest]:
 
 
 def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
-    """`hash_ids` name the blocks that the prompt consists of; the last one may be shorter."""
+    """Return a request whose `hash_ids` name the blocks of the prompt. The last block may be shorter."""
     length, answer = row.length("input_length"), row.length("output_length")
     blocks = row.values.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
@@ -77,7 +79,7 @@ def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, reading: Reading) -> list[TraceRequest]:
-    """The first messages of the user that are answered, each with what was said before it; none if there are none."""
+    """Return a request for each of the first user messages that have an answer, with all messages before it."""
     field = next((name for name in _TALKS if name in row.values), _TALKS[0])
     said = row.values.get(field)
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
@@ -98,7 +100,7 @@ def _role(row: Row, turn: Mapping[str, Any]) -> str:
 
 
 def _log(row: Row, reading: Reading) -> list[TraceRequest]:
-    """A request as the OpenAI API takes it, or with that as its `body`."""
+    """Return the request that a record holds: the body of an OpenAI API request, or an object with it as `body`."""
     body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
     limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)
     answer = None if limit is None else body.length(limit)
@@ -107,7 +109,7 @@ def _log(row: Row, reading: Reading) -> list[TraceRequest]:
     elif isinstance(prompt := body.values.get("prompt"), str):
         content = Content(prompt)
     else:
-        raise row.wrong(f"prompt is {shown(prompt)} and messages are missing; allowed is either, prompt as text")
+        raise row.wrong(f"prompt is {shown(prompt)} and messages are missing; give messages, or prompt as text")
     return [TraceRequest(row.line, 0.0, output_len=answer, content=content)]
 
 

@@ -1,4 +1,4 @@
-"""Files that tell how long requests are and nothing else that is wanted of them: tables, JSON lines, plain numbers."""
+"""Files from which only the lengths of requests are read: CSV tables, JSON lines, plain numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llmsched.cli.load.traces.rows import (
     shown,
 )
 
-#: Names of columns and keys, in small letters: Azure's traces, Mooncake's, BurstGPT's, Vidur's, OpenAI's usage,
-#: benchmarks'. A total counts where no prompt is told.
+#: Lower-case names of columns and keys in the traces of Azure, Mooncake, BurstGPT and Vidur, in OpenAI's usage and in
+#: benchmarks. A total counts only if there is no prompt length.
 _PROMPT = (
     *("contexttokens", "input_length", "request tokens", "num_prefill_tokens"),
     *("prompt_tokens", "prompt_len", "input_len"),
@@ -29,19 +29,19 @@ _OUTPUT = (
 )
 _TOTAL = ("total_tokens", "num_total_tokens", "length", "tokens")
 
-#: The fields of the rows that are made of them.
+#: Fields of the rows that `length_rows` yields.
 INPUT, OUTPUT = "input tokens", "output tokens"
 
 _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 
 def tells_lengths(line: str, names: Collection[str]) -> bool:
-    """Whether a file with this first line, a header or a first object with these names, can be read here."""
+    """Return whether `length_rows` can read a file with this first line, or with these columns or keys."""
     return _is_numbers(line) or bool(_chosen([name.lower() for name in names]))
 
 
 def length_rows(path: Path) -> Iterator[Row]:
-    """A row per request, with INPUT, and OUTPUT where it is told apart. Raises TraceError."""
+    """Yield a row per request with the field INPUT, and OUTPUT if the file states it. Raises TraceError."""
     line = first_line(path)
     if _is_numbers(line):
         yield from _plain_rows(path)
@@ -61,14 +61,16 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _plain_rows(path: Path) -> Iterator[Row]:
-    """A length a line, or a prompt's and an answer's with a comma or blanks between them, also in brackets."""
+    """Yield lines with one length, or with a prompt's and an answer's; commas and brackets are ignored."""
     with opened(path) as text:
         for number, line in enumerate(text, start=1):
             if not (values := line.strip().strip("[]").replace(",", " ").split()):
                 continue
             row = Row(path, number, dict(zip((INPUT, OUTPUT), values, strict=False)))
             if len(values) > 2:
-                raise row.wrong(f"{len(values)} numbers; allowed are one (a length) or two (a prompt's, an answer's)")
+                raise row.wrong(
+                    f"{len(values)} numbers; allowed are one (a length) or two (of the prompt and the answer)"
+                )
             yield row
 
 
@@ -77,7 +79,7 @@ def _is_numbers(line: str) -> bool:
 
 
 def _chosen(names: Collection[str]) -> dict[str, str]:
-    """Which of the names are read as what; none where no length of a prompt or of both is among them."""
+    """Return the fields by the names that they are read from; empty if no name is a length of prompts or a total."""
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
         if name in names:

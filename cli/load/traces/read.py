@@ -1,4 +1,4 @@
-"""From a file to a Trace: which format it is, its requests in the order of time, nothing wrong left in."""
+"""Reading a trace file: recognise its format, check its records, sort its requests by time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def read_trace(
     limit: int | None = None,
     name: str | None = None,
 ) -> Trace:
-    """The trace in a file (also packed with gzip), in a format of FORMATS; None: what its first line looks like.
+    """Return the trace in a file, which may be packed with gzip. Without `trace_format`, recognise the format.
 
-    Requests are sorted by time, those of one time stay in the order of the file; `limit` keeps the first of them.
-    `unit` is that of timestamps that are numbers; `turns` (of a conversation become requests, 1) and `block_tokens` (of
-    Mooncake's blocks, 512) are refused where they have no meaning.
+    Requests are sorted by time; equal times keep the file's order; `limit` keeps the first requests. `timestamp_unit`
+    is the unit of numeric timestamps. `turns` is how many turns of a conversation become requests (default 1), and
+    `trace_block_size` the tokens of one of Mooncake's blocks (default 512); other formats refuse them.
 
-    Raises TraceError, with the line where one is to blame: a file that cannot be read or understood, a timestamp or a
-    length that is missing, negative or no number, a unit that must be guessed, no request at all.
+    Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
+    not a number, or if a unit is ambiguous.
     """
     known = FORMATS[detect(path) if trace_format is None else trace_format]
     reading = _reading(path, known, turns, trace_block_size)
@@ -41,7 +41,7 @@ def read_trace(
         if limit is not None and len(found) >= limit and entry[0] is None:
             break
     if not found:
-        raise TraceError(f"{path} holds no request (read as {known.name})")
+        raise TraceError(f"{path} contains no request (read as {known.name})")
     stamps = [stamp for stamp, _ in found if stamp is not None]
     requests = [request for _, request in found]
     if stamps:
@@ -65,7 +65,7 @@ def _reading(path: Path, known: Format, turns: int | None, trace_block_size: int
 
 
 def _entries(path: Path, known: Format, reading: Reading) -> Iterator[tuple[Stamp | None, TraceRequest]]:
-    """The requests of a file with their timestamps. All have one, or none has."""
+    """Yield the requests of a file with their timestamps. Raises TraceError if only some have a timestamp."""
     first: tuple[Row, str | None] | None = None
     for row in known.rows(path):
         field = known.time(row)
@@ -76,7 +76,7 @@ def _entries(path: Path, known: Format, reading: Reading) -> Iterator[tuple[Stam
         stamp = None if field is None else read_stamp(row, field)
         for request in known.requests(row, reading):
             if request.content is not None and not _is_unicode(request.content.text):
-                raise row.wrong("the prompt is no valid Unicode: it has half of a surrogate pair")
+                raise row.wrong("the prompt is not valid Unicode: it contains half of a surrogate pair")
             yield stamp, request
 
 
@@ -89,10 +89,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def detect(path: Path) -> TraceFormat:
-    """The name of the format that a file looks like: by its header, or the fields of its first object.
-
-    Raises TraceError naming the formats.
-    """
+    """Return the format that a file's header, or the fields of its first object, belong to. Raises TraceError."""
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")
@@ -110,10 +107,10 @@ def detect(path: Path) -> TraceFormat:
             return format_name
     if tells_lengths(line, names):
         return "lengths"
-    raise TraceError(f"{path} is no trace of a known format ({', '.join(FORMATS)}); it begins with {shown(line)}")
+    raise TraceError(f"{path} is not a trace in a known format ({', '.join(FORMATS)}); it begins with {shown(line)}")
 
 
-#: What tells the formats apart: columns or fields that are there.
+#: Columns or fields that identify a format.
 _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("azure", {"timestamp", "contexttokens", "generatedtokens"}),
     ("burstgpt", {"timestamp", "request tokens", "response tokens"}),

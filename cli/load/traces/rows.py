@@ -1,4 +1,4 @@
-"""Reading the file of a trace line by line, and saying in which line something is wrong."""
+"""Reading a trace file record by record, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _GZIP = b"\x1f\x8b"
 _SHOWN = 80
 _CHUNK = 1 << 20
 
-#: What stands between the elements of a JSON array, and the longest of its words (-Infinity, an escaped character).
+#: Text between the elements of a JSON array.
 _BETWEEN = re.compile(r"[\s,]*")
+#: Characters of the longest JSON token that can be cut in two (-Infinity, a \\u escape pair).
 _LONGEST_WORD = 12
 
 
 class TraceError(LlmschedError):
-    """A trace that cannot be read or used; the message names the file, and the line where there is one."""
+    """A trace cannot be read or used. The message names the file and, if possible, the line."""
 
 
 class Row:
-    """One record of a trace: its fields by name, and where it stands."""
+    """One record of a trace: its fields by name, and its place in the file."""
 
     def __init__(self, path: Path, line: int, values: Mapping[str, Any], word: str = "line") -> None:
         self.line = line
@@ -39,17 +40,17 @@ class Row:
         self._where = f"{path}, {word} {line}"
 
     def inside(self, values: Mapping[str, Any]) -> Row:
-        """A record that is a field of this one."""
+        """Return a record with other values at the same place, such as an object nested in this one."""
         inner = copy(self)
         inner.values = values
         return inner
 
     def wrong(self, message: str) -> TraceError:
-        """The error that this record is wrong."""
+        """Return an error about this record."""
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """The field `name` as a number of tokens. Raises TraceError unless it is a whole one, 0 to MOST_TOKENS."""
+        """Return the field `name` as tokens. Raises TraceError unless it is an integer from 0 to MOST_TOKENS."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
@@ -61,7 +62,7 @@ class Row:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message, on one line and not too long; "missing" for None and blanks."""
+    """Return a value for an error message, on one short line; "missing" for None and the empty string."""
     if value is None or value == "":
         return "missing"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -71,7 +72,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """The file as text, unpacked if it is gzip, without a byte order mark; whatever goes wrong is a TraceError."""
+    """Open a file as text, unpacked if it is gzip, without a byte order mark. Turns all errors into TraceError."""
     try:
         if path.is_char_device():
             raise TraceError(f"{path} is a device, not a file")
@@ -81,13 +82,13 @@ def opened(path: Path) -> Iterator[TextIO]:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as text:
             yield text
     except UnicodeDecodeError as problem:
-        raise TraceError(f"{path} is no UTF-8 text: {problem.reason} at byte {problem.start}") from problem
+        raise TraceError(f"{path} is not UTF-8 text: {problem.reason} at byte {problem.start}") from problem
     except (OSError, EOFError, zlib.error) as problem:
         raise TraceError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem
 
 
 def first_line(path: Path) -> str:
-    """The first line that is not blank, without blanks around; empty if there is none. Long ones are cut."""
+    """Return the first non-blank line, stripped and cut to a maximum length; "" if there is none."""
     with opened(path) as text:
         while line := text.readline(_CHUNK):
             if stripped := line.strip():
@@ -96,7 +97,7 @@ def first_line(path: Path) -> str:
 
 
 def names_of(line: str) -> list[str]:
-    """The names of the columns where the line is the header of a CSV; none where it cannot be one."""
+    """Return the column names of a CSV header; an empty list if the line is not valid CSV."""
     try:
         return [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error:
@@ -104,7 +105,7 @@ def names_of(line: str) -> list[str]:
 
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
-    """The records of a CSV with a header; `needed` maps the name of each column, in small letters, to its field."""
+    """Yield the records of a CSV with a header. `needed` maps lower-case column names to the fields of the rows."""
     with opened(path) as text:
         reader = csv.reader(text)
         try:
@@ -122,7 +123,7 @@ def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
 
 
 def json_objects(path: Path) -> Iterator[Row]:
-    """The objects of a file: one a line, or all in one array."""
+    """Yield the objects of a file that has one JSON object per line, or one JSON array of objects."""
     return _elements(path) if first_line(path).startswith("[") else _one_a_line(path)
 
 
@@ -135,14 +136,14 @@ def _one_a_line(path: Path) -> Iterator[Row]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as problem:
-                raise row.wrong(f"no JSON ({_reason(problem)}): {shown(line)}") from problem
+                raise row.wrong(f"not valid JSON ({_reason(problem)}): {shown(line)}") from problem
             if not isinstance(value, dict):
                 raise row.wrong(f"{shown(line)}; allowed is a JSON object per line")
             yield Row(path, number, value)
 
 
 def _elements(path: Path) -> Iterator[Row]:
-    """Reads only as far as objects are asked for."""
+    """Yield the objects of a JSON array, and read the file only as far as needed for them."""
     decoder = json.JSONDecoder()
     with opened(path) as text:
         waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK
@@ -150,7 +151,7 @@ def _elements(path: Path) -> Iterator[Row]:
             waiting = text.read(_CHUNK)
         at = waiting.index("[") + 1
         while True:
-            at = _BETWEEN.match(waiting, at).end()  # type: ignore[union-attr]  # matches nothing as well
+            at = _BETWEEN.match(waiting, at).end()  # type: ignore[union-attr]  # always matches
             row = Row(path, number + 1, {}, "entry")
             if waiting.startswith("]", at):
                 return
@@ -159,7 +160,9 @@ def _elements(path: Path) -> Iterator[Row]:
             except (ValueError, RecursionError) as problem:
                 more = "" if _is_broken(problem, waiting) else text.read(wanted)
                 if not more:
-                    raise row.wrong(f"no JSON ({_reason(problem)}): {shown(waiting[at : at + _CHUNK])}") from problem
+                    raise row.wrong(
+                        f"not valid JSON ({_reason(problem)}): {shown(waiting[at : at + _CHUNK])}"
+                    ) from problem
                 waiting, at, wanted = waiting[at:] + more, 0, 2 * wanted
                 continue
             if not isinstance(value, dict):
@@ -169,12 +172,12 @@ def _elements(path: Path) -> Iterator[Row]:
 
 
 def _is_broken(problem: Exception, text: str) -> bool:
-    """Whether JSON is wrong whatever may follow: the fault is not at the end of the text, nor an open string."""
+    """Return whether more text cannot make the JSON valid: the fault is not near its end, nor an unclosed string."""
     if not isinstance(problem, json.JSONDecodeError):
         return True
     return not problem.msg.startswith("Unterminated") and problem.pos < len(text) - _LONGEST_WORD
 
 
 def _reason(problem: Exception) -> str:
-    """What is wrong with JSON, without the places that the decoder counts in a part of the file."""
+    """Return what is wrong with JSON, without the decoder's position, which counts from the current chunk."""
     return problem.msg if isinstance(problem, json.JSONDecodeError) else str(problem)

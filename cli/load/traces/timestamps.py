@@ -1,8 +1,8 @@
-"""Timestamps of traces: which unit they are in, and when each request came after the first.
+"""Timestamps of traces: their unit, and the seconds from the first request to each.
 
-A number alone does not tell its unit. It is that of `--timestamp-unit`, else the format's own, unless the size tells
-another: times since 1970, between 2001 and 2100, in seconds, milliseconds, microseconds and nanoseconds are a
-thousandfold apart and do not overlap.
+The unit of a number is that of `--timestamp-unit`, else the format's own, unless the size of the number shows another:
+times since 1970, between 2001 and 2100, in seconds, milliseconds, microseconds and nanoseconds are a factor of 1000
+apart, so they do not overlap.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from llmsched.engine.errors import setting
 
 TimestampUnit = Literal["s", "ms", "us", "ns"]
 
-#: How many of a unit are a second.
+#: Units per second.
 UNITS: dict[TimestampUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
-#: Seconds since 1970 of what is taken for a date: 2001-09-09 to 2099-12-31.
+#: Seconds since 1970 that count as a date: 2001-09-09 to 2099-12-31.
 _EPOCH = (1e9, 4.1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A timestamp as the file states it; a date is in microseconds since 1970, without time zone taken as UTC."""
+    """Timestamp as the file states it. A date is in microseconds since 1970, in UTC if it has no time zone."""
 
     value: float
     is_date: bool = False
 
 
 def read_stamp(row: Row, name: str) -> Stamp:
-    """The timestamp in the field `name`. Raises TraceError if it is missing, no time, not finite, or negative."""
+    """Return the timestamp in the field `name`. Raises TraceError if it is missing, invalid, infinite or negative."""
     value = row.values.get(name)
     stamp = _parse(value)
     if stamp is None or not math.isfinite(stamp.value) or stamp.value < 0:
@@ -58,9 +58,9 @@ def _parse(value: Any) -> Stamp | None:
 
 
 def offsets(stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
-    """Seconds after the earliest stamp. `unit` is what the user says, `stated` what the format says.
+    """Return seconds after the earliest stamp. `unit` is the user's, if given, and `stated` the format's.
 
-    Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit must be guessed.
+    Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
@@ -74,12 +74,12 @@ def offsets(stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: Timesta
 
 
 def _unit(values: Sequence[float], stated: TimestampUnit, where: str) -> TimestampUnit:
-    """The unit of numbers: a stated one gives way to a finer one that their sizes make unmistakable, to no other."""
+    """Return the unit of numbers: the stated unit, or a finer one if the numbers are dates since 1970 in it."""
     low, high = min(values), max(values)
     seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), stated)
     if UNITS[seen] >= UNITS[stated]:
         return seen
     raise TraceError(
-        f"{where}: timestamps from {low:.15g} to {high:.15g} are {stated} by the format, but look like {seen} since "
-        f"1970; say which with {setting('timestamp_unit')} s, ms, us or ns"
+        f"{where}: timestamps from {low:.15g} to {high:.15g} are in {stated} in this format, but look like {seen} "
+        f"since 1970; say which with {setting('timestamp_unit')} s, ms, us or ns"
     )

@@ -1,4 +1,4 @@
-"""A trace in memory, whatever file it came from."""
+"""A trace in memory, in the same form for all file formats."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A prompt that is text: messages of a chat, or `text` alone where `messages` is None."""
+    """A prompt as text: the messages of a chat, or only `text` if `messages` is None."""
 
     text: str
     messages: tuple[Message, ...] | None = None
 
     @staticmethod
     def of_messages(messages: Sequence[Message]) -> Content:
-        """A chat; its text, for targets that take no messages, is that of all messages, a blank line between."""
+        """Return the prompt of a chat. Its text, for targets without chat, joins the messages with blank lines."""
         return Content("\n\n".join(_text_of(message) for message in messages), tuple(messages))
 
     @property
@@ -39,9 +39,9 @@ def _text_of(message: Message) -> str:
 class TraceRequest:
     """One request of a trace, from line (or entry) `line` of its file.
 
-    `offset` is in seconds after the first request of the trace, 0 where the trace is not timed. The prompt is either
-    `content` or `input_len` tokens, which are those of the blocks `hash_ids` where there are some. The length of the
-    answer is `output_len`, else that of the text `answer`; where both are None the trace does not state it.
+    `offset` is in seconds after the first request, 0 if the trace is not timed. The prompt is either `content`, or
+    `input_len` tokens; `hash_ids` then name its blocks, if the trace has any. The length of the answer is `output_len`,
+    else that of the text `answer`. If both are None, the trace does not state it.
     """
 
     line: int
@@ -54,12 +54,12 @@ class TraceRequest:
 
     @property
     def words_in(self) -> int:
-        """Tokens of the prompt, a word of text counted as one."""
+        """Tokens of the prompt, counting a word of text as one."""
         return len(self.content.words) if self.content is not None else self.input_len or 0
 
     @property
     def words_out(self) -> int | None:
-        """Tokens of the answer, a word of text counted as one; None where the trace does not state it."""
+        """Tokens of the answer, counting a word of text as one; None if the trace does not state it."""
         if self.output_len is not None or self.answer is None:
             return self.output_len
         return len(self.answer.split())
@@ -67,9 +67,9 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests of a file in the order of their offsets. `timed`: the file says when each came.
+    """The requests of a file in the order of their offsets; `timed` says whether the file states their times.
 
-    `block_tokens` is how many tokens one of the `hash_ids` stands for; the last one of a prompt may stand for fewer.
+    `block_tokens` is the number of tokens of a block named in `hash_ids`. The last block of a prompt may be shorter.
     """
 
     name: str
@@ -80,18 +80,18 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Requests per second, over the time from the first to the last; 0 if that is none."""
+        """Requests per second from the first request to the last; 0 if all come at one time."""
         span = self.requests[-1].offset - self.requests[0].offset
         return (len(self.requests) - 1) / span if span > 0 else 0.0
 
     @property
     def of_text(self) -> bool:
-        """Whether prompts are text, whose tokens depend on a tokenizer."""
+        """Whether prompts are text, so that their tokens depend on a tokenizer."""
         return any(request.content is not None for request in self.requests)
 
 
 def digest(requests: Sequence[TraceRequest]) -> str:
-    """The SHA-256 of what requests hold, whatever the file's format and layout; times to the microsecond."""
+    """Return the SHA-256 of the requests, independent of the file's format, with times in microseconds."""
     found = hashlib.sha256()
     for request in requests:
         content = request.content

@@ -158,7 +158,7 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only of use"),
         (("some-model", "--api-key", "k"), "--api-key: only of use"),
         (("--self-check", "--num-prompts", "5", "demo"), "leave out --num-prompts, target"),
-        (("http://x", "--timeout", "0s"), "--timeout: 0 s"),
+        (("http://x", "--timeout", "0s"), "--timeout: 0 is out of range"),
         (("http://x", "--request-rate", "0"), "--request-rate: 0"),
         (("http://x", "--prefix-len", "129"), "--prefix-len: 129"),
         (("http://x", "--num-prompts", "0"), "--num-prompts"),

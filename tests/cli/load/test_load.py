@@ -219,7 +219,7 @@ def test_the_fingerprint_is_that_of_all_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"duration": 0.0, "max_concurrency": 1}, "duration: 0 s"),
+        ({"duration": 0.0, "max_concurrency": 1}, "duration: 0 is out of range; allowed is above 0 s"),
         ({"duration": 5.0}, "duration: has no effect when all requests are sent at once"),
         ({"num_prompts": 1_000_001}, "num_prompts: 1000001 is out of range; allowed is 1 to 1000000"),
         ({"input_len": 1 << 25}, "input_len: 33554432"),

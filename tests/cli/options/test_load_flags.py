@@ -99,7 +99,7 @@ def test_a_shipped_shape_can_be_changed() -> None:
             "--speedup: .*, as --request-rate does",
         ),
         ({"ignore_timestamps": True, "turns": 2}, "--turns, --ignore-timestamps: only has an effect with --trace"),
-        ({"request_rate": 0.0}, r"--request-rate: 0.0 is out of range; allowed is 1e-09 or more requests per second"),
+        ({"request_rate": 0.0}, r"--request-rate: 0 is out of range; allowed is 1e-09 or more requests per second"),
         ({"request_rate": 1.0, "day_period": 5.0}, "--arrivals: --day-period and --day-amplitude shape daynight"),
         ({"request_rate": 1.0, "day_amplitude": 0.5}, "--arrivals: --day-period and --day-amplitude shape daynight"),
         ({"trace": Path("/no/input_len/file")}, r"/no/input_len/file: No such file"),

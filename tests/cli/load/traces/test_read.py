@@ -90,20 +90,20 @@ def test_equal_timestamps_keep_the_order_of_the_file(write: Any) -> None:
         (mooncake(0, True), "trace, line 2: timestamp is true"),
         (AZURE + f"{MINUTE}01,1,1\n\n,2,2\n", "trace, line 4: TIMESTAMP is missing"),
         (AZURE + f"{MINUTE}61,1,1\n", "trace, line 2: TIMESTAMP is 2023-11-16 18:17:61"),
-        (mooncake(1_700_000_000, 1_700_000_060), "are ms by the format, but look like s since 1970"),
+        (mooncake(1_700_000_000, 1_700_000_060), "are in ms in this format, but look like s since 1970"),
         (log(1_700_000_000, "2024-05-10T00:00:00Z"), "1 of 2 timestamps are dates, the others numbers"),
         ('{"prompt":"a","max_tokens":1,"timestamp":1700000000}\n{"prompt":"a","max_tokens":1}', "line 2: no timestamp"),
         ('{"prompt":"a","max_tokens":1}\n{"prompt":"a","max_tokens":1,"time":1700000000}', "line 1: no timestamp"),
         ("", "trace is empty"),
         ("\n \n", "trace is empty"),
         ("[]", "trace is an empty list"),
-        (AZURE, "holds no request"),
-        ("hello\nworld", "no trace of a known format .* it begins with hello"),
-        ('{"a": 1}', "no trace of a known format"),
-        ("{oops\n", "line 1: no JSON"),
-        (mooncake(1) + "\n{oops", "line 2: no JSON"),
+        (AZURE, "contains no request"),
+        ("hello\nworld", "not a trace in a known format .* it begins with hello"),
+        ('{"a": 1}', "not a trace in a known format"),
+        ("{oops\n", "line 1: not valid JSON"),
+        (mooncake(1) + "\n{oops", "line 2: not valid JSON"),
         (mooncake(1) + "\n[1]", "line 2: .* allowed is a JSON object"),
-        (b"\xff\xfe\x00", "no UTF-8 text"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b"\x1f\x8b\x08nonsense", "trace: "),
         (AZURE + f"{MINUTE}01,x,1", "line 2: input tokens is x; allowed is a whole number of tokens, 0 to 16777216"),
         (AZURE + f"{MINUTE}01,-4,1", "line 2: input tokens is -4"),
@@ -116,13 +116,13 @@ def test_equal_timestamps_keep_the_order_of_the_file(write: Any) -> None:
         ('{"timestamp":0,"input_length":6,"output_length":1,"hash_ids":7}', "hash_ids is 7"),
         ('{"prompt":[1,2],"max_tokens":1}', r"line 1: prompt is \[1, 2\] and messages are missing"),
         ('{"prompt":"a","max_tokens":-1}', "line 1: max_tokens is -1"),
-        ('{"prompt":"\\ud83d","max_tokens":1}', "line 1: the prompt is no valid Unicode"),
+        ('{"prompt":"\\ud83d","max_tokens":1}', "line 1: the prompt is not valid Unicode"),
         ('{"messages":[],"max_tokens":1}', r"line 1: messages is \[\]"),
         ('{"messages":[{"content":"x"}]}', r"messages\[0\] is .* allowed is an object with a role"),
         ('{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', r"messages\[0\].content is .* text parts"),
         ('[{"conversations":"x"}]', "entry 1: conversations is x"),
-        ('[{"conversations":[]}', "entry 2: no JSON"),
-        ('[{"conversations":[]}]', "holds no request"),
+        ('[{"conversations":[]}', "entry 2: not valid JSON"),
+        ('[{"conversations":[]}]', "contains no request"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(write: Any, text: str, message: str) -> None:
@@ -290,7 +290,7 @@ def test_a_long_array_is_read_as_far_as_asked(write: Any) -> None:
     entry = json.dumps({"conversations": [{"from": "human", "value": "x" * 9000}, {"from": "gpt", "value": "y"}]})
     path = write("[\n" + ",\n".join([entry] * 500) + ", {broken ]")
     assert len(read_trace(path, limit=400).requests) == 400
-    with pytest.raises(TraceError, match="entry 501: no JSON"):
+    with pytest.raises(TraceError, match="entry 501: not valid JSON"):
         read_trace(path)
 
 
