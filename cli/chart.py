@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Point = tuple[float, float]
@@ -89,43 +89,31 @@ def _round_step(rough: float) -> float:
 
 def axes(chart: Chart) -> tuple[Axis, Axis]:
     """Return the x and y axes of a chart; y begins at 0 unless it is logarithmic."""
-    shown = [point for series in layers(chart) for point in series.points]
-    heights = [y for _, y in shown] + [value for _, value in limits(chart)]
-    widths = [x for x, _ in shown] + [value for _, value in marks(chart)] + list(chart.span)
+    chart = drawable(chart)
+    shown = [point for series in chart.series for point in series.points]
+    heights = [y for _, y in shown] + [value for _, value in chart.limits]
+    widths = [x for x, _ in shown] + [value for _, value in chart.marks] + list(chart.span)
     return axis(widths, log=chart.log_x), axis(heights, log=chart.log_y, from_zero=True)
 
 
-def limits(chart: Chart) -> list[tuple[str, float]]:
-    """Return the limits that can be drawn."""
-    return [(name, value) for name, value in chart.limits if math.isfinite(value) and (value > 0 or not chart.log_y)]
+def drawable(chart: Chart) -> Chart:
+    """Return the chart without what cannot be drawn, the y values of stacked series added up."""
 
+    def fits(value: float, log: bool) -> bool:
+        return math.isfinite(value) and (value > 0 or not log)
 
-def marks(chart: Chart) -> list[tuple[str, float]]:
-    """Return the marks that can be drawn."""
-    return [(name, value) for name, value in chart.marks if math.isfinite(value) and (value > 0 or not chart.log_x)]
-
-
-def layers(chart: Chart) -> list[Series]:
-    """Return the series with the points that can be drawn; the y values of stacked series are added up."""
-    kept = [
-        Series(series.name, [point for point in series.points if _drawable(chart, point)], series.style)
-        for series in chart.series
-    ]
-    if not chart.stacked:
-        return kept
     tops: dict[float, float] = {}
-    stacked = []
-    for series in kept:
-        for x, y in series.points:
-            tops[x] = tops.get(x, 0.0) + y
-        stacked.append(Series(series.name, [(x, tops[x]) for x, _ in series.points], series.style))
-    return stacked
-
-
-def _drawable(chart: Chart, point: Point) -> bool:
-    x, y = point
-    finite = math.isfinite(x) and math.isfinite(y)
-    return finite and (x > 0 or not chart.log_x) and (y > 0 or not chart.log_y)
+    series = []
+    for one in chart.series:
+        points = [(x, y) for x, y in one.points if fits(x, chart.log_x) and fits(y, chart.log_y)]
+        if chart.stacked:
+            for x, y in points:
+                tops[x] = tops.get(x, 0.0) + y
+            points = [(x, tops[x]) for x, _ in points]
+        series.append(Series(one.name, points, one.style))
+    limits = tuple((name, value) for name, value in chart.limits if fits(value, chart.log_y))
+    marks = tuple((name, value) for name, value in chart.marks if fits(value, chart.log_x))
+    return replace(chart, series=tuple(series), limits=limits, marks=marks)
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:

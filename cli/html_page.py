@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from llmsched.cli.chart import Axis, Chart, Point, Series, axes, layers, limits, marks, number, thin
+from llmsched.cli.chart import Axis, Chart, Point, Series, axes, drawable, number, thin
 
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 44
@@ -82,7 +82,7 @@ class Page:
 def chart_html(chart: Chart) -> str:
     """Return a chart with its title and legend as an HTML figure, or a note if it has no points."""
     title = escape(chart.title)
-    if not any(series.points for series in layers(chart)):
+    if not any(series.points for series in drawable(chart).series):
         return f"<figure><figcaption>{title}</figcaption><p>nothing to show</p></figure>"
     keys = "".join(
         f'<span><i style="background:{_colour(index)}"></i>{escape(series.name)}</span>'
@@ -92,23 +92,21 @@ def chart_html(chart: Chart) -> str:
 
 
 def _svg(chart: Chart) -> str:
-    x_axis, y_axis = axes(chart)
+    (x_axis, y_axis), chart = axes(chart), drawable(chart)
     parts = [_grid(chart, x_axis, y_axis)]
-    shown = layers(chart)
-    order = reversed(range(len(shown))) if chart.stacked else range(len(shown))
+    order = reversed(range(len(chart.series))) if chart.stacked else range(len(chart.series))
     for index in order:
-        places = [
-            (_across(x_axis.place(x)), _down(y_axis.place(y))) for x, y in thin(shown[index].points, _MOST_POINTS)
-        ]
+        series = chart.series[index]
+        places = [(_across(x_axis.place(x)), _down(y_axis.place(y))) for x, y in thin(series.points, _MOST_POINTS)]
         if places:
-            parts.append(_mark(shown[index], places, _colour(index), chart.stacked))
-    for name, value in limits(chart):
+            parts.append(_mark(series, places, _colour(index), chart.stacked))
+    for name, value in chart.limits:
         if 0 <= (share := y_axis.place(value)) <= 1:
             parts.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" {_level(share)}/>')
             parts.append(
                 f'<text x="{_WIDTH - _RIGHT}" y="{_down(share) - 4:.1f}" text-anchor="end">{escape(name)}</text>'
             )
-    for name, value in marks(chart):
+    for name, value in chart.marks:
         x = f"{_across(x_axis.place(value)):.1f}"
         parts.append(f'<line class="limit" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
         parts.append(f'<text x="{x}" y="{_TOP - 2}" text-anchor="middle">{escape(name)}</text>')

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from llmsched.cli.chart import Axis, Chart, Series, axes, layers, limits, number
-from llmsched.cli.chart import marks as marks_of
+from llmsched.cli.chart import Axis, Chart, Series, axes, drawable, number
 
 #: One mark per series, repeated if there are more; for terminals, and for plain text.
 MARKS = "●+◆○*"
@@ -16,18 +15,17 @@ _LIMIT, _MARK = "-", ":"
 
 def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_MARKS) -> list[str]:
     """Return the lines of a chart: title, grid of `width` x `height` characters with ticks, legend."""
-    x_axis, y_axis = axes(chart)
+    (x_axis, y_axis), chart = axes(chart), drawable(chart)
     grid = [[" "] * width for _ in range(height)]
-    for _, value in limits(chart):
+    for _, value in chart.limits:
         if 0 <= (share := y_axis.place(value)) <= 1:
             grid[_row(share, height)] = [_LIMIT] * width
-    for _, value in marks_of(chart):
+    for _, value in chart.marks:
         for cells in grid:
             cells[round(x_axis.place(value) * (width - 1))] = _MARK
-    shown = layers(chart)
     # The last series is drawn first, so that the lower layers of a stack stay visible.
-    for index in reversed(range(len(shown))):
-        for column, row in _cells(shown[index], x_axis, y_axis, width, height):
+    for index in reversed(range(len(chart.series))):
+        for column, row in _cells(chart.series[index], x_axis, y_axis, width, height):
             grid[row][column] = marks[index % len(marks)]
     ticks = {_row(y_axis.place(tick), height): number(tick) for tick in y_axis.ticks}
     margin = max((len(label) for label in ticks.values()), default=0)
@@ -69,5 +67,5 @@ def _tick_line(x_axis: Axis, width: int) -> str:
 
 def _legend(chart: Chart, marks: str) -> str:
     parts = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]
-    parts += [f"{_LIMIT} {name}" for name, _ in limits(chart)] + [f"{_MARK} {name}" for name, _ in marks_of(chart)]
+    parts += [f"{_LIMIT} {name}" for name, _ in chart.limits] + [f"{_MARK} {name}" for name, _ in chart.marks]
     return f"{'  '.join(parts)}   ({chart.y} over {chart.x})"

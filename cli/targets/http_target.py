@@ -108,7 +108,7 @@ class HttpTarget:
         self._lookups = httpx.AsyncClient(
             headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
         )
-        self._connections = TransportPool(options.url, transport)
+        self._transports = TransportPool(options.url, transport)
 
     async def connect(self) -> None:
         """Look up the model if the server has /v1/models. Raise TargetUnreachableError if it accepts no connection."""
@@ -130,7 +130,7 @@ class HttpTarget:
 
     async def close(self) -> None:
         await self._lookups.aclose()
-        await self._connections.close()
+        await self._transports.close()
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         now = asyncio.get_running_loop().time
@@ -143,17 +143,12 @@ class HttpTarget:
             elif event == "http11.send_request_headers.started":
                 record.sent = now()
 
-        path = "chat/completions" if self._options.endpoint == "chat" else "completions"
-        outgoing = httpx.Request(
-            "POST",
-            f"{self._root}/v1/{path}",
-            headers=self._headers,
-            json=self._body(request),
-            extensions={"trace": trace},
-        )
+        url = f"{self._root}/v1/{'chat/completions' if self._options.endpoint == 'chat' else 'completions'}"
+        body, extensions = self._body(request), {"trace": trace}
+        outgoing = httpx.Request("POST", url, headers=self._headers, json=body, extensions=extensions)
         record.asked_tokens = request.output_len if self._options.ignore_eos else None
         try:
-            async with self._connections.lend() as transport:
+            async with self._transports.lend() as transport:
                 response = await transport.handle_async_request(outgoing)
                 try:
                     await read_answer(response, record, now)
@@ -167,11 +162,7 @@ class HttpTarget:
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
         prompt = request.prompt
-        body: dict[str, Any] = {
-            "max_tokens": request.output_len,
-            "temperature": 0,
-            "stream": True,
-        }
+        body: dict[str, Any] = {"max_tokens": request.output_len, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self._count_chunks}
         if not self._options.ask_usage:
             del body["stream_options"]

@@ -9,7 +9,7 @@ import pytest
 from html_pages import parsed
 
 from llmsched.cli import html_page, render
-from llmsched.cli.chart import Chart, Series, axis, distribution, layers, number, thin
+from llmsched.cli.chart import Chart, Series, axis, distribution, drawable, number, thin
 from llmsched.cli.html_page import Page
 from llmsched.cli.text_chart import draw
 
@@ -40,12 +40,12 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
 
 def test_what_has_no_place_is_left_out() -> None:
     wild = Chart("", "", "", (Series("a", [(1, float("nan")), (float("inf"), 1), (1, 0), (0, 1), (1, 2)]),), True, True)
-    assert layers(wild)[0].points == [(1, 2)]
+    assert drawable(wild).series[0].points == [(1, 2)]
 
 
 def test_stacked_layers_stand_on_each_other() -> None:
     stack = Chart("", "", "", (Series("a", [(0, 1), (1, 2)]), Series("b", [(0, 3), (1, 4)])), stacked=True)
-    assert [layer.points for layer in layers(stack)] == [[(0, 1), (1, 2)], [(0, 4), (1, 6)]]
+    assert [layer.points for layer in drawable(stack).series] == [[(0, 1), (1, 2)], [(0, 4), (1, 6)]]
 
 
 def test_thinning_keeps_order_and_extremes() -> None:

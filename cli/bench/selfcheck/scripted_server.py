@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -51,16 +51,13 @@ def steady(count: int, first: float, gap: float, *, tokens: int = 1, ending: End
 
 
 def _with_stall(script: Script, after: int, seconds: float) -> Script:
-    parts = [
-        ScriptPart(part.at + (seconds if index >= after else 0.0), part.text, part.tokens)
-        for index, part in enumerate(script.parts)
-    ]
-    return Script(tuple(parts), script.ending)
+    late = [replace(part, at=part.at + seconds) for part in script.parts[after:]]
+    return replace(script, parts=(*script.parts[:after], *late))
 
 
 def _after_role(script: Script) -> Script:
     """Return the script with two chunks without a token before it, as a chat begins."""
-    return Script((ScriptPart(0.01, ""), ScriptPart(0.02, ""), *script.parts), script.ending, role_first=True)
+    return replace(script, parts=(ScriptPart(0.01, ""), ScriptPart(0.02, ""), *script.parts), role_first=True)
 
 
 _PLAIN = steady(40, 0.1, 0.02)
