@@ -20,7 +20,7 @@ from llmsched.engine.errors import LlmschedError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     """A command: the function, or the app with subcommands, called `function` in `module`, and a line for the help."""
 
     module: str
@@ -29,7 +29,7 @@ class Entry:
 
 
 COMMANDS = {
-    name: Entry(f"llmsched.cli.{module}", name.replace("-", "_"), summary)
+    name: CommandEntry(f"llmsched.cli.{module}", name.replace("-", "_"), summary)
     for name, module, summary in (
         ("serve", "serve.command", "Serve a model over an OpenAI-compatible HTTP API."),
         ("bench", "bench.command", "Load a server or a model and measure latency and goodput."),

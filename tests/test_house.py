@@ -80,6 +80,14 @@ def test_faces_are_light(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_loads_need_no_terminal() -> None:
+    """cli/load does not import typer or rich through other modules either."""
+    names = ", ".join(name for name in MODULES if name.startswith("llmsched.cli.load"))
+    code = f"import sys, {names}; sys.exit([name for name in {FACES} if name in sys.modules] or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_package_is_installed_and_nothing_else() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = [path.parent.relative_to(ROOT) for path in modules() if path.name == "__init__.py"]

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.arrivals import Times
-from llmsched.cli.load.prompts import Encode, Prompt, Vocabulary
+from llmsched.cli.load.prompts import Prompt, TextEncoder, Vocabulary
 from llmsched.cli.load.schedule import SHAPES, Schedule
 
 
@@ -42,7 +42,7 @@ class Load(Schedule, ABC):
     def longest_input(self) -> int:
         """Tokens of the longest prompt."""
 
-    def plan(self, ids: Sequence[int] | None, encode: Encode | None = None) -> list[PlannedRequest]:
+    def plan(self, ids: Sequence[int] | None, encode: TextEncoder | None = None) -> list[PlannedRequest]:
         """Return the requests in the order of their offsets.
 
         Random prompts are drawn from the token `ids`, or from words if `ids` is None. Texts of a trace are encoded with
@@ -60,11 +60,11 @@ class Load(Schedule, ABC):
         """Return the seconds from the start to each request , ascending."""
 
     @abstractmethod
-    def _prompts(self, vocabulary: Vocabulary, encode: Encode | None) -> Iterable[Prompt]:
+    def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]:
         """Return the prompts ."""
 
     @abstractmethod
-    def _answers(self, encode: Encode | None) -> Iterable[int]:
+    def _answers(self, encode: TextEncoder | None) -> Iterable[int]:
         """Return the tokens of each answer ."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ def _fingerprint(settings: Mapping[str, Any]) -> str:
 
 
 def plan_first(
-    load: Load, count: int | None, ids: Sequence[int] | None, encode: Encode | None = None
+    load: Load, count: int | None, ids: Sequence[int] | None, encode: TextEncoder | None = None
 ) -> tuple[list[PlannedRequest], float | None]:
     """Return the first `count` requests of a load (None: all) and their share of its `stop_after`; see `Load.plan`."""
     planned, stop_after = load.plan(ids, encode), load.stop_after

@@ -36,25 +36,31 @@ WORDS = tuple(_WORDS.split())
 PREFIX, OWN, BLOCK = range(3)
 
 
-class Prompt(Protocol):
+class Prompt:
     """A prompt as token ids or as text; the other of the two is None.
 
     Every access computes the value again, so keep it if it is needed twice.
     """
 
-    @property
-    def token_ids(self) -> list[int] | None: ...
+    __slots__ = ()
 
     @property
-    def text(self) -> str | None: ...
+    def token_ids(self) -> list[int] | None:
+        return None
+
+    @property
+    def text(self) -> str | None:
+        return None
 
     @property
     def messages(self) -> list[Message]:
-        """The text as messages of a chat."""
-        ...
+        """The text as messages of a chat. Raises TypeError for token ids."""
+        if (text := self.text) is None:
+            raise TypeError("a prompt of token ids has no messages")
+        return [{"role": "user", "content": text}]
 
 
-class Encode(Protocol):
+class TextEncoder(Protocol):
     """Encoder of text for targets that take token ids."""
 
     def prompt(self, content: Content) -> list[int]:
@@ -88,7 +94,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class RandomPrompt:
+class RandomPrompt(Prompt):
     """Prompt of random symbols. Prompts that share a part have the same symbols in it."""
 
     seed: int
@@ -103,15 +109,9 @@ class RandomPrompt:
     def text(self) -> str | None:
         return " ".join(self.vocabulary.draw(self.seed, self.parts)) if self.vocabulary.of_words else None
 
-    @property
-    def messages(self) -> list[Message]:
-        return [{"role": "user", "content": self.text}]
 
-
-class EncodedPrompt:
+class EncodedPrompt(Prompt):
     """Prompt of given token ids."""
-
-    text = None
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = np.array(token_ids, dtype=np.int32)  # a fifth of the memory of a list
@@ -121,17 +121,12 @@ class EncodedPrompt:
         ids: list[int] = self._token_ids.tolist()
         return ids
 
-    @property
-    def messages(self) -> list[Message]:
-        raise TypeError("a prompt of token ids has no messages")
-
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Prompt):
     """Prompt that is sent as text."""
 
     content: Content
-    token_ids = None
 
     @property
     def text(self) -> str | None:
@@ -139,10 +134,10 @@ class TextPrompt:
 
     @property
     def messages(self) -> list[Message]:
-        return list(self.content.messages or [{"role": "user", "content": self.content.text}])
+        return list(self.content.messages or [{"role": "user", "content": self.text}])
 
 
-class TokenizerEncode:
+class TokenizerEncoder:
     """Encoder with a model's tokenizer. Messages go through its chat template, if it has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -160,7 +155,7 @@ class TokenizerEncode:
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-class WordEncode:
+class WordEncoder:
     """Encoder without a tokenizer: each word becomes one of `ids`, the same one each time."""
 
     def __init__(self, ids: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmsched.cli.load.arrivals import Times
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import OWN, PREFIX, Encode, Part, Prompt, RandomPrompt, Vocabulary
+from llmsched.cli.load.prompts import OWN, PREFIX, Part, Prompt, RandomPrompt, TextEncoder, Vocabulary
 from llmsched.cli.load.random_lengths import RandomLengths, draw_lengths
 from llmsched.cli.load.schedule import INPUTS, MOST_REQUESTS, OUTPUTS
 from llmsched.cli.values import MOST_TOKENS
@@ -59,13 +59,13 @@ class SyntheticLoad(Load):
     def _lengths(self, lengths: int | RandomLengths, stream: int) -> NDArray[Any]:
         return draw_lengths(lengths, self.random(stream), self.num_requests)
 
-    def _prompts(self, vocabulary: Vocabulary, encode: Encode | None) -> Iterable[Prompt]:
+    def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]:
         for index, length in enumerate(self._lengths(self.input_len, INPUTS).tolist()):
             shared = min(self.prefix_len, length)
             parts = (Part(PREFIX, 0, shared), Part(OWN, index, length - shared))
             yield RandomPrompt(self.seed, tuple(part for part in parts if part.length), vocabulary)
 
-    def _answers(self, encode: Encode | None) -> Iterable[int]:
+    def _answers(self, encode: TextEncoder | None) -> Iterable[int]:
         lengths: list[int] = self._lengths(self.output_len, OUTPUTS).tolist()
         return lengths
 

@@ -16,11 +16,11 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import (
     BLOCK,
     OWN,
-    Encode,
     EncodedPrompt,
     Part,
     Prompt,
     RandomPrompt,
+    TextEncoder,
     TextPrompt,
     Vocabulary,
 )
@@ -111,7 +111,7 @@ class TraceLoad(Load):
         times = np.array([request.offset for request in self.trace.requests]) / self._pace
         return times if self.duration is None else times[times < self.duration]
 
-    def _prompts(self, vocabulary: Vocabulary, encode: Encode | None) -> Iterable[Prompt]:
+    def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]:
         for index, request in enumerate(self._requests):
             if request.content is None:
                 yield RandomPrompt(self.seed, tuple(self._parts(index, request)), vocabulary)
@@ -132,7 +132,7 @@ class TraceLoad(Load):
                 yield Part(BLOCK, block, min(self.trace.block_tokens, left))
             left -= self.trace.block_tokens
 
-    def _answers(self, encode: Encode | None) -> list[int]:
+    def _answers(self, encode: TextEncoder | None) -> list[int]:
         drawn = (
             None
             if self.output_len is None

@@ -13,7 +13,7 @@ from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
 from llmsched.cli.load.load import Load, PlannedRequest
-from llmsched.cli.load.prompts import Encode, TokenizerEncode, usable_ids
+from llmsched.cli.load.prompts import TextEncoder, TokenizerEncoder, usable_ids
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.engine.config import EngineConfig
@@ -54,7 +54,7 @@ class EngineTarget:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.name = engine.core.model.name
-        self.encode: Encode | None = TokenizerEncode(engine.core.tokenizer)
+        self.encode: TextEncoder | None = TokenizerEncoder(engine.core.tokenizer)
         self.meter: KVMeter | None = KVMeter()
         self._engine = engine
         engine.core.on_step = self.meter

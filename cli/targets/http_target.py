@@ -15,7 +15,7 @@ from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
-from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, usable_ids
+from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, TokenizerEncoder, usable_ids
 from llmsched.cli.targets.answer import read_answer, shorten
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
@@ -90,7 +90,7 @@ class HttpTarget:
     """An OpenAI-compatible server. Call `connect` first, `close` last."""
 
     in_process = False
-    encode: Encode | None = None
+    encode: TextEncoder | None = None
     sample_interval = 1.0
     meter: KVMeter | None = None
 
@@ -264,7 +264,7 @@ async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[Open
         await target.close()
 
 
-def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
+def _vocabulary(model: str | None) -> tuple[Sequence[int], TextEncoder | None]:
     """Return the ids to draw prompts from, and the encoder of texts if a tokenizer was named."""
     if model is None:
         return COMMON_IDS, None
@@ -275,4 +275,4 @@ def _vocabulary(model: str | None) -> tuple[Sequence[int], Encode | None]:
         known = load_tokenizer(locate(model))
     except ModelError as problem:
         raise ConfigError("tokenizer", str(problem)) from problem
-    return usable_ids(known, known.vocab_size), TokenizerEncode(known)
+    return usable_ids(known, known.vocab_size), TokenizerEncoder(known)

@@ -11,7 +11,7 @@ from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
-from llmsched.cli.load.prompts import Encode
+from llmsched.cli.load.prompts import TextEncoder
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
@@ -31,7 +31,7 @@ class Target(Protocol):
 
     name: str
     in_process: bool
-    encode: Encode | None
+    encode: TextEncoder | None
     sample_interval: float
     meter: KVMeter | None
 

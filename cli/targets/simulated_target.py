@@ -21,7 +21,7 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.measure import measure as measure_run
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode
+from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, TokenizerEncoder, WordEncoder
 from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import MOST_SAMPLES
@@ -131,7 +131,7 @@ class TextEncode:
 
 
 @cache
-def _encoder(model: str, warn: Warn) -> Encode:
+def _encoder(model: str, warn: Warn) -> TextEncoder:
     """Return the tokenizer of a model on this disk. Of a hub id only config.json is fetched, so it has none."""
     from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
@@ -139,11 +139,11 @@ def _encoder(model: str, warn: Warn) -> Encode:
     path = Path(os.path.expanduser(model))
     try:
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
-            return TokenizerEncode(load_tokenizer(locate(model)))
+            return TokenizerEncoder(load_tokenizer(locate(model)))
     except ModelError:
         pass
     warn(f"the tokenizer of {model} is not on this disk: each word of a text counts as one token")
-    return WordEncode(COMMON_IDS)
+    return WordEncoder(COMMON_IDS)
 
 
 class _Sampler:

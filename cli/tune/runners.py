@@ -15,7 +15,7 @@ from llmsched.cli.figures.kv_memory import KVMeter
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RunRecord
 from llmsched.cli.load.load import Load, plan_first
-from llmsched.cli.load.prompts import COMMON_IDS, Encode, TokenizerEncode, WordEncode, usable_ids
+from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, TokenizerEncoder, WordEncoder, usable_ids
 from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_clients import SimulatedClients
@@ -49,7 +49,7 @@ class TrialLoad(NamedTuple):
     slo: Slo
     timeout: float
     ids: Sequence[int] = COMMON_IDS
-    encode: Encode = WordEncode(COMMON_IDS)
+    encode: TextEncoder = WordEncoder(COMMON_IDS)
 
 
 class EngineRunner:
@@ -79,7 +79,7 @@ class EngineRunner:
             self._watch = StepWatch(engine)
             self._engine = await self._stack.enter_async_context(running(engine))
             ids = usable_ids(engine.tokenizer, engine.model.vocab_size)
-            self._work = self._work._replace(ids=ids, encode=TokenizerEncode(engine.tokenizer))
+            self._work = self._work._replace(ids=ids, encode=TokenizerEncoder(engine.tokenizer))
             self._warm.clear()
         return self._engine
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from llmsched.cli import render
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.profiles.apply import device_table
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
@@ -151,7 +151,7 @@ def _warn_of_long_load(task: TuneTask) -> None:
     if load.closed:
         seconds = load.stop_after or 0.0
     else:
-        seconds = max((request.offset for request in load.plan(COMMON_IDS, WordEncode(COMMON_IDS))), default=0.0)
+        seconds = max((request.offset for request in load.plan(COMMON_IDS, WordEncoder(COMMON_IDS))), default=0.0)
     if seconds > task.time_limit / _FULL_RUNS:
         once, whole = render.human_seconds(seconds), render.human_seconds(task.time_limit)
         render.warn(

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.load.prompts import Encode, TokenizerEncode
+from llmsched.cli.load.prompts import TextEncoder, TokenizerEncoder
 from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.options.flags import with_options
 from llmsched.cli.options.load_flags import LoadFlags, TraceFlags, make_load
-from llmsched.cli.workload.analysis import analyse
+from llmsched.cli.workload.load_analysis import analyse
 from llmsched.cli.workload.request_sample import RequestSample, sample_load, sample_trace
 from llmsched.cli.workload.workload_report import as_json, show
 from llmsched.engine.config import EngineConfig
@@ -78,11 +78,11 @@ def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSampl
     return sample_trace(trace, _encode(tokenizer), tokenizer)
 
 
-def _encode(model: str) -> Encode:
+def _encode(model: str) -> TextEncoder:
     from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
 
     try:
-        return TokenizerEncode(load_tokenizer(locate(model)))
+        return TokenizerEncoder(load_tokenizer(locate(model)))
     except ModelError as problem:
         raise ConfigError("tokenizer", problem.message) from problem

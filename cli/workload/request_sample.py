@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import COMMON_IDS, Encode
+from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder
 from llmsched.cli.load.traces.trace import Trace
 
 
@@ -31,7 +31,7 @@ class RequestSample:
     texts: Sequence[str] | None = None
 
 
-def sample_trace(trace: Trace, encode: Encode | None, tokenizer: str | None) -> RequestSample:
+def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None) -> RequestSample:
     """Return the requests of a trace; texts are encoded with `encode`, named `tokenizer`, or split into words."""
     offsets = [request.offset for request in trace.requests] if trace.timed else None
     if trace.of_text:
@@ -50,7 +50,7 @@ def sample_trace(trace: Trace, encode: Encode | None, tokenizer: str | None) -> 
 
 
 def _sample_texts(
-    trace: Trace, encode: Encode | None, tokenizer: str | None, offsets: Sequence[float] | None
+    trace: Trace, encode: TextEncoder | None, tokenizer: str | None, offsets: Sequence[float] | None
 ) -> RequestSample:
     known: dict[str, int] = {}
     prompts, outputs, texts = [], [], []

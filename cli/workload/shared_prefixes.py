@@ -58,7 +58,7 @@ def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | 
         return None
     tree = _Tree(block_size if sample.unit == 1 else sample.unit)
     hits = sum(
-        min(tree.add(_steps(prompt, length, sample.unit, tree.step)) // block_size * block_size, max(0, length - 1))
+        min(tree.add(_pieces(prompt, length, sample.unit, tree.step)) // block_size * block_size, max(0, length - 1))
         for prompt, length in zip(sample.prompts, sample.inputs, strict=True)
     )
     return SharedPrefixes(
@@ -82,10 +82,10 @@ def _coverage(sample: RequestSample, tokens: int) -> Coverage:
 
 
 #: A piece of a prompt: a key for comparison, and its number of tokens.
-Step = tuple[object, int]
+Piece = tuple[object, int]
 
 
-def _steps(prompt: Sequence[int], length: int, unit: int, step: int) -> Iterator[Step]:
+def _pieces(prompt: Sequence[int], length: int, unit: int, step: int) -> Iterator[Piece]:
     """Yield a prompt in pieces of `step` tokens. A shorter piece at the end is dropped unless it is a trace's unit."""
     if unit == 1:
         for start in range(0, length - step + 1, step):
@@ -103,11 +103,11 @@ class _Tree:
         self._children: dict[tuple[int, object], int] = {}
         self._tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
 
-    def add(self, steps: Iterator[Step]) -> int:
+    def add(self, pieces: Iterator[Piece]) -> int:
         """Add a prompt and return how many of its first tokens were already in the tree."""
         node, matched = 0, 0
         self._count[0] += 1
-        for key, tokens in steps:
+        for key, tokens in pieces:
             child = self._children.get((node, key))
             if child is None:
                 child = self._grow(node, key, tokens)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.workload.analysis import RUNNING, Analysis, ArrivalFigures, LengthFigures
+from llmsched.cli.workload.load_analysis import RUNNING, ArrivalFigures, LengthFigures, LoadAnalysis
 from llmsched.cli.workload.request_sample import RequestSample
 from llmsched.cli.workload.shared_prefixes import SharedPrefixes
 
@@ -14,7 +14,7 @@ from llmsched.cli.workload.shared_prefixes import SharedPrefixes
 _SHOWN = 70
 
 
-def as_json(found: Analysis) -> dict[str, Any]:
+def as_json(found: LoadAnalysis) -> dict[str, Any]:
     """Return the analysis for scripts: lengths in tokens, shares from 0 to 1, times in seconds."""
     sample, advice = found.sample, asdict(found.advice)
     by_running = advice["headroom_by_running"]
@@ -37,7 +37,7 @@ def _plain(figures: Any) -> dict[str, Any] | None:
     return None if figures is None else asdict(figures)
 
 
-def show(found: Analysis) -> None:
+def show(found: LoadAnalysis) -> None:
     """Print tables and recommendations."""
     sample = found.sample
     render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; tokens {sample.tokens}")
@@ -81,7 +81,7 @@ def _show_prefixes(figures: SharedPrefixes, block_size: int) -> None:
     )
 
 
-def _recommendations(found: Analysis) -> list[str]:
+def _recommendations(found: LoadAnalysis) -> list[str]:
     advice = found.advice
     refused = f"half of it would refuse {advice.refused_by_half:.2%} of requests"
     lines = [f"max_model_len {advice.max_model_len}: fits the longest request; {refused}"]

@@ -17,7 +17,7 @@ from bench_scenarios import BLOCK, Run, request
 
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.options.load_flags import LoadFlags, make_load
-from llmsched.cli.workload.analysis import headroom, held
+from llmsched.cli.workload.load_analysis import headroom, held
 from llmsched.profiles.shipped_workloads import workloads
 
 HEADROOMS = (0.0, 0.005, 0.02, 0.05, 0.1, 0.2)

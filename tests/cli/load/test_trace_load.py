@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.trace import Content, Trace, TraceRequest
@@ -138,7 +138,7 @@ def test_texts_stay_texts_for_a_server() -> None:
 
 
 def test_texts_stay_texts_without_ids_but_answers_are_counted() -> None:
-    class Doubling(WordEncode):
+    class Doubling(WordEncoder):
         def count(self, text: str) -> int:
             return 2 * super().count(text)
 
@@ -151,8 +151,8 @@ def test_texts_become_tokens_where_those_are_wanted() -> None:
     made = TraceLoad(
         trace=texts(Content("a b a"), answer="x y z"), max_concurrency=1, max_input_len=2, max_output_len=2
     )
-    (request,) = made.plan(COMMON_IDS, WordEncode(range(100)))
-    ids = WordEncode(range(100)).prompt(Content("a b a"))
+    (request,) = made.plan(COMMON_IDS, WordEncoder(range(100)))
+    ids = WordEncoder(range(100)).prompt(Content("a b a"))
     assert ids[0] == ids[2] != ids[1]
     assert (request.prompt.token_ids, request.output_len) == (ids[:2], 2)
 

@@ -51,7 +51,7 @@ def sample(
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """Run the console entry with `sample` as its only command; gives (exit code, stdout, stderr)."""
     monkeypatch.setitem(sys.modules, "sample_command", sys.modules[__name__])
-    monkeypatch.setattr(cli, "COMMANDS", {"sample": cli.Entry("sample_command", "sample", "Try flags.")})
+    monkeypatch.setattr(cli, "COMMANDS", {"sample": cli.CommandEntry("sample_command", "sample", "Try flags.")})
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["llmsched", *arguments])
@@ -163,7 +163,7 @@ def test_unknown_command_and_version(run) -> None:  # type: ignore[no-untyped-de
 def test_top_level_help_lists_commands_without_importing_them(  # type: ignore[no-untyped-def]
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "COMMANDS", {"ghost": cli.Entry("no.such.module", "f", "Not there.")})
+    monkeypatch.setattr(cli, "COMMANDS", {"ghost": cli.CommandEntry("no.such.module", "f", "Not there.")})
     code, out, _ = run("--help")
     assert code == 0
     assert "ghost" in out

@@ -13,7 +13,7 @@ from fake_server import FakeServer, steady
 from virtual_time import run_virtual
 
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.prompts import COMMON_IDS, WordEncode
+from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.trace import Content, Trace, TraceRequest
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
@@ -33,7 +33,7 @@ TEXTS = Trace(
 )
 
 
-def send(trace: Trace, ids: range | None, encode: WordEncode | None = None, **options: Any) -> FakeServer:
+def send(trace: Trace, ids: range | None, encode: WordEncoder | None = None, **options: Any) -> FakeServer:
     server = FakeServer(lambda number: steady(3, first=0.1, gap=0.1))
 
     async def main() -> Measurement:
@@ -62,10 +62,10 @@ def test_completions_get_their_text() -> None:
 
 def test_completions_get_token_ids_where_the_tokenizer_is_known() -> None:
     ids = range(7)
-    bodies = send(TEXTS, ids, WordEncode(ids)).bodies
+    bodies = send(TEXTS, ids, WordEncoder(ids)).bodies
     assert [body["prompt"] for body in bodies] == [
-        WordEncode(ids).prompt(Content("be kind hello you")),
-        WordEncode(ids).prompt(Content("hello")),
+        WordEncoder(ids).prompt(Content("be kind hello you")),
+        WordEncoder(ids).prompt(Content("hello")),
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmsched.cli.workload.analysis import advise, arrival_figures, headroom, length_figures
+from llmsched.cli.workload.load_analysis import advise, arrival_figures, headroom, length_figures
 from llmsched.cli.workload.request_sample import RequestSample
 from llmsched.cli.workload.shared_prefixes import Pin, shared_prefixes
 

@@ -1,4 +1,4 @@
-"""Analysis of a load: its lengths, arrivals and shared prefixes, and the settings that follow from them."""
+"""LoadAnalysis of a load: its lengths, arrivals and shared prefixes, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Analysis:
+class LoadAnalysis:
     """All figures of a load. None stands for figures that the load does not contain."""
 
     sample: RequestSample
@@ -84,11 +84,11 @@ class Analysis:
     advice: Advice
 
 
-def analyse(sample: RequestSample, block_size: int) -> Analysis:
+def analyse(sample: RequestSample, block_size: int) -> LoadAnalysis:
     """Return all figures of a load, with the prefix cache's blocks of `block_size` tokens."""
     pairs = list(zip(sample.inputs, sample.outputs, strict=True))
     prefixes = shared_prefixes(sample, block_size)
-    return Analysis(
+    return LoadAnalysis(
         sample=sample,
         block_size=block_size,
         input=length_figures(sample.inputs),
