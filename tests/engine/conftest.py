@@ -1,4 +1,4 @@
-"""Small models gain nothing from threads, and on busy machines spinning threads cost tenfold."""
+"""One torch thread for all tests here: small models gain nothing from more, and busy machines lose a lot."""
 
 from __future__ import annotations
 

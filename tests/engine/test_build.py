@@ -1,4 +1,4 @@
-"""Building an engine: what goes wrong with memory is told in one line, whatever it is at that moment."""
+"""Building an engine, and the messages when memory runs out at each stage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(tiny_model: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("error", [ON_THE_GPU, ON_THE_CPU, MemoryError()], ids=["GPU", "CPU", "Python"])
 @pytest.mark.parametrize("doing", PLACES)
-def test_out_of_memory_is_one_line_with_the_plan_and_what_to_lower(
+def test_out_of_memory_is_reported_with_the_plan_and_a_remedy(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch, doing: str, error: Exception
 ) -> None:
     remedy = failing(monkeypatch, doing, error)
@@ -56,13 +56,13 @@ def test_out_of_memory_is_one_line_with_the_plan_and_what_to_lower(
 
 
 @pytest.mark.parametrize("doing", PLACES)
-def test_other_errors_stay_what_they_are(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+def test_other_errors_are_not_converted(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
     failing(monkeypatch, doing, RuntimeError("no kernel image is available"))
     with pytest.raises(RuntimeError, match="no kernel image"):
         build_engine(config(tiny_model))
 
 
-def test_an_engine_beside_another_has_other_settings_and_shares_what_is_loaded(tiny_model: Any) -> None:
+def test_engine_beside_changes_settings_and_shares_the_executor(tiny_model: Any) -> None:
     built = build_engine(config(tiny_model))
     prompt = list(range(4, 24))
 
@@ -88,6 +88,6 @@ def test_an_engine_beside_another_has_other_settings_and_shares_what_is_loaded(t
         ({"max_num_seqs": 129}, "max_num_seqs: 129 is out of range; allowed is from 1 to 128"),
     ],
 )
-def test_an_engine_beside_another_takes_no_more_memory(tiny_model: Any, knobs: dict[str, Any], message: str) -> None:
+def test_engine_beside_refuses_to_take_more_memory(tiny_model: Any, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_beside(build_engine(config(tiny_model)), **knobs)

@@ -1,4 +1,4 @@
-"""Settings that go together, and those that do not."""
+"""Settings that can and cannot be combined."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmsched.engine.config import BASELINE, EngineConfig, Policy, check_togethe
 from llmsched.engine.errors import ConfigError
 
 
-def test_the_whole_scheduler_heeds_every_setting() -> None:
+def test_policy_fair_accepts_every_setting() -> None:
     check_together({"headroom": 0.2, "max_passes": 3})
     check_together({"scheduling_policy": "fair", "headroom": 0.2, "target_itl": 0.02})
 
 
 @pytest.mark.parametrize("policy", sorted({*get_args(Policy)} - {"fair"}))
 @pytest.mark.parametrize("name", BASELINE)
-def test_a_baseline_refuses_what_it_does_without(policy: str, name: str) -> None:
+def test_a_baseline_refuses_settings_that_it_ignores(policy: str, name: str) -> None:
     given: dict[str, Any] = {"target_itl": 0.02, "output_prediction": "learned"}
     with pytest.raises(ConfigError, match=f"{name}: .* has no effect with scheduling_policy {policy}"):
         check_together({"scheduling_policy": policy, name: given.get(name, 1)})
@@ -25,7 +25,7 @@ def test_a_baseline_refuses_what_it_does_without(policy: str, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["fast_lane_prompt", "fast_lane_output"])
-def test_without_a_lane_nothing_is_short(name: str) -> None:
+def test_without_a_fast_lane_its_limits_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: 8 has no effect with scheduling_policy fcfs"):
         check_together({"scheduling_policy": "fcfs", name: 8})
 
@@ -41,14 +41,14 @@ def test_without_a_lane_nothing_is_short(name: str) -> None:
         ({"scheduling_policy": "serial", "preemption_mode": "auto"}, "preemption_mode", "scheduling_policy serial"),
     ],
 )
-def test_a_setting_that_another_leaves_without_effect_is_refused(given: dict[str, Any], name: str, beside: str) -> None:
+def test_a_setting_without_effect_is_refused(given: dict[str, Any], name: str, beside: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: .* has no effect with {beside}; leave one of them out"):
         check_together(given)
     for left_out in given:
         check_together({other: value for other, value in given.items() if other != left_out})
 
 
-def test_an_idle_engine_waits_for_several_for_a_time_or_not_at_all() -> None:
+def test_schedule_window_and_min_schedule_batch_need_each_other() -> None:
     EngineConfig(schedule_window=0.01, min_schedule_batch=2)
     with pytest.raises(ConfigError, match="schedule_window: has no effect with min_schedule_batch 1"):
         EngineConfig(schedule_window=0.01)
@@ -56,12 +56,12 @@ def test_an_idle_engine_waits_for_several_for_a_time_or_not_at_all() -> None:
         EngineConfig(min_schedule_batch=2)
 
 
-def test_one_at_a_time_is_one() -> None:
+def test_policy_serial_needs_max_num_seqs_1() -> None:
     check_together({"scheduling_policy": "static", "max_num_seqs": 8})
     check_together({"scheduling_policy": "serial", "max_num_seqs": 1})
     with pytest.raises(ConfigError, match="max_num_seqs: 8 has no effect"):
         check_together({"scheduling_policy": "serial", "max_num_seqs": 8})
 
 
-def test_what_baselines_do_without_is_allowed() -> None:
+def test_baseline_values_are_allowed() -> None:
     assert EngineConfig(**BASELINE).headroom == 0

@@ -90,14 +90,14 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def test_a_gpu_without_what_the_driver_keeps_and_without_this_process(nvml: FakeNvml) -> None:
+def test_gpu_memory_excludes_the_driver_and_this_process(nvml: FakeNvml) -> None:
     found = gpu_memory()
     assert found == DeviceMemory("cuda", "NVIDIA L4", 22 * GIB, 5 * GIB, (Holder(77, "python3", 5 * GIB),))
     assert found.free == 17 * GIB
     assert nvml.open == 0
 
 
-def test_processes_that_draw_hold_memory_too(nvml: FakeNvml) -> None:
+def test_graphics_processes_hold_memory_too(nvml: FakeNvml) -> None:
     nvml.draws = True
     found = gpu_memory()
     assert found is not None

@@ -1,4 +1,4 @@
-"""Device and type are what the machine offers; a wish that cannot be met is refused."""
+"""Choice of device and dtype, and refusal of unavailable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine with its real executor: what a request gets does not depend on what happens around it."""
+"""The engine with its real executor: a request's output does not depend on other requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmsched.engine.request import FinishReason, SamplingParams
 
 
 def alone(token_ids: list[int], params: SamplingParams) -> Choice:
-    """What the request gives on an engine of its own, without prefix cache and with more blocks than it needs."""
+    """Return the request's output from a separate engine without prefix cache and with enough blocks."""
     return generate(make_engine(enable_prefix_caching=False), (token_ids, params))[0]
 
 
@@ -83,7 +83,7 @@ def values(logprobs: list | None) -> list[float]:
     return [entry.logprob for entry in logprobs or [] if entry is not None]
 
 
-def test_recomputation_after_preemption_is_no_prefix_hit() -> None:  # D15
+def test_recomputation_after_preemption_is_not_a_prefix_hit() -> None:  # D15
     engine = make_engine(**CROWDED)
     generate(engine, *((prompt(48, seed), sampling(max_tokens=64)) for seed in (1, 2)))
     stats = engine.stats()
@@ -103,7 +103,7 @@ def test_rows_without_a_token_in_a_step_sample_nothing() -> None:  # A13
         assert choice.tokens == alone(token_ids, sampling()).tokens
 
 
-def test_a_seeded_request_does_not_see_its_neighbours() -> None:  # A14
+def test_a_seeded_request_does_not_depend_on_the_batch() -> None:  # A14
     seeded = sampling(temperature=0.9, seed=11, max_tokens=20)
     unseeded = sampling(temperature=0.9, max_tokens=20)
     expected = alone(prompt(9), seeded).tokens
@@ -154,7 +154,7 @@ def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:  
 
 
 def test_no_blocks_are_needed_for_the_last_token() -> None:  # D01
-    """A prompt that fills the whole pool may still have one token, and not two."""
+    """A prompt that fills the whole pool can have one output token, but not two."""
     engine = make_engine(num_blocks=2)
     assert len(generate(engine, (prompt(32), sampling(max_tokens=1)))[0].tokens) == 1
     with pytest.raises(RequestError, match="2 KV blocks of 16 tokens"):
@@ -194,7 +194,7 @@ def test_min_tokens_counts_the_output() -> None:  # A22
 
 
 @pytest.mark.parametrize("token", [EOS, VOCAB_SIZE - 1])
-def test_ignore_eos_bars_no_token(token: int) -> None:  # A22
+def test_ignore_eos_excludes_no_token(token: int) -> None:  # A22
     choice = generate(make_engine(), (prompt(32), sampling(logit_bias={token: 100.0})))[0]
     assert choice.tokens == [token] * 16
     assert choice.finish_reason is FinishReason.LENGTH
@@ -254,7 +254,7 @@ def test_logprobs_of_prompt_and_output(count: int, budget: int) -> None:  # A25
 # -- the door -------------------------------------------------------------------------------------------------
 
 
-def test_what_can_never_be_served_is_refused() -> None:
+def test_a_request_that_can_never_be_served_is_refused() -> None:
     engine = make_engine(max_model_len=64)
     for token_ids, params, message in (
         ([], sampling(), "no tokens"),
@@ -270,7 +270,7 @@ def test_what_can_never_be_served_is_refused() -> None:
     assert len(generate(engine, (prompt(63), sampling(max_tokens=1)))[0].tokens) == 1
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+def test_a_full_queue_refuses_with_retry_after() -> None:
     engine = make_engine(max_queue_size=3)
     for name in "abc":
         engine.add_request(name, prompt(4), sampling())
@@ -304,8 +304,8 @@ def test_abort_in_every_state() -> None:
     assert engine.abort("decoding") == []
 
 
-def test_blocks_written_before_an_abort_are_right_for_the_next() -> None:
-    """A block is findable only once its KV is there: after an abort amid prefill, a hit covers the computed part."""
+def test_blocks_written_before_an_abort_can_be_reused() -> None:
+    """After an abort during prefill, a prefix hit covers exactly the blocks that were computed."""
     engine = make_engine(max_num_batched_tokens=64)
     engine.add_request("gone", prompt(300), sampling())
     engine.step()
@@ -316,7 +316,7 @@ def test_blocks_written_before_an_abort_are_right_for_the_next() -> None:
 
 
 class Faulty:
-    """The executor, except that now and then a row fails."""
+    """Executor whose rows fail at random."""
 
     def __init__(self, executor: Executor, chance: random.Random) -> None:
         self._executor, self._chance = executor, chance
@@ -328,7 +328,7 @@ class Faulty:
 
 
 def random_params(chance: random.Random) -> SamplingParams:
-    """Any of the ways to sample and to stop."""
+    """Return random sampling parameters."""
     return SamplingParams(
         n=chance.choice((1, 1, 1, 2)),
         temperature=chance.choice((0.0, 0.8, 1.5)),
@@ -345,7 +345,7 @@ def random_params(chance: random.Random) -> SamplingParams:
 
 
 class Crowd:
-    """Random requests with common prefixes in a small pool, arriving and aborted at random; books checked always."""
+    """Random requests with common prefixes in a small pool, with random aborts; checks integrity after each step."""
 
     def __init__(self, num_requests: int, seed: int, budget: int, *, faults: bool = False, **config: Any) -> None:
         self.engine = make_engine(num_blocks=16, max_num_batched_tokens=budget, max_num_seqs=12, **config)
@@ -376,7 +376,7 @@ class Crowd:
                 self.collector.step()
 
     def check(self) -> dict[FinishReason, int]:
-        """All ended exactly once, nothing is left; returns how often each reason was given."""
+        """Check that every request ended exactly once and nothing is left; return the count of each finish reason."""
         choices = self.collector.choices
         assert len(choices) == sum(params.n for _, params in self.requests.values())
         reasons = [choice.finish_reason for choice in choices.values()]
@@ -406,7 +406,7 @@ def test_200_mixed_requests_with_aborts_end_with_all_blocks_free_or_cached() -> 
 
 
 @pytest.mark.parametrize("mode", [{}, SWAP, {"swap_slots": 5}], ids=["recompute", "swap", "auto"])
-def test_nobody_in_the_crowd_got_another_answer_than_alone(mode: dict[str, Any]) -> None:
+def test_crowded_requests_get_the_same_output_as_alone(mode: dict[str, Any]) -> None:
     crowd = Crowd(40, seed=3, budget=17, **mode)
     crowd.check()
     assert crowd.engine.stats().swap_slots_used == 0
@@ -434,8 +434,8 @@ def test_text_is_the_tokens_decoded() -> None:
     assert choice.text == tokenizer().decode(choice.tokens)
 
 
-def test_what_kv_memory_holds_is_told_after_each_step_before_it_is_given_back() -> None:
-    """Blocks of 16: a prompt of 20 has two; the second token is computed with the third, and then all is over."""
+def test_on_step_sees_kv_usage_before_blocks_are_freed() -> None:
+    """With blocks of 16, a prompt of 20 tokens holds two blocks; the request ends with its third token."""
     engine, seen = make_engine(num_blocks=8), []
     engine.on_step = seen.append
     engine.add_request("a", prompt(20), sampling(max_tokens=3))
@@ -447,8 +447,8 @@ def test_what_kv_memory_holds_is_told_after_each_step_before_it_is_given_back() 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", ["fair", "static"])
-def test_what_is_told_of_a_step_is_what_holds_after_it(arch: str, policy: str) -> None:
-    """In every group of layers, as long as nobody ends and no block leaves a window with the step."""
+def test_on_step_agrees_with_kv_usage_after_the_step(arch: str, policy: str) -> None:
+    """Holds in every group of layers while no request ends and no block leaves a window in the step."""
     engine, seen = make_engine(arch, block_size=4, max_num_batched_tokens=16, scheduling_policy=policy), []
     engine.on_step = seen.append
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Faults of prefix caches that other engines have had, on the real executor: tokens are as without a cache."""
+"""Prefix cache bugs known from other engines, on the real executor: outputs are equal to those without a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def alone(token_ids: list[int], **fields: Any) -> Choice:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
-def test_a_prompt_that_is_cached_whole(length: int) -> None:  # A01
+def test_a_fully_cached_prompt(length: int) -> None:  # A01
     engine = make_engine()
     first, second = (generate(engine, (prompt(length), sampling(max_tokens=8)))[0] for _ in range(2))
     expected = alone(prompt(length), max_tokens=8)
@@ -31,7 +31,7 @@ def test_a_prompt_that_is_cached_whole(length: int) -> None:  # A01
 
 
 def test_equal_prompts_that_arrive_together() -> None:  # A03
-    """The second starts at the position up to which the first has written, or computes all itself."""
+    """The second request starts where the first has written up to, or computes its whole prompt."""
     tails = ([], prompt(20, seed=4), [])
     requests = [[*prompt(40), *tail] for tail in tails]
     found = generate(make_engine(), *((token_ids, sampling(max_tokens=12)) for token_ids in requests))
@@ -41,7 +41,7 @@ def test_equal_prompts_that_arrive_together() -> None:  # A03
 
 
 class FailingOnce:
-    """The executor, except that the first row that it computes yields nothing and an error."""
+    """Executor whose first row fails without writing KV."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor: Any = executor
@@ -61,7 +61,7 @@ def abort(engine: Engine) -> None:
 
 
 def fail(engine: Engine) -> None:
-    """Nothing is written, and the request ends."""
+    """Let the request fail before any KV is written."""
     right = engine.executor
     engine.executor = FailingOnce(right)
     engine.step()
@@ -69,7 +69,7 @@ def fail(engine: Engine) -> None:
 
 
 def preempt(engine: Engine) -> None:
-    """A more urgent request takes the only slot."""
+    """A request of a higher priority takes the only running place."""
     engine.step()
     engine.add_request("urgent", prompt(20, seed=8), sampling(max_tokens=1), priority=-5)
     engine.step()

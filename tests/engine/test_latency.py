@@ -41,7 +41,7 @@ def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
     assert chunks == pytest.approx([0.1] * 40)
 
 
-def test_empty_chunks_are_no_token() -> None:
+def test_empty_chunks_are_not_tokens() -> None:
     """F02."""
     got = request_latency(0.0, stream((0.01, 0), (0.02, 0), (0.5, 1), (0.6, 1), (0.7, 1), (0.8, 1), (0.9, 1), (2.0, 0)))
     assert got is not None
@@ -80,7 +80,7 @@ def test_percentiles_interpolate_linearly() -> None:
     assert got.p99 == pytest.approx(4.96)
 
 
-def test_no_sample_is_null_and_not_zero() -> None:
+def test_no_sample_gives_none_not_zero() -> None:
     got = summarise([])
     assert (got.count, got.mean, got.p50, got.p95, got.p99, got.max) == (0, None, None, None, None, None)
 
@@ -110,7 +110,7 @@ def test_goodput_of_zero_is_zero_and_without_slo_it_is_null() -> None:
     assert goodput(Slo(ttft=1.0), [latency()], failed=0, duration=0.0) is None
 
 
-def test_where_nothing_could_be_sent_nothing_was_good() -> None:
+def test_goodput_is_zero_if_all_requests_failed() -> None:
     got = goodput(Slo(ttft=1.0), [], failed=3, duration=0.0)
     assert got is not None
     assert (got.requests_per_s, got.attainment) == (0.0, {"ttft": 0.0, "all": 0.0})
@@ -133,7 +133,7 @@ def test_steady_rate_leaves_out_the_ramp() -> None:
     assert steady_rate([]) is None
 
 
-def test_what_comes_first_together_is_left_out_together() -> None:
+def test_steady_rate_leaves_out_all_tokens_of_the_first_moment() -> None:
     """Two streams in lockstep, a token each at 1, 2 and 3 s: two tokens a second."""
     assert steady_rate(stream((1.0, 1), (1.0, 1), (2.0, 1), (2.0, 1), (3.0, 1), (3.0, 1))) == 2.0
 
@@ -170,18 +170,18 @@ def test_statistics() -> None:
 
 
 @pytest.mark.parametrize("name", ["p0", "p100", "p101", "99", "median", "P99", "p-1", "", "p9 "])
-def test_what_is_no_statistic(name: str) -> None:
+def test_an_unknown_statistic_is_refused(name: str) -> None:
     with pytest.raises(LlmschedError, match="not a statistic; allowed are mean, max and percentiles"):
         Slo(itl=1.0, itl_statistic=name)
 
 
-def test_the_itl_slo_can_look_at_another_figure() -> None:
+def test_the_itl_slo_can_use_another_statistic() -> None:
     stalled = latency(itl=(0.01,) * 199 + (2.0,))
     for name, met in (("p50", True), ("p99", True), ("p99.9", False), ("max", False), ("mean", True)):
         assert Slo(itl=0.05, itl_statistic=name).met_by(stalled) == {"itl": met}
 
 
-def test_which_slo_cost_how_many_requests() -> None:
+def test_goodput_counts_misses_per_slo() -> None:
     requests = [latency(0.4, e2e=9.0), latency(0.6, e2e=9.0), latency(0.6, e2e=1.0), latency(0.4, e2e=1.0)]
     got = goodput(Slo(ttft=0.5, e2e=2.0), requests, failed=1, duration=1.0)
     assert got is not None

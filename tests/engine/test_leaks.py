@@ -1,4 +1,4 @@
-"""What is kept of requests that have ended: nothing, but the entries of the latest for `explain`."""
+"""Nothing is kept of finished requests but the latest ledger entries for `explain`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "request-that-has-ended-"
 
 
 def reachable(root: Any) -> list[Any]:
-    """All objects that `root` holds, however deep."""
+    """Return all objects reachable from `root`."""
     seen, found, pending = {id(root)}, [root], [root]
     while pending:
         thing = pending.pop()
@@ -35,7 +35,7 @@ def reachable(root: Any) -> list[Any]:
 
 
 def names_in(engine: Engine) -> set[str]:
-    """Names of the ended requests that are anywhere in the engine."""
+    """Return the names of finished requests that are reachable from the engine."""
     strings = {thing for thing in reachable(engine) if isinstance(thing, str)}
     return {text.split("/")[0] for text in strings if NAME in text}
 
@@ -50,9 +50,7 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("params", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_nothing_is_kept_of_requests_that_have_ended(
-    params: SamplingParams, caching: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_requests_are_released(params: SamplingParams, caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_REQUESTS", KEPT)
     engine = make_engine(num_blocks=16, enable_prefix_caching=caching)
     for number in range(12):

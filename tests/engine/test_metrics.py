@@ -1,4 +1,4 @@
-"""Metrics: the names that dashboards have, and what is counted when."""
+"""Metrics: names as in vLLM's dashboards, and what each one counts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tokens_are_counted_as_they_come(metrics: EngineMetrics) -> None:
     assert found["llmsched:time_to_first_token_seconds_bucket{le=0.15}"] == 0
 
 
-def test_an_end_counts_by_its_reason(metrics: EngineMetrics) -> None:  # C01, C16: the aborted counter
+def test_finished_requests_count_by_reason(metrics: EngineMetrics) -> None:  # C01, C16: the aborted counter
     finish(metrics, FinishReason.STOP)
     finish(metrics, FinishReason.ABORT)
     finish(metrics, FinishReason.ABORT)
@@ -83,7 +83,7 @@ def test_an_end_counts_by_its_reason(metrics: EngineMetrics) -> None:  # C01, C1
     assert found["llmsched:request_generation_tokens_sum"] == 33
 
 
-def test_times_a_request_never_came_to_are_not_counted(metrics: EngineMetrics) -> None:
+def test_undefined_times_are_not_observed(metrics: EngineMetrics) -> None:
     metrics.finished(
         FinishReason.ABORT, e2e_s=1, prefill_s=None, decode_s=None, tpot_s=None, prompt_tokens=5, output_tokens=0
     )
@@ -104,7 +104,7 @@ def test_a_prompt_of_several_choices_counts_once(metrics: EngineMetrics) -> None
     assert found["llmsched:request_generation_tokens_count"] == 2
 
 
-def test_work_done_again_is_no_prefix_hit(metrics: EngineMetrics) -> None:  # D15
+def test_recomputed_tokens_are_not_prefix_hits(metrics: EngineMetrics) -> None:  # D15
     metrics.add("prefix_cache_queries", 64)
     metrics.add("prefix_cache_hits", 48)
     metrics.add("num_preemptions")
@@ -126,7 +126,7 @@ def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
     assert (found["llmsched:kv_cache_usage_perc"], found["llmsched:kv_blocks_cached"]) == (0, 35)
 
 
-def test_memory_is_told_in_bytes_once_it_is_divided() -> None:
+def test_memory_gauges_exist_after_add_memory() -> None:
     metrics = EngineMetrics("demo", 16, 100)
     metrics.kv_usage(KVUsage(held=160, empty=16, cached=320, total=1600))
     assert not any("bytes" in name and name.startswith("llmsched:") for name in samples(metrics))

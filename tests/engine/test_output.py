@@ -1,4 +1,4 @@
-"""What becomes of sampled tokens: where stop strings end them, what is booked, and that one fault ends one request."""
+"""Output of sampled tokens: stop strings, recorded latencies, and errors that end only one request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def scripted(clock: Callable[[], float] | None = None) -> Engine:
-    """An engine whose model writes the alphabet, a letter per token."""
+    """Return an engine whose model writes the alphabet, one letter per token."""
     letters = [tokenizer().encode(letter, add_special_tokens=False)[0] for letter in ALPHABET]
     config = resolved(max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4)
     info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({EOS}))
@@ -42,7 +42,7 @@ def scripted(clock: Callable[[], float] | None = None) -> Engine:
         ("zz", 30, ALPHABET + "abcdefghijklmn"),
     ],
 )
-def test_stop_strings_count_only_once_min_tokens_are_there(stop: str, min_tokens: int, text: str) -> None:
+def test_stop_strings_count_only_after_min_tokens(stop: str, min_tokens: int, text: str) -> None:
     params = sampling(stop=(stop,), min_tokens=min_tokens, max_tokens=40)
     (choice,) = generate(scripted(), (prompt(5), params))
     assert choice.text == text
@@ -50,7 +50,7 @@ def test_stop_strings_count_only_once_min_tokens_are_there(stop: str, min_tokens
 
 
 @pytest.mark.parametrize("min_tokens", [3, 4])
-def test_a_stop_string_is_ignored_to_the_end_if_min_tokens_is_all(min_tokens: int) -> None:
+def test_a_stop_string_is_ignored_if_min_tokens_equals_max_tokens(min_tokens: int) -> None:
     params = sampling(stop=(ALPHABET[min_tokens - 1],), min_tokens=min_tokens, max_tokens=min_tokens)
     (choice,) = generate(scripted(), (prompt(5), params))
     assert (choice.text, choice.finish_reason) == (ALPHABET[:min_tokens], FinishReason.LENGTH)
@@ -74,7 +74,7 @@ def test_a_prompt_counts_once_however_many_choices_it_has() -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_times_count_from_arrival(max_tokens: int) -> None:
-    """It comes at 1 s, is scheduled at 5 s, and the first step ends at 7 s; each further one takes 2 s."""
+    """The request arrives at 1 s, is scheduled at 5 s, and its first step ends at 7 s; each further step takes 2 s."""
     clock = VirtualClock()
     engine = scripted(clock)
     clock.now = 5.0
@@ -97,7 +97,7 @@ def test_times_count_from_arrival(max_tokens: int) -> None:
     assert found["llmsched:e2e_request_latency_seconds_sum"] == 6 + 2 * max(0, max_tokens - 1)
 
 
-def test_who_never_left_the_queue_has_no_queue_time() -> None:
+def test_a_request_that_was_never_scheduled_has_no_queue_time() -> None:
     engine = scripted()
     engine.add_request("a", prompt(9), sampling())
     engine.abort("a")
@@ -107,7 +107,7 @@ def test_who_never_left_the_queue_has_no_queue_time() -> None:
 # -- faults ---------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_in_the_text_of_one_output_ends_that_one_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_the_text_of_one_output_ends_only_that_output(caplog: pytest.LogCaptureFixture) -> None:
     alone = generate(make_engine(), (prompt(9), sampling()))[0]
     engine = make_engine()
     engine.add_request("good", prompt(9), sampling())
@@ -134,7 +134,7 @@ def test_a_fault_in_the_text_of_one_output_ends_that_one_alone(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_fault_in_the_last_text_is_an_error_all_the_same(caching: bool) -> None:
+def test_an_error_in_the_last_text_is_reported(caching: bool) -> None:
     engine = make_engine(enable_prefix_caching=caching)
     engine.add_request("bad", prompt(9), sampling(max_tokens=1))
 

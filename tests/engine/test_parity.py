@@ -1,4 +1,4 @@
-"""The engine gives what plain transformers gives, however a request is scheduled; and the comparison finds faults."""
+"""The engine's output equals that of plain transformers however it is scheduled, and the comparison finds faults."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_tokens_and_logits_are_those_of_transformers(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt_oss"])
-def test_in_bfloat16_they_are_equal_but_for_rounding(arch: str) -> None:
+def test_bfloat16_outputs_are_equal_up_to_rounding(arch: str) -> None:
     report = compare(arch, torch.bfloat16)
     assert report.ok
     assert all(parting.explained for check in report.checks for parting in check.partings)
@@ -89,7 +89,7 @@ def test_other_block_sizes(block_size: int) -> None:
 
 
 def test_the_reference_is_generate() -> None:
-    """Whatever the model's generation_config says: end-of-sequence, penalties, sampling."""
+    """Holds whatever generation_config sets: end-of-sequence, penalties, sampling."""
     plain = build_model("llama", seed=3)
     token_ids = list(range(20, 50))
     expected = plain.generate(
@@ -121,7 +121,7 @@ def test_prompts_depend_on_the_seed_alone() -> None:
     assert all(0 <= token < VOCAB_SIZE for made in prompts.all for token in made.token_ids)
 
 
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"context of 512; allowed is 4\d\d or less"):
         check_parity(subject("llama"), num_prompts=3, num_tokens=500)
     monkeypatch.setattr(run, "MAX_LOGIT_BYTES", 1 << 10)
@@ -135,7 +135,7 @@ Patch = pytest.MonkeyPatch
 
 
 def attention(**changes: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Attention with one of its keywords changed."""
+    """Return attention with one keyword changed."""
     right = paged.paged_attention
 
     def wrong(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
@@ -166,7 +166,7 @@ def positions_restart_in_each_chunk(patch: Patch) -> None:
 
 
 def hits_reach_a_token_too_far(patch: Patch) -> None:
-    """The first token behind a hit is taken for computed."""
+    """Inject a fault: the first token after a prefix hit counts as computed."""
     right = manager.KVManager.admit
 
     def wrong(self: Any, request: Any, hit: Any) -> None:
@@ -239,7 +239,7 @@ def test_a_fault_is_found_in_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch
     assert {check.name for check in compare(arch, torch.bfloat16).checks if not check.ok} >= set(finders)
 
 
-def test_a_wrong_token_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_not_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     the_second_best_token_is_chosen(monkeypatch)
     alone = compare("llama").checks[0]
     assert not alone.tokens_equal
@@ -249,7 +249,7 @@ def test_a_wrong_token_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone.max_abs_logit_diff < 1e-4, "logits are compared after the engine's own tokens"
 
 
-def test_what_a_check_is_about_must_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_fails_if_its_subject_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "find", lambda self, request: NO_HIT)
     monkeypatch.setattr(Scheduler, "_secure_memory", lambda self: [self.kv.grow(r) for r in self.running] and False)
     right = run._engine
@@ -309,7 +309,7 @@ def test_tolerance() -> None:
     assert not Tolerance.of(build_model("llama"), torch.bfloat16).routed
 
 
-def test_a_parting_is_explained_only_by_a_difference_as_large() -> None:
+def test_a_divergence_is_explained_only_by_a_logit_difference_as_large() -> None:
     expected = Continuation((1,), torch.tensor([[0.0, 5.0, 4.9, 1.0]]), 0.0)
     near = _parting("p", 0, expected, 2, torch.tensor([0.0, 4.94, 4.96, 1.0]))
     assert near == Parting("p", 0, 1, 2, pytest.approx(0.1, abs=1e-6), True)
@@ -318,7 +318,7 @@ def test_a_parting_is_explained_only_by_a_difference_as_large() -> None:
 
 
 def test_the_engine_is_watched_without_being_changed() -> None:
-    """on_logits sees exactly the logits that the greedy tokens come from."""
+    """The callback on_logits receives exactly the logits that the greedy tokens come from."""
     engine = make_engine()
     executor: Any = engine.executor
     seen: list[int] = []

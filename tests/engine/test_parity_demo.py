@@ -82,7 +82,7 @@ def generate(model: Any, prompt: list[int]) -> list[int]:
 
 
 def serve(demo: Demo, *, num_blocks: int, **config: Any) -> tuple[list[Choice], Engine]:
-    """All prompts at once."""
+    """Serve all prompts together."""
     executor = TorchExecutor(demo.model, num_blocks=num_blocks, block_size=16, device="cpu", kv_dtype=torch.float32)
     engine = Engine(resolved(max_model_len=1024, **config), demo.info, demo.tokenizer, executor, num_blocks)
     collector = Collector(engine)

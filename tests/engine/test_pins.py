@@ -13,12 +13,12 @@ PINNED = prompt(100, seed=77)
 
 
 def flood(engine: Engine) -> None:
-    """Requests that between them push everything out of the cache that may go."""
+    """Serve requests that evict everything evictable from the cache."""
     generate_busy(engine, *(prompt(200, seed) for seed in range(12)))
 
 
 def generate_busy(engine: Engine, *prompts: list[int]) -> Collector:
-    """As `engines.generate`, but pinned blocks stay used."""
+    """Serve requests like `engines.generate`, but allow pinned blocks to stay used."""
     collector = Collector(engine)
     for index, token_ids in enumerate(prompts):
         engine.add_request(str(index), token_ids, sampling())
@@ -30,7 +30,7 @@ def cached(engine: Engine, token_ids: list[int]) -> int:
     return generate_busy(engine, token_ids).all("0")[0].num_cached_tokens
 
 
-def test_pinned_prefix_survives_a_flood_and_others_do_not() -> None:
+def test_a_pinned_prefix_survives_eviction_pressure() -> None:
     engine = make_engine(**POOL)
     other = prompt(100, seed=78)
     pin = engine.prefixes.pin(PINNED)
@@ -45,7 +45,7 @@ def test_pinned_prefix_survives_a_flood_and_others_do_not() -> None:
     assert "llmsched:kv_blocks_pinned" in engine.metrics.render().decode()
 
 
-def test_tokens_behind_a_pinned_prefix_are_those_of_an_engine_without() -> None:
+def test_a_pinned_prefix_does_not_change_the_output() -> None:
     engine = make_engine(**POOL)
     engine.prefixes.pin(PINNED)
     Collector(engine).run()
@@ -70,7 +70,7 @@ def test_cap_leaves_room_for_the_longest_request() -> None:
     assert engine.stats().blocks_pinned == 8
 
 
-def test_time_to_live_counts_while_nothing_runs() -> None:
+def test_pins_expire_while_nothing_runs() -> None:
     now = 100.0
     engine = make_engine(**POOL, clock=lambda: now)
     assert engine.prefixes.pin(PINNED, ttl=30.0).expires_at == 130.0
@@ -85,7 +85,7 @@ def test_time_to_live_counts_while_nothing_runs() -> None:
     assert cached(engine, PINNED) == 0
 
 
-def test_unpinning_lets_go() -> None:
+def test_unpin_releases_the_blocks() -> None:
     engine = make_engine(**POOL)
     pin = engine.prefixes.pin(PINNED)
     Collector(engine).run()
@@ -117,7 +117,7 @@ def test_without_a_prefix_cache_nothing_is_pinned() -> None:
     assert not engine.has_work()
 
 
-def test_what_is_no_prompt_is_no_prefix() -> None:
+def test_an_invalid_prompt_cannot_be_pinned() -> None:
     engine = make_engine(**POOL)
     for token_ids, message in (([], "no tokens"), ([10**6], "allowed is from 0"), (prompt(321), "320 tokens")):
         with pytest.raises(RequestError, match=message):

@@ -1,4 +1,4 @@
-"""Prompts that change at one early token are told in words: logged, counted, and on request."""
+"""Warnings about prompts that change at one early token: log, metric and API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REST = " Answer the question of the user in plain words, be short, and say so wh
 
 
 def ask(engine: Engine, count: int, *, cache_salt: str = "") -> None:
-    """`count` requests, each with another token where the time is."""
+    """Serve `count` requests whose prompts differ in one token, as a time would."""
     before, behind = tokenizer().encode(SYSTEM), tokenizer().encode(REST)
     for number in range(count):
         engine.add_request(
@@ -27,7 +27,7 @@ def ask(engine: Engine, count: int, *, cache_salt: str = "") -> None:
 
 
 def gauge(engine: Engine, name: str) -> list[float]:
-    """The values of the metrics whose lines begin with `name`."""
+    """Return the values of the metrics whose lines begin with `name`."""
     lines = engine.metrics.render().decode().splitlines()
     return [float(line.split()[-1]) for line in lines if line.startswith(f"llmsched:{name}")]
 
@@ -53,7 +53,7 @@ def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it(
     assert gauge(engine, "prefix_cache_changing_prompts{") == [change.count / WINDOW]
 
 
-def test_the_log_tells_again_only_what_is_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_new_position_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
     with caplog.at_level(logging.WARNING, logger="llmsched"):
         ask(engine, LOOK_EVERY + 5)
@@ -63,7 +63,7 @@ def test_the_log_tells_again_only_what_is_elsewhere(caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
-def test_prompts_that_are_alike_are_none_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_prompts_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
     with caplog.at_level(logging.WARNING, logger="llmsched"):
         for _ in range(WINDOW):

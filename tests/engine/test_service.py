@@ -1,4 +1,4 @@
-"""The engine behind its thread: streams, aborts, drain, failure. Steps happen when a test lets them."""
+"""AsyncEngine: streams, aborts, drain, failure. Each step waits until the test allows it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 
 class Stepwise(ScriptedExecutor):
-    """An executor that computes a step only when `allow` grants it, and tells when one has begun."""
+    """Executor that computes a step only when `allow` permits it, and reports when a step has begun."""
 
     def __init__(self) -> None:
         super().__init__(Script(list(range(97, 123))))
@@ -91,7 +91,7 @@ async def running(**settings: Any) -> AsyncIterator[Service]:
 
 
 def scenario(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Run an async test on a loop of its own."""
+    """Run an async test on a new event loop."""
 
     def run() -> None:
         asyncio.run(patient(test()))  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ async def read(stream: RequestStream) -> list[RequestOutput]:
 
 
 async def settled(service: AsyncEngine) -> None:
-    """Wait until the engine has done all that was asked of it so far."""
+    """Wait until the engine has run all actions sent so far."""
     await patient(service.call(lambda core: core.prefixes.reset()))
 
 
@@ -231,7 +231,7 @@ async def test_leaving_a_stream_aborts_its_request() -> None:
 
 
 @scenario
-async def test_abort_after_the_end_is_nothing() -> None:
+async def test_abort_after_the_end_does_nothing() -> None:
     async with running() as it:
         it.executor.run_freely()
         stream = it.submit("a")
@@ -243,7 +243,7 @@ async def test_abort_after_the_end_is_nothing() -> None:
 
 @scenario
 async def test_many_short_lived_requests_leave_nothing() -> None:
-    """n=2, aborted at once, 50 times (the maps of the service and of the engine must be empty again)."""
+    """Submit and abort 50 requests with n=2; afterwards neither the service nor the engine knows any request."""
     async with running() as it:
         it.executor.run_freely()
         for number in range(50):
@@ -307,7 +307,7 @@ async def test_stop_does_not_wait_for_the_window_of_the_scheduler() -> None:
 
 
 @scenario
-async def test_pins_end_in_time_though_nothing_runs_and_nobody_asks() -> None:
+async def test_pins_expire_in_an_idle_engine_without_calls() -> None:
     now = 100.0
     async with running(clock=lambda: now) as it:
         it.executor.run_freely()
@@ -340,7 +340,7 @@ async def test_a_bad_request_is_refused_at_once() -> None:
 
 
 @scenario
-async def test_a_full_queue_refuses_whatever_the_engine_has_seen_of_it() -> None:
+async def test_a_full_queue_counts_requests_that_the_engine_has_not_taken_yet() -> None:
     async with running(max_queue_size=3) as it:
         first = it.submit("first")
         await it.begun()
@@ -375,7 +375,7 @@ async def test_a_late_refusal_ends_the_stream_with_it() -> None:
 
 
 @scenario
-async def test_drain_waits_for_those_who_are_there_and_refuses_others() -> None:
+async def test_drain_waits_for_open_requests_and_refuses_new_ones() -> None:
     async with running() as it:
         stream = it.submit("a")
         await it.begun()
@@ -430,7 +430,7 @@ async def test_an_idle_service_drains_at_once() -> None:
 
 
 @scenario
-async def test_a_failure_ends_every_stream_and_health() -> None:
+async def test_a_failure_ends_every_stream_and_makes_the_engine_unhealthy() -> None:
     async with running() as it:
         streams = [it.submit(name, max_tokens=400) for name in "abc"]
         it.executor.allow()
@@ -466,7 +466,7 @@ async def test_a_failure_ends_calls_that_wait_for_the_engine() -> None:
 
 
 @scenario
-async def test_the_fault_of_one_row_ends_that_request_alone() -> None:
+async def test_an_error_in_one_row_ends_only_that_request() -> None:
     async with running() as it:
         it.executor.script.row_error = "logits are not numbers"
         stream, other = it.submit("a"), it.submit("b")
@@ -525,7 +525,7 @@ async def test_limits_do_not_change_under_running_requests() -> None:
 
 
 @scenario
-async def test_forgetting_prefixes() -> None:
+async def test_reset_of_the_prefix_cache() -> None:
     async with running() as it:
         it.executor.run_freely()
         await read(it.submit("a", length=40))

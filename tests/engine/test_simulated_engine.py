@@ -1,4 +1,4 @@
-"""SimulatedEngine takes the decisions of Engine: the same load on both, with the same cost of steps, token by token."""
+"""SimulatedEngine decides as Engine does: the same load and step times give the same token times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Steps(Protocol):
 
 
 def load(seed: int) -> list[Sent]:
-    """Forty requests, many of which begin like others."""
+    """Return forty requests, many with common prefixes."""
     dice, time, sent = random.Random(seed), 0.0, []
     for index in range(40):
         time += dice.expovariate(0.2)
@@ -47,7 +47,7 @@ def load(seed: int) -> list[Sent]:
 def token_times(
     engine: Steps, clock: VirtualClock, sent: list[Sent], add: Callable[[Sent], None], step: Callable[[], list[str]]
 ) -> dict[str, list[float]]:
-    """When each request had its tokens; `step` returns whose came."""
+    """Return the token times of each request; `step` returns the names of the requests that got a token."""
     coming, times = sent[::-1], {one.name: [] for one in sent}
     while coming or engine.has_work():
         while coming and coming[-1].time <= clock.now:
@@ -95,7 +95,7 @@ def simulated(engine: SimulatedEngine, sent: list[Sent]) -> dict[str, list[float
     ],
     ids=["recompute", "swap", "target", "windows", "fcfs", "static", "coalescing"],
 )
-def test_every_token_comes_when_the_engine_would_have_it(
+def test_every_token_has_the_same_time_as_in_the_engine(
     arch: str, blocks: int, slots: int, knobs: dict[str, Any]
 ) -> None:
     clock = VirtualClock()

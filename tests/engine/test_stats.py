@@ -1,4 +1,4 @@
-"""Stats and metrics say the same: what was preempted, swapped, pinned, and how careful admission has become."""
+"""Stats and metrics agree on preemptions, swapping, pins and headroom."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llmsched.engine.scheduler.step import LEAST_PREFILL
 
 
 def metric(engine: Engine, name: str) -> float:
-    """The only sample of that name."""
+    """Return the only sample of that name."""
     families = text_string_to_metric_families(engine.metrics.render().decode())
     (value,) = (s.value for f in families for s in f.samples if s.name == f"llmsched:{name}")
     return float(value)
 
 
 def thrash(engine: Engine) -> Collector:
-    """Many that begin small and grow, in a pool for a few of them."""
+    """Serve many requests with short prompts and long outputs in a pool for a few of them."""
     collector = Collector(engine)
     for number in range(24):
         engine.add_request(str(number), prompt(8, number), sampling(max_tokens=70))
@@ -29,7 +29,7 @@ def thrash(engine: Engine) -> Collector:
 
 
 @pytest.mark.parametrize("swap_slots", [0, 12])
-def test_thrash_can_be_seen_before_it_is_felt(swap_slots: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_preemptions_show_in_stats_metrics_and_log(swap_slots: int, caplog: pytest.LogCaptureFixture) -> None:
     mode = {"preemption_mode": "swap"} if swap_slots else {}
     engine = make_engine(
         num_blocks=20, max_num_seqs=16, headroom=0.0, fast_lane_share=0.0, swap_slots=swap_slots, **mode
@@ -65,7 +65,7 @@ def test_swap_space_in_use_is_shown() -> None:
     assert engine.stats().swap_slots_used == metric(engine, "swap_space_usage_perc") == 0
 
 
-def test_the_size_of_steps_can_be_seen() -> None:
+def test_the_step_budget_is_a_metric() -> None:
     engine = make_engine(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=4, target_itl=1e-4)
     assert metric(engine, "step_token_budget") == 64
     collector = Collector(engine)

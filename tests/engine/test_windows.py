@@ -1,4 +1,4 @@
-"""Models with sliding windows: blocks that have left a window are given back, and nothing else changes."""
+"""Models with sliding windows: blocks that left a window are freed, and outputs do not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNT = 40
 
 @cache
 def expected(arch: str) -> list[list[int]]:
-    """Greedy continuations by transformers alone."""
+    """Return greedy continuations from plain transformers."""
     plain: Any = build_model(arch, seed=3)
     plain.set_attn_implementation("eager")
     return [
@@ -40,14 +40,14 @@ def expected(arch: str) -> list[list[int]]:
 
 
 def outputs(arch: str, **settings: Any) -> tuple[list[list[int]], Any]:
-    """The continuations of all prompts, served together, and the engine's statistics."""
+    """Serve all prompts together and return their outputs and the engine's statistics."""
     engine = make_engine(arch, block_size=SIZE, **settings)
     params = sampling(max_tokens=COUNT, min_tokens=COUNT, ignore_eos=False)
     found = generate(engine, *((prompt(length, length), params) for length in LENGTHS))
     return [choice.tokens for choice in found], engine.stats()
 
 
-def test_layers_with_a_window_have_groups_of_their_own() -> None:
+def test_layers_with_a_window_form_separate_groups() -> None:
     assert layout_of("gemma3", SIZE) == KVLayout(SIZE, 1, 6, 8)
     assert layout_of("gpt_oss", SIZE) == KVLayout(SIZE, 1, 2, 8)
     assert layout_of("mistral", SIZE) == KVLayout(SIZE, 0, 1, 8)
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_transformers_far_past_the_window(arch: str, budget:
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_preemption_changes_nothing(arch: str, caching: bool, mode: str) -> None:
-    """A pool that is too small for two of the long ones."""
+    """The pool is too small for two of the long requests."""
     layout = layout_of(arch, SIZE)
     blocks = layout.num_blocks(LENGTHS[-1] + COUNT) * 3 // 2 if layout.full_groups else 2 * layout.num_blocks(8) + 1
     slots = 0 if mode == "recompute" else 2 * blocks
@@ -90,8 +90,8 @@ def test_every_policy_serves_them(arch: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("arch", WINDOWED)
-def test_a_prefix_hit_needs_what_its_window_sees(arch: str) -> None:
-    """The end of what was served can be gone on from; an early part only while its window is cached."""
+def test_a_prefix_hit_needs_the_blocks_in_its_window(arch: str) -> None:
+    """The end of a served sequence can be reused; an earlier part only while the blocks of its window are cached."""
     engine = make_engine(arch, block_size=SIZE, num_blocks=1000)
     params = sampling(max_tokens=COUNT, min_tokens=COUNT, ignore_eos=False)
     first = generate(engine, (prompt(64, 64), params))[0]
@@ -103,8 +103,8 @@ def test_a_prefix_hit_needs_what_its_window_sees(arch: str) -> None:
     assert other.tokens == solo.tokens
 
 
-def test_what_is_held_stops_growing_with_the_sequence_where_there_is_a_window() -> None:
-    """Blocks in use are those that the layout tells, which kv-budget and serve plan by."""
+def test_layers_with_a_window_hold_a_bounded_number_of_blocks() -> None:
+    """Blocks in use equal the number that the layout computes, which kv-budget and serve plan with."""
     engine = make_engine("gemma3", block_size=SIZE, num_blocks=1000)
     layout = layout_of("gemma3", SIZE)
     collector = Collector(engine)
@@ -121,8 +121,8 @@ def test_what_is_held_stops_growing_with_the_sequence_where_there_is_a_window() 
 
 
 @pytest.mark.parametrize("arch", WINDOWED)
-def test_serve_holds_what_the_plan_says(tiny_model: Any, arch: str) -> None:
-    """As many sequences of max_model_len tokens as max_num_seqs promises, at the same time, and no block less."""
+def test_serve_holds_as_many_sequences_as_planned(tiny_model: Any, arch: str) -> None:
+    """The planned number of sequences of max_model_len tokens run together, in as many blocks as planned."""
     length, knobs = 120, {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": SIZE, "headroom": 0.0}
     knobs |= {"device": "cpu", "dtype": "float32", "max_model_len": length, "output_prediction": "none"}
     blocks = 300 if layout_of(arch, SIZE).full_groups else 40
