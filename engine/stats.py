@@ -54,8 +54,8 @@ class EngineStats:
     num_preemptions: int
     num_swapped_out: int
     num_swapped_in: int
-    swap_slots_used: int
-    swap_slots_total: int
+    host_blocks_used: int
+    host_blocks_total: int
     headroom: float
     max_running: int
     headroom_changes: int
@@ -120,8 +120,8 @@ class Accounts:
             num_preemptions=counters.num_preemptions,
             num_swapped_out=counters.num_swapped_out,
             num_swapped_in=counters.num_swapped_in,
-            swap_slots_used=swap.num_blocks - swap.num_free,
-            swap_slots_total=swap.num_blocks,
+            host_blocks_used=swap.num_blocks - swap.num_free,
+            host_blocks_total=swap.num_blocks,
             headroom=scheduler.admission.control.headroom,
             max_running=scheduler.admission.control.max_running,
             headroom_changes=counters.num_headroom_changes,

@@ -409,7 +409,7 @@ def test_200_mixed_requests_with_aborts_end_with_all_blocks_free_or_cached() -> 
 def test_crowded_requests_get_the_same_output_as_alone(mode: dict[str, Any]) -> None:
     crowd = Crowd(40, seed=3, budget=17, **mode)
     crowd.check()
-    assert crowd.engine.stats().swap_slots_used == 0
+    assert crowd.engine.stats().host_blocks_used == 0
     if mode is SWAP:
         assert crowd.engine.stats().num_swapped_in > 0
     compared = 0

@@ -59,10 +59,10 @@ def test_swap_space_in_use_is_shown() -> None:
         engine.add_request(str(seed), prompt(48, seed), sampling(max_tokens=64))
     while not engine.stats().num_preemptions:
         collector.step()
-    assert (engine.stats().swap_slots_used, engine.stats().swap_slots_total) == (5, 20)
+    assert (engine.stats().host_blocks_used, engine.stats().host_blocks_total) == (5, 20)
     assert metric(engine, "swap_space_usage_perc") == 0.25
     collector.run()
-    assert engine.stats().swap_slots_used == metric(engine, "swap_space_usage_perc") == 0
+    assert engine.stats().host_blocks_used == metric(engine, "swap_space_usage_perc") == 0
 
 
 def test_the_step_budget_is_a_metric() -> None:
