@@ -57,10 +57,10 @@ def _running(engine: Engine) -> str:
 
 
 def _preemption(engine: Engine) -> str:
-    host_blocks, config = engine.stats().host_blocks_total, engine.config
-    if not host_blocks:
+    blocks, config = engine.stats().host_blocks_total, engine.config
+    if not blocks:
         return "recompute (swap_space 0)"
-    return f"{config.preemption_mode}, {human_bytes(config.swap_space)} of host memory for {host_blocks} blocks (swap_space)"
+    return f"{config.preemption_mode}, {human_bytes(config.swap_space)} of host memory for {blocks} blocks (swap_space)"
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
