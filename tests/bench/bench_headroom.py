@@ -13,7 +13,7 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
-from bench_scenarios import BLOCK, Run, request
+from bench_scenarios import BLOCK, SimRun, request
 
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.options.load_flags import LoadFlags, make_load
@@ -38,12 +38,12 @@ def pieces(name: str, count: int) -> list[Piece]:
     return [Piece(one.prompt.token_ids or [], one.output_len) for one in load.plan(COMMON_IDS)[:count]]
 
 
-def serve(load: list[Piece], running: int, share: float) -> Run:
+def serve(load: list[Piece], running: int, share: float) -> SimRun:
     most = max(MAX_TOKENS, *(one.answer for one in load))
     requests = [request(f"r{at:05}", one.prompt, 0.0, most, eos=True) for at, one in enumerate(load)]
     longest = max(len(one.prompt) for one in load) + most
     blocks = max(int(running * held(lengths(load)) / BLOCK), -(-longest // BLOCK))
-    return Run(
+    return SimRun(
         requests,
         blocks,
         {f"r{at:05}": one.answer for at, one in enumerate(load)},

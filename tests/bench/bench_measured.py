@@ -30,7 +30,7 @@ IDS = range(300, 40_000)
 
 
 @dataclass(frozen=True)
-class Load:
+class TimedRequest:
     """Request: its arrival in seconds after the start, its prompt, and its number of output tokens."""
 
     name: str
@@ -61,7 +61,7 @@ class Times:
 
 
 @dataclass
-class Outcome:
+class SettingResults:
     """Results of all rounds of one setting."""
 
     times: list[Times] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Bench:
         num_blocks = built.scheduler.kv.pool.num_blocks
         return Engine(replace(built.config, **knobs), built.model, built.tokenizer, built.executor, num_blocks)
 
-    def run(self, loads: list[Load], outcome: Outcome, **knobs: Any) -> None:
+    def run(self, loads: list[TimedRequest], outcome: SettingResults, **knobs: Any) -> None:
         """Serve the loads, each from its arrival on."""
         engine, start = self.engine(**knobs), time.monotonic()
         times = {load.name: Times(load.name, start + load.arrival) for load in loads}
@@ -104,21 +104,23 @@ class Bench:
         outcome.times += times.values()
         outcome.seconds += time.monotonic() - start
 
-    def seconds(self, loads: list[Load], **knobs: Any) -> float:
+    def seconds(self, loads: list[TimedRequest], **knobs: Any) -> float:
         """Return the time in which the loads, sent together, are served: the best of two runs after a warm-up."""
-        outcomes = [Outcome() for _ in range(3)]
+        outcomes = [SettingResults() for _ in range(3)]
         for outcome in outcomes:
             self.run(loads, outcome, **knobs)
         return min(outcome.seconds for outcome in outcomes[1:])
 
-    def note_waste(self, engine: Engine, outcome: Outcome) -> None:
+    def note_waste(self, engine: Engine, outcome: SettingResults) -> None:
         running = engine.scheduler.running
         if len(running) >= 4:
             held = sum(len(request.table) for request in running) * engine.config.block_size
             outcome.waste.append(1 - sum(request.num_computed_tokens for request in running) / held)
 
-    def compare(self, make: Callable[[], list[Load]], settings: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
-        outcomes = {name: Outcome() for name in settings}
+    def compare(
+        self, make: Callable[[], list[TimedRequest]], settings: dict[str, dict[str, Any]]
+    ) -> dict[str, SettingResults]:
+        outcomes = {name: SettingResults() for name in settings}
         for _ in range(ROUNDS):
             for name, knobs in settings.items():
                 self.run(make(), outcomes[name], **knobs)
@@ -141,7 +143,7 @@ def row(name: str, unit: str, before: tuple[str, float], after: tuple[str, float
     )
 
 
-def rows(name: str, unit: str, outcomes: dict[str, Outcome], figure: Callable[[Outcome], float]) -> None:
+def rows(name: str, unit: str, outcomes: dict[str, SettingResults], figure: Callable[[SettingResults], float]) -> None:
     before, after = ((setting, figure(outcome)) for setting, outcome in outcomes.items())
     row(name, unit, before, after)
 
@@ -149,16 +151,16 @@ def rows(name: str, unit: str, outcomes: dict[str, Outcome], figure: Callable[[O
 def long_prompt(bench: Bench) -> None:
     """(b) Send one prompt of 3,000 tokens among 8 chats, a quarter through; the target is three plain steps."""
 
-    def chats(max_tokens: int) -> list[Load]:
+    def chats(max_tokens: int) -> list[TimedRequest]:
         rng = random.Random(2)
-        return [Load(f"chat{i}", 0.0, prompt(rng, 60), max_tokens) for i in range(8)]
+        return [TimedRequest(f"chat{i}", 0.0, prompt(rng, 60), max_tokens) for i in range(8)]
 
     short, whole = bench.seconds(chats(8)), bench.seconds(chats(40))
     step = (whole - short) / 32
     target = 3 * step
 
-    def load() -> list[Load]:
-        return [*chats(120), Load("long", short + 30 * step, prompt(random.Random(3), 3000), 4)]
+    def load() -> list[TimedRequest]:
+        return [*chats(120), TimedRequest("long", short + 30 * step, prompt(random.Random(3), 3000), 4)]
 
     settings = {"1024 tokens": {}, f"target {1e3 * target:.0f} ms": {"target_itl": target}}
     outcomes = bench.compare(load, settings)
@@ -176,13 +178,13 @@ def fast_lane(bench: Bench) -> None:
     """(d) Send short requests among long prompts that arrive 1.25 times as fast as they can be computed."""
     common = {"max_num_batched_tokens": 256}
     rng = random.Random(5)
-    one_long = bench.seconds([Load(f"long{i}", 0.0, prompt(rng, 900), 8) for i in range(2)], **common) / 2
+    one_long = bench.seconds([TimedRequest(f"long{i}", 0.0, prompt(rng, 900), 8) for i in range(2)], **common) / 2
     gap = one_long / 1.25
 
-    def load() -> list[Load]:
+    def load() -> list[TimedRequest]:
         rng = random.Random(4)
-        long = [Load(f"long{i}", gap * i, prompt(rng, 900), 8) for i in range(12)]
-        return [*long, *(Load(f"short{i}", gap * (i + 0.5), prompt(rng, 30), 8) for i in range(12))]
+        long = [TimedRequest(f"long{i}", gap * i, prompt(rng, 900), 8) for i in range(12)]
+        return [*long, *(TimedRequest(f"short{i}", gap * (i + 0.5), prompt(rng, 30), 8) for i in range(12))]
 
     settings = {"no lane": common | {"fast_lane_share": 0.0}, "lane 0.3": common}
     outcomes = bench.compare(load, settings)
@@ -193,10 +195,10 @@ def fast_lane(bench: Bench) -> None:
 def static_batches(bench: Bench) -> None:
     """(f) Queue requests whose output lengths have a large variance, all at once."""
 
-    def load() -> list[Load]:
+    def load() -> list[TimedRequest]:
         rng = random.Random(6)
         lengths = [min(160, max(4, int(rng.lognormvariate(3.4, 1.0)))) for _ in range(24)]
-        return [Load(f"r{i:02}", 0.0, prompt(rng, rng.randrange(30, 150)), n) for i, n in enumerate(lengths)]
+        return [TimedRequest(f"r{i:02}", 0.0, prompt(rng, rng.randrange(30, 150)), n) for i, n in enumerate(lengths)]
 
     common = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
     settings = {name: common | {"scheduling_policy": name} for name in ("static", "fair")}
@@ -214,7 +216,7 @@ def static_batches(bench: Bench) -> None:
 def prefix_hit(bench: Bench) -> None:
     """Compare the TTFT of a prompt of 2,000 tokens, 1,900 of them cached, with that of a new prompt."""
     rng = random.Random(7)
-    outcomes = {"miss": Outcome(), "hit": Outcome()}
+    outcomes = {"miss": SettingResults(), "hit": SettingResults()}
     engine = bench.engine()
     for number in range(2 * ROUNDS + 1):
         shared = prompt(rng, 1900)

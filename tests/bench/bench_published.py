@@ -40,7 +40,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
-from published import Row
+from published import PublishedRow
 from published_lines import Refused, read_file, read_rows
 from published_loads import Figures, published_cost, steps_of
 
@@ -48,10 +48,10 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.engines import engines
 
 
-class Outcome(NamedTuple):
+class Prediction(NamedTuple):
     """Row with its predictions; an error is None if the figure was not published."""
 
-    row: Row
+    row: PublishedRow
     found: Figures
 
     @property
@@ -63,16 +63,16 @@ class Outcome(NamedTuple):
         return None if self.row.throughput is None else self.found.throughput / self.row.throughput - 1
 
 
-def predict(row: Row, engine: str | None = None) -> Outcome | Refused:
+def predict(row: PublishedRow, engine: str | None = None) -> Prediction | Refused:
     """Predict a row's figures with `engine` (default: the row's own class), or say why that is impossible."""
     try:
         cost = published_cost(row, engine)
-        return Outcome(row, steps_of(row, cost).figures(cost))
+        return Prediction(row, steps_of(row, cost).figures(cost))
     except LlmschedError as problem:
         return Refused(row.id, str(problem))
 
 
-def line(outcome: Outcome, *, foreign: bool) -> str:
+def line(outcome: Prediction, *, foreign: bool) -> str:
     row, found = outcome
     part = "other" if foreign else "fit" if row.fitted else "check"
     cells = [
@@ -89,7 +89,7 @@ def _cell(predicted: float, published: float | None) -> str:
     return f"{predicted:>10.5g} {published:>10.5g} {predicted / published - 1:>+6.0%}"
 
 
-def summary(name: str, outcomes: list[Outcome]) -> str:
+def summary(name: str, outcomes: list[Prediction]) -> str:
     parts = [
         _spread([outcome.tpot_error for outcome in outcomes]),
         _spread([outcome.throughput_error for outcome in outcomes]),
@@ -119,7 +119,7 @@ def main() -> None:
     rows = [row for row in rows if any(part in row.id for part in asked.parts or [""])]
     print(f"{'':<84} {'TPOT ms':<29}{'output tokens/s':<29}TTFT ms")
     print(f"{'row':<84} " + f"{'predicted':>10} {'published':>10} {'error':>6} " * 3)
-    outcomes: list[Outcome] = []
+    outcomes: list[Prediction] = []
     with ProcessPoolExecutor(asked.workers) as pool:
         for outcome in pool.map(partial(predict, engine=asked.engine), rows):
             if isinstance(outcome, Refused):
@@ -134,9 +134,9 @@ def main() -> None:
             print(f"{name}: {reason}")
 
 
-def summarise(outcomes: Sequence[Outcome], *, foreign: bool) -> None:
+def summarise(outcomes: Sequence[Prediction], *, foreign: bool) -> None:
     """Print errors by engine and GPU, and the rows that miss. `foreign` rows are never part of the fit."""
-    groups: dict[str, list[Outcome]] = defaultdict(list)
+    groups: dict[str, list[Prediction]] = defaultdict(list)
     for outcome in outcomes:
         part = "" if foreign else ": fit" if outcome.row.fitted else ": check"
         for name in ("all", outcome.row.engine, f"{outcome.row.engine} on {outcome.row.gpu.key}"):

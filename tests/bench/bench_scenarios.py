@@ -25,8 +25,7 @@ from llmsched.engine.executor.simulated_executor import SimulatedExecutor, Virtu
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import Request, SamplingParams
-from llmsched.engine.scheduler import admission as door
-from llmsched.engine.scheduler import waiting
+from llmsched.engine.scheduler import admission, waiting
 from llmsched.engine.scheduler.policies import make_scheduler
 
 COST = LinearCost(8e-3, 25e-6, 30e-6, 40e-9)
@@ -36,16 +35,16 @@ BLOCK_BYTES, COPY_RATE = 2 << 20, 20e9
 EOS = 2
 
 
-class Run:
+class SimRun:
     """One load under one setting: the times of all requests, and the scheduler's counters."""
 
     def __init__(
-        self, requests: list[Request], num_blocks: int, lengths: dict[str, int], *, swap_slots: int = 0, **knobs: Any
+        self, requests: list[Request], num_blocks: int, lengths: dict[str, int], *, swap_blocks: int = 0, **knobs: Any
     ) -> None:
         settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": 32768} | knobs
-        settings["swap_space"] = swap_slots * BLOCK_BYTES
+        settings["swap_space"] = swap_blocks * BLOCK_BYTES
         clock = VirtualClock()
-        kv = KVManager(num_blocks, BLOCK, swap=SwapSpace(swap_slots, BLOCK_BYTES))
+        kv = KVManager(num_blocks, BLOCK, swap=SwapSpace(swap_blocks, BLOCK_BYTES))
         self.scheduler = make_scheduler(kv, resolved(**settings), clock)
         executor = SimulatedExecutor(
             COST, clock, lambda sequence: lengths.get(sequence.request_id), BLOCK_BYTES / COPY_RATE
@@ -109,7 +108,7 @@ def thrash() -> None:
     for policy in ("fcfs", "fair"):
         requests, lengths = chats(random.Random(1), 1200, 13.0)
         mean = sum(r.num_prompt_tokens + lengths[r.request_id] for r in requests) / len(requests)
-        runs[policy] = Run(requests, int(0.6 * 110 * mean / BLOCK), lengths, scheduling_policy=policy)
+        runs[policy] = SimRun(requests, int(0.6 * 110 * mean / BLOCK), lengths, scheduling_policy=policy)
     rates = {name: run.preemption_rate for name, run in runs.items()}
     redone = {name: run.scheduler.counters.recomputed_tokens / 1e3 for name, run in runs.items()}
     good = {name: run.goodput(ttft=5.0, itl=0.5) for name, run in runs.items()}
@@ -129,8 +128,8 @@ def long_prompt() -> None:
         return [*some, request("long", prompt(rng, 20_000), 4.0, 10)]
 
     runs = {
-        "8192 tokens": Run(load(), 20_000, {}, max_num_batched_tokens=8192),
-        "target 30 ms": Run(load(), 20_000, {}, max_num_batched_tokens=8192, target_itl=0.030),
+        "8192 tokens": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192),
+        "target 30 ms": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192, target_itl=0.030),
     }
     gaps = {name: p([g for t in run.of("chat") for g in t.gaps], 99) * 1e3 for name, run in runs.items()}
     row("(b) 20k prompt among 64 chats: P99 ITL of the chats", "ms", *gaps.items())
@@ -139,14 +138,14 @@ def long_prompt() -> None:
     row("(b) its own TTFT", "s", *((name, run.of("long")[0].ttft) for name, run in runs.items()))
 
 
-def hit_first(requests: list[Request]) -> Run:
+def hit_first(requests: list[Request]) -> SimRun:
     """Order by longest prefix hit alone, as other engines do: any hit precedes any miss, however long that waited."""
-    kept = waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, door.OFFERS_BEYOND_SLOTS
-    waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, door.OFFERS_BEYOND_SLOTS = 10**6, 0.0, 10**6
+    kept = waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, admission.EXTRA_OFFERS
+    waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, admission.EXTRA_OFFERS = 10**6, 0.0, 10**6
     try:
-        return Run(requests, 20_000, {}, max_num_seqs=32, cache_bonus=1e6, max_passes=10**6, fast_lane_share=0.0)
+        return SimRun(requests, 20_000, {}, max_num_seqs=32, cache_bonus=1e6, max_passes=10**6, fast_lane_share=0.0)
     finally:
-        waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, door.OFFERS_BEYOND_SLOTS = kept
+        waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, admission.EXTRA_OFFERS = kept
 
 
 def cold_among_hot() -> None:
@@ -164,7 +163,7 @@ def cold_among_hot() -> None:
 
     runs = {
         "hit first": hit_first(load()),
-        "fair": Run(load(), 20_000, {}, max_num_seqs=32),
+        "fair": SimRun(load(), 20_000, {}, max_num_seqs=32),
     }
     row(
         "(c) cold among 90 % hits: worst TTFT of the cold",
@@ -186,7 +185,10 @@ def fast_lane() -> None:
             requests.append(request(f"{'short' if short else 'long'}{i}", prompt(rng, length), now, 64))
         return requests
 
-    runs = {"no lane": Run(load(), 40_000, {}, fast_lane_share=0.0), "lane 0.3": Run(load(), 40_000, {})}
+    runs = {
+        "no lane": SimRun(load(), 40_000, {}, fast_lane_share=0.0),
+        "lane 0.3": SimRun(load(), 40_000, {}),
+    }
     for name in ("short", "long"):
         row(
             f"(d) fast lane: P99 TTFT of the {name} ones",
@@ -204,7 +206,10 @@ def blocked_head() -> None:
         requests.append(request("head", prompt(rng, 9000), 0.5, 50))
         return requests + [request(f"small{i:02}", prompt(rng, 100), 0.6 + 0.05 * i, 30) for i in range(40)]
 
-    runs = {"no passing": Run(load(), 1250, {}, max_passes=0), "max_passes 16": Run(load(), 1250, {}, max_passes=16)}
+    runs = {
+        "no passing": SimRun(load(), 1250, {}, max_passes=0),
+        "max_passes 16": SimRun(load(), 1250, {}, max_passes=16),
+    }
     row(
         "(e) blocked head: mean TTFT of the small ones",
         "s",
@@ -225,7 +230,7 @@ def static_batches() -> None:
     runs = {}
     for policy in ("static", "fair"):
         requests, lengths = load()
-        runs[policy] = Run(requests, blocks, lengths, scheduling_policy=policy, max_num_seqs=64, max_model_len=4096)
+        runs[policy] = SimRun(requests, blocks, lengths, scheduling_policy=policy, max_num_seqs=64, max_model_len=4096)
     speed = {n: sum(len(t.token_times) for t in r.times) / r.duration for n, r in runs.items()}
     row("(f) output tokens per second", "tok/s", *speed.items())
     row("(f) P99 of end to end", "s", *((n, p([t.token_times[-1] for t in r.times], 99)) for n, r in runs.items()))
@@ -243,7 +248,9 @@ def swap() -> None:
         requests, lengths = chats(random.Random(1), 1200, 13.0)
         mean = sum(r.num_prompt_tokens + lengths[r.request_id] for r in requests) / len(requests)
         blocks = int(0.6 * 110 * mean / BLOCK)
-        runs[mode] = Run(requests, blocks, lengths, swap_slots=slots, scheduling_policy="fcfs", preemption_mode=mode)
+        runs[mode] = SimRun(
+            requests, blocks, lengths, swap_blocks=slots, scheduling_policy="fcfs", preemption_mode=mode
+        )
     redone = {name: run.scheduler.counters.recomputed_tokens / 1e3 for name, run in runs.items()}
     stalls = {name: p([max(t.gaps) for t in run.times], 99) for name, run in runs.items()}
     row("(g) swap: tokens recomputed", "k", *redone.items())

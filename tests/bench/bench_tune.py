@@ -42,7 +42,7 @@ DUEL = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class GridTask:
     asked: TrialLoad
     requests: int
     rounds: int
@@ -51,7 +51,7 @@ class Task:
         return TrialHistory(self.asked.slo, "goodput", exact=exact)
 
 
-async def find_limit(runner: TrialRunner, task: Task) -> float:
+async def find_limit(runner: TrialRunner, task: GridTask) -> float:
     """Find an ITL limit in the widest gap between the P99s of the budgets."""
     found = TrialHistory(Slo(), "throughput")
     for budget in BUDGETS:
@@ -61,7 +61,7 @@ async def find_limit(runner: TrialRunner, task: Task) -> float:
     return float((below * above) ** 0.5)
 
 
-async def tune(runner: TrialRunner, task: Task) -> tuple[TrialHistory, float]:
+async def tune(runner: TrialRunner, task: GridTask) -> tuple[TrialHistory, float]:
     """Run tune's search; return its history and its seconds. On a virtual clock every run is in full and runs once."""
     exact = isinstance(runner, SimulatedRunner)
     history, start = task.history(exact=exact), time.perf_counter()
@@ -73,7 +73,7 @@ async def tune(runner: TrialRunner, task: Task) -> tuple[TrialHistory, float]:
 
 
 async def measure(
-    runner: TrialRunner, task: Task, settings: Sequence[Setting], rounds: int, first_round: int
+    runner: TrialRunner, task: GridTask, settings: Sequence[Setting], rounds: int, first_round: int
 ) -> tuple[TrialHistory, float]:
     """Measure every setting in full, in turn, every second round backwards."""
     history, start = task.history(exact=isinstance(runner, SimulatedRunner)), time.perf_counter()
@@ -124,7 +124,7 @@ def told(trial: Trial | None, history: TrialHistory) -> str:
     return f"{describe(trial.setting, GRID)}: {rate_in_words(trial, history.goal)}"
 
 
-async def compare(runner: EngineRunner, task: Task) -> TrialHistory:
+async def compare(runner: EngineRunner, task: GridTask) -> TrialHistory:
     """Print how tune's choice compares with the grid; return the grid's history."""
     tuned, tune_seconds = await tune(runner, task)
     grid, grid_seconds = await measure(runner, task, GRID, task.rounds, 100)
@@ -144,7 +144,7 @@ async def compare(runner: EngineRunner, task: Task) -> TrialHistory:
     return grid
 
 
-async def duel(runner: EngineRunner, task: Task, chosen: Setting, best: Setting) -> None:
+async def duel(runner: EngineRunner, task: GridTask, chosen: Setting, best: Setting) -> None:
     """Measure tune's choice and the grid's best in turn, free of the selection bias of the earlier runs."""
     found, _ = await measure(runner, task, [chosen, best], DUEL, 200)
     share = found.ranking().share(chosen, best)
@@ -153,7 +153,7 @@ async def duel(runner: EngineRunner, task: Task, chosen: Setting, best: Setting)
         print(f"  {describe(setting, GRID)}: {found.trial(setting).reason or 'feasible'}")
 
 
-async def compare_simulated(blueprint: Blueprint, task: Task, grid: TrialHistory) -> None:
+async def compare_simulated(blueprint: Blueprint, task: GridTask, grid: TrialHistory) -> None:
     """Print the choice made on a virtual clock, and what that choice gave when it was measured."""
     runner, best = SimulatedRunner(blueprint, task.asked), grid.best()
     simulated, seconds = await measure(runner, task, GRID, 1, 100)
@@ -169,7 +169,7 @@ async def compare_simulated(blueprint: Blueprint, task: Task, grid: TrialHistory
             print(f"the simulated {name} {agrees}; measured it is {share:.3f} of the measured best, {reason}")
 
 
-async def measured(config: EngineConfig, task: Task, find_slo: bool) -> tuple[Task, TrialHistory]:
+async def measured(config: EngineConfig, task: GridTask, find_slo: bool) -> tuple[GridTask, TrialHistory]:
     """Return the task with its limit, and the grid's history."""
     runner = EngineRunner(config, task.asked, silent)
     try:
@@ -204,7 +204,7 @@ def main() -> None:
         max_concurrency=options.concurrency,
     )
     config = EngineConfig(options.model, dtype=options.dtype, max_num_batched_tokens=BUDGETS[-1])
-    task = Task(TrialLoad(load, Slo(itl=options.slo_itl), 600.0), options.num_prompts, options.rounds)
+    task = GridTask(TrialLoad(load, Slo(itl=options.slo_itl), 600.0), options.num_prompts, options.rounds)
     task, grid = asyncio.run(measured(config, task, not options.no_slo))
     start = time.perf_counter()
     blueprint = calibrated(config)

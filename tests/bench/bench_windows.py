@@ -41,7 +41,7 @@ MODELS = {
 COST = LinearCost(0.01, 1e-4, 2e-5, 0.0)
 
 
-class Outcome(NamedTuple):
+class WindowResult(NamedTuple):
     """Most requests that ran at once, steps, preemptions, and virtual seconds."""
 
     running: int
@@ -59,7 +59,7 @@ def requests(count: int = 60) -> list[Request]:
     return made
 
 
-def serve(layout: KVLayout, num_blocks: int) -> Outcome:
+def serve(layout: KVLayout, num_blocks: int) -> WindowResult:
     clock = VirtualClock()
     config = resolved(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=16_384)
     scheduler = make_scheduler(KVManager(num_blocks, BLOCK, layout=layout), config, clock)
@@ -67,7 +67,7 @@ def serve(layout: KVLayout, num_blocks: int) -> Outcome:
     work = requests()
     simulate(work, scheduler, SimulatedExecutor(COST, clock), clock, lambda _: seen.append(len(scheduler.running)))
     assert all(r.num_output_tokens == r.sampling.max_tokens for r in work)
-    return Outcome(max(seen), len(seen), scheduler.counters.num_preemptions, clock.now)
+    return WindowResult(max(seen), len(seen), scheduler.counters.num_preemptions, clock.now)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
 import numpy.typing as npt
-from published import Row
+from published import PublishedRow
 from published_lines import read_rows
 from published_loads import Steps, published_cost, steps_of
 
@@ -63,7 +63,7 @@ MOST |= {"bandwidth": 0.95, "kv": 0.95, "decode": 8.0, "experts": 1.0}
 #: Shares by the arithmetic of a model's matrices.
 MATRICES = {"bf16": "", "fp8": "_fp8", "fp8_block": "_fp8_block"}
 #: Groups that --leave-out can leave out.
-GROUPS: dict[str, Callable[[Row], str]] = {
+GROUPS: dict[str, Callable[[PublishedRow], str]] = {
     "source": lambda row: row.source,
     "model": lambda row: row.config.stem.removesuffix("_config"),
     "gpu": lambda row: row.gpu.key,
@@ -71,7 +71,7 @@ GROUPS: dict[str, Callable[[Row], str]] = {
 }
 
 
-class Fit:
+class ClassFit:
     """Fit of one engine class: `solve` returns the most probable constants, given the `steps` of the class's rows.
 
     `default` is the table of the default class, the centre of the prior; without it the default class itself is fitted.
@@ -165,7 +165,7 @@ def _loss(errors: Floats, prior: Floats) -> float:
     return float(np.hypot(errors, SMALL).sum() / ROW_SPREAD + (prior**2).sum() / 2)
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: PublishedRow) -> str:
     """Return the name under which engines.toml keeps the shares of a GPU."""
     return row.gpu.key if row.gpu.key in ALONE else row.gpu.architecture
 
@@ -179,7 +179,7 @@ def errors(steps: Steps, cost: Roofline) -> list[float]:
     return [math.log(predicted / published) for predicted, published in pairs]
 
 
-def table(fit: Fit, found: Constants) -> str:
+def table(fit: ClassFit, found: Constants) -> str:
     """Format the engine's part of engines.toml, without shares that stayed at the default."""
     lines = []
     for kind in ("costs", *fit.kinds):
@@ -196,24 +196,24 @@ def shipped_default() -> dict[str, Any]:
     return table
 
 
-def belongs(row: Row, name: str) -> bool:
+def belongs(row: PublishedRow, name: str) -> bool:
     """Tell whether a row is of this class; the default class has all rows except nim's (older kernels)."""
     return row.engine == name or (name == "default" and row.engine != "nim")
 
 
-def leave_out(group: Callable[[Row], str], steps: Sequence[Steps]) -> None:
+def leave_out(group: Callable[[PublishedRow], str], steps: Sequence[Steps]) -> None:
     """Print the errors on each group's rows of constants fitted to the other groups."""
     all_sizes: dict[str, list[float]] = defaultdict(list)
     for name in dict.fromkeys(group(each.row) for each in steps):
         others = [each for each in steps if group(each.row) != name]
-        fit = Fit("default", (each for each in others if belongs(each.row, "default")))
+        fit = ClassFit("default", (each for each in others if belongs(each.row, "default")))
         found_default = fit.solve()
         default = fit.entry(found_default)
         specs = {"default": fit.spec(found_default)}
         sizes: dict[str, list[float]] = defaultdict(list)
         for each in (each for each in steps if group(each.row) == name):
             if (engine := each.row.engine) not in specs:
-                own = Fit(engine, (other for other in others if other.row.engine == engine), default)
+                own = ClassFit(engine, (other for other in others if other.row.engine == engine), default)
                 specs[engine] = own.spec(own.solve()) if own.steps else specs["default"]
             for kind, spec in (("own", specs[engine]), ("default", specs["default"])):
                 found = each.figures(Roofline(each.row.work(), each.row.gpu, spec, dtype=each.row.dtype))
@@ -233,7 +233,7 @@ def _spreads(sizes: dict[str, list[float]]) -> str:
     )
 
 
-def record(rows: Iterable[Row]) -> list[Steps]:
+def record(rows: Iterable[PublishedRow]) -> list[Steps]:
     """Find the steps of each load. For loads with a request rate they depend on the present constants."""
     return [steps_of(row, published_cost(row)) for row in rows]
 
@@ -249,7 +249,7 @@ def main() -> None:
         return
     for name in asked.classes or ["default", *dict.fromkeys(row.engine for row in rows)]:
         steps = record(row for row in rows if belongs(row, name) and row.fitted)
-        fit = Fit(name, steps, None if name == "default" else shipped_default())
+        fit = ClassFit(name, steps, None if name == "default" else shipped_default())
         found = fit.solve()
         print(f"\n# {len(fit.steps)} rows, {len(found)} constants\n{table(fit, found)}", flush=True)
 

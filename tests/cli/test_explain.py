@@ -201,7 +201,7 @@ def test_what_only_windows_have_lost_has_no_age() -> None:
 
 def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
     """Every decision that it can take, with the details that it really writes down."""
-    thrash = Harness(10, output_prediction="none", swap_slots=20)
+    thrash = Harness(10, output_prediction="none", swap_blocks=20)
     thrash.executor.per_swapped_block = 1e-9
     for i in range(3):
         thrash.add(make_request(f"t{i}", tokens(48, seed=i), 64, arrival=float(i)))

@@ -50,7 +50,7 @@ HARD_SAMPLINGS = {
 }
 
 
-SWAP = {"preemption_mode": "swap", "swap_slots": 12}
+SWAP = {"preemption_mode": "swap", "swap_blocks": 12}
 
 
 @pytest.mark.parametrize("mode", [{}, SWAP], ids=["recompute", "swap"])
@@ -405,7 +405,7 @@ def test_200_mixed_requests_with_aborts_end_with_all_blocks_free_or_cached() -> 
     assert crowd.engine.stats().blocks_free == 16
 
 
-@pytest.mark.parametrize("mode", [{}, SWAP, {"swap_slots": 5}], ids=["recompute", "swap", "auto"])
+@pytest.mark.parametrize("mode", [{}, SWAP, {"swap_blocks": 5}], ids=["recompute", "swap", "auto"])
 def test_crowded_requests_get_the_same_output_as_alone(mode: dict[str, Any]) -> None:
     crowd = Crowd(40, seed=3, budget=17, **mode)
     crowd.check()

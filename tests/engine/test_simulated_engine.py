@@ -99,7 +99,7 @@ def test_every_token_has_the_same_time_as_in_the_engine(
     arch: str, blocks: int, slots: int, knobs: dict[str, Any]
 ) -> None:
     clock = VirtualClock()
-    engine = make_engine(arch, num_blocks=blocks, swap_slots=slots, clock=clock, **knobs)
+    engine = make_engine(arch, num_blocks=blocks, swap_blocks=slots, clock=clock, **knobs)
     engine.executor = SimulatedExecutor(COST, clock, per_swapped_block=PER_SWAPPED_BLOCK)
     other = SimulatedEngine(
         engine.config,

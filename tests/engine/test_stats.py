@@ -28,11 +28,11 @@ def thrash(engine: Engine) -> Collector:
     return collector
 
 
-@pytest.mark.parametrize("swap_slots", [0, 12])
-def test_preemptions_show_in_stats_metrics_and_log(swap_slots: int, caplog: pytest.LogCaptureFixture) -> None:
-    mode = {"preemption_mode": "swap"} if swap_slots else {}
+@pytest.mark.parametrize("swap_blocks", [0, 12])
+def test_preemptions_show_in_stats_metrics_and_log(swap_blocks: int, caplog: pytest.LogCaptureFixture) -> None:
+    mode = {"preemption_mode": "swap"} if swap_blocks else {}
     engine = make_engine(
-        num_blocks=20, max_num_seqs=16, headroom=0.0, fast_lane_share=0.0, swap_slots=swap_slots, **mode
+        num_blocks=20, max_num_seqs=16, headroom=0.0, fast_lane_share=0.0, swap_blocks=swap_blocks, **mode
     )
     assert metric(engine, "max_running_requests") == 16
     with caplog.at_level(logging.INFO, logger="llmsched"):
@@ -49,11 +49,11 @@ def test_preemptions_show_in_stats_metrics_and_log(swap_slots: int, caplog: pyte
     assert metric(engine, "recomputed_tokens_total") == stats.recomputed_tokens
     assert metric(engine, "num_swapped_out_total") == stats.num_swapped_out
     assert metric(engine, "num_swapped_in_total") == stats.num_swapped_in
-    assert (stats.num_swapped_in > 0) is bool(swap_slots)
+    assert (stats.num_swapped_in > 0) is bool(swap_blocks)
 
 
 def test_swap_space_in_use_is_shown() -> None:
-    engine = make_engine(num_blocks=10, preemption_mode="swap", swap_slots=20)
+    engine = make_engine(num_blocks=10, preemption_mode="swap", swap_blocks=20)
     collector = Collector(engine)
     for seed in (1, 2):
         engine.add_request(str(seed), prompt(48, seed), sampling(max_tokens=64))

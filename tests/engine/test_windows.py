@@ -74,7 +74,7 @@ def test_preemption_changes_nothing(arch: str, caching: bool, mode: str) -> None
     blocks = layout.num_blocks(LENGTHS[-1] + COUNT) * 3 // 2 if layout.full_groups else 2 * layout.num_blocks(8) + 1
     slots = 0 if mode == "recompute" else 2 * blocks
     found, stats = outputs(
-        arch, num_blocks=blocks, preemption_mode=mode, swap_slots=slots, enable_prefix_caching=caching, headroom=0.0
+        arch, num_blocks=blocks, preemption_mode=mode, swap_blocks=slots, enable_prefix_caching=caching, headroom=0.0
     )
     assert found == expected(arch)
     assert stats.num_preemptions > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from statistics import median, quantiles
 
-from published import Row
+from published import PublishedRow
 from published_lines import read_rows
 from published_loads import Figures, published_cost, steps_of
 
@@ -17,18 +17,18 @@ MOST_TOKENS = 20_000
 EVERY = 2
 
 
-def sample() -> list[Row]:
+def sample() -> list[PublishedRow]:
     """Every second of the small check rows, in the order of the file."""
     small = [row for row in read_rows() if not row.fitted and row.tpot is not None and _tokens(row) <= MOST_TOKENS]
     return small[::EVERY]
 
 
-def _tokens(row: Row) -> float:
+def _tokens(row: PublishedRow) -> float:
     requests = row.num_requests or row.concurrency or 1
     return requests * row.output_len
 
 
-def predicted(row: Row) -> Figures:
+def predicted(row: PublishedRow) -> Figures:
     cost = published_cost(row)
     return steps_of(row, cost).figures(cost)
 

@@ -8,7 +8,7 @@ from fakes import Harness, assert_right, make_request, tokens
 from llmsched.engine.request import Request, RequestStatus
 
 #: Every fault is tried with preemption by recomputation and by swap.
-MODES = pytest.mark.parametrize("swap", [{}, {"preemption_mode": "swap", "swap_slots": 64}], ids=["recompute", "swap"])
+MODES = pytest.mark.parametrize("swap", [{}, {"preemption_mode": "swap", "swap_blocks": 64}], ids=["recompute", "swap"])
 
 
 def scheduled(harness: Harness) -> int:

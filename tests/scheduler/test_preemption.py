@@ -17,9 +17,9 @@ from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.preemption import ASSUMED_COPY_RATE, ASSUMED_PREFILL_RATE, MeasuredCosts
 
 
-def crowded(swap_slots: int = 20, **knobs: Any) -> tuple[Harness, list[Request]]:
+def crowded(swap_blocks: int = 20, **knobs: Any) -> tuple[Harness, list[Request]]:
     """Two requests of seven blocks each in a pool of ten: the second is preempted once."""
-    harness = Harness(10, output_prediction="none", swap_slots=swap_slots, **knobs)
+    harness = Harness(10, output_prediction="none", swap_blocks=swap_blocks, **knobs)
     return harness, [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=float(i))) for i in range(2)]
 
 
@@ -51,7 +51,7 @@ def test_a_swapped_request_computes_nothing_twice(caching: bool) -> None:
 
 
 def test_recomputation_counts_what_is_computed_twice() -> None:
-    harness, pair = crowded(swap_slots=0, caching=False)
+    harness, pair = crowded(swap_blocks=0, caching=False)
     harness.run()
     assert_right(*pair)
     assert harness.scheduler.counters.recomputed_tokens == computed_tokens(harness) - 2 * (48 + 63)
@@ -59,7 +59,7 @@ def test_recomputation_counts_what_is_computed_twice() -> None:
 
 
 def test_without_room_a_victim_is_recomputed() -> None:
-    harness, pair = crowded(swap_slots=4, preemption_mode="swap")
+    harness, pair = crowded(swap_blocks=4, preemption_mode="swap")
     harness.run()
     assert_right(*pair)
     assert entry_of(harness, pair[1], "preempted").details["how"] == "recompute"
@@ -105,7 +105,7 @@ def test_aborting_a_swapped_request_frees_its_slots() -> None:
 
 
 def test_a_class_victim_whose_blocks_stay_in_the_cache_is_not_copied() -> None:
-    harness = Harness(64, max_num_seqs=1, swap_slots=20)
+    harness = Harness(64, max_num_seqs=1, swap_blocks=20)
     harness.scheduler.preemption.costs.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, 1.0))
     low = harness.add(make_request("low", tokens(32), 40, priority=1))
     for _ in range(3):

@@ -73,7 +73,7 @@ class SchedulerLife(RuleBasedStateMachine):
             output_prediction=prediction,
             max_model_len=self.capacity + 1,
             preemption_mode=swap[0],
-            swap_slots=swap[1] * layout.num_groups,
+            swap_blocks=swap[1] * layout.num_groups,
             layout=layout,
             max_pinned_blocks=pinned,
             headroom=headroom,

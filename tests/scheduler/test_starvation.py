@@ -31,7 +31,7 @@ def run_load(seed: int, max_passes: int) -> Witness:
         random.randint(10, 30),
         budget=random.choice([16, 64, 200]),
         max_num_seqs=random.choice([1, 3, 8]),
-        swap_slots=random.choice([0, 20]),
+        swap_blocks=random.choice([0, 20]),
         max_passes=max_passes,
         priority_step=7.0,
         cache_bonus=random.choice([0.0, 5.0]),

@@ -44,7 +44,7 @@ def make_engine(
     arch: str = "llama",
     *,
     num_blocks: int = 256,
-    swap_slots: int = 0,
+    swap_blocks: int = 0,
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> Engine:
@@ -58,11 +58,11 @@ def make_engine(
         block_size=settings["block_size"],
         device="cpu",
         kv_dtype=torch.float32,
-        num_host_blocks=swap_slots,
+        num_host_blocks=swap_blocks,
         layout=layout,
     )
-    swap = SwapSpace(swap_slots, executor.kv_cache_bytes // num_blocks)
-    settings["swap_space"] = swap_slots * swap.block_bytes
+    swap = SwapSpace(swap_blocks, executor.kv_cache_bytes // num_blocks)
+    settings["swap_space"] = swap_blocks * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
     return Engine(resolved(**settings), info, tokenizer(), executor, num_blocks, swap=swap, layout=layout, clock=clock)
 

@@ -121,18 +121,18 @@ class Harness:
         max_num_seqs: int = 16,
         caching: bool = True,
         *,
-        swap_slots: int = 0,
+        swap_blocks: int = 0,
         max_pinned_blocks: int = 0,
         layout: KVLayout | None = None,
         **knobs: Any,
     ) -> None:
         self.time = 0.0
         config = resolved(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, swap_space=swap_slots * BLOCK_BYTES, **knobs
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, swap_space=swap_blocks * BLOCK_BYTES, **knobs
         )
-        kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_slots, BLOCK_BYTES), layout)
+        kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_blocks, BLOCK_BYTES), layout)
         self.scheduler = make_scheduler(kv, config, lambda: self.time)
-        self.executor = FakeExecutor(num_blocks, BLOCK, swap_slots, layout)
+        self.executor = FakeExecutor(num_blocks, BLOCK, swap_blocks, layout)
 
     def add(self, request: Request) -> Request:
         assert self.scheduler.fits_alone(request.num_prompt_tokens, request.sampling.max_tokens)

@@ -38,7 +38,7 @@ class Tpot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One published result, with unstated settings filled in."""
 
     id: str

@@ -2,7 +2,8 @@
 
 A line is a JSON object: `id`, `gpu`, `model`, `engine`, `weights_dtype`, `kv_dtype`; `input_len` and `output_len` (mean
 tokens); `concurrency` or `batch` (closed loop), `request_rate` (per second; "inf": all at once) and `num_requests`;
-`metrics`: `output_tok_s` or `total_tok_s`, and `tpot_ms`, `itl_ms_mean`, `token_latency_ms_p50` or the like (Row.tpot).
+`metrics`: `output_tok_s` or `total_tok_s`, and `tpot_ms`, `itl_ms_mean`, `token_latency_ms_p50` or the like (see
+`PublishedRow.tpot`).
 Optional: `config` (path of the model's config.json, relative to the file), `max_num_seqs`, `max_num_batched_tokens`,
 `num_gpus`.
 """
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from published import DATA, Row
+from published import DATA, PublishedRow
 
 from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
@@ -90,9 +91,9 @@ class RefusedError(ValueError):
     """Raised for a line that cannot be predicted; the message says why."""
 
 
-def read_rows() -> list[Row]:
+def read_rows() -> list[PublishedRow]:
     """Read all rows that are shipped, in the order of the files."""
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     for name in ("measurements.jsonl", "measurements_more.jsonl"):
         found, refused = read_file(DATA / name)
         if refused:
@@ -101,9 +102,9 @@ def read_rows() -> list[Row]:
     return rows
 
 
-def read_file(path: Path) -> tuple[list[Row], list[Refused]]:
+def read_file(path: Path) -> tuple[list[PublishedRow], list[Refused]]:
     """Read the rows of a file, and the lines that cannot be predicted. Raises OSError."""
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     refused: list[Refused] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not text.strip():
@@ -122,7 +123,7 @@ def read_file(path: Path) -> tuple[list[Row], list[Refused]]:
     return rows, refused
 
 
-def read_line(line: Mapping[str, Any], directory: Path = DATA) -> Row:
+def read_line(line: Mapping[str, Any], directory: Path = DATA) -> PublishedRow:
     """Read one line; a `config` is relative to `directory`. Raises RefusedError and UnknownNameError."""
     if _number(line, "num_gpus", 1) != 1:
         raise RefusedError(f"is of {line['num_gpus']} GPUs; one is predicted")
@@ -135,7 +136,7 @@ def read_line(line: Mapping[str, Any], directory: Path = DATA) -> Row:
     weights = _weights(_text(line, "weights_dtype"), model)
     lengths = _lengths(line, metrics)
     running = "concurrency" if line.get("concurrency") else "batch"
-    row = Row(
+    row = PublishedRow(
         id=_text(line, "id"),
         source=_text(line, "id").split("-")[0],
         gpu=find_gpu(_by_beginning(OTHER_GPUS, _text(line, "id")) or _by_beginning(GPUS, gpu) or gpu),

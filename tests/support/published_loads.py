@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from published import Row
+from published import PublishedRow
 
 from llmsched.engine.executor.base import RowResult, StepResult
 from llmsched.engine.executor.cost import StepCost, StepShape, shape_of
@@ -45,7 +45,7 @@ class Steps:
     steps of its first and its last token, and its output tokens. The first `warm` requests do not count.
     """
 
-    row: Row
+    row: PublishedRow
     shapes: StepShape
     idle: Floats
     came: Floats
@@ -85,12 +85,12 @@ class Steps:
         return float(seconds[order][np.searchsorted(tokens, tokens[-1] / 2)])
 
 
-def published_cost(row: Row, engine: str | None = None) -> Roofline:
+def published_cost(row: PublishedRow, engine: str | None = None) -> Roofline:
     """Return the step cost of the row's model on its GPU with its engine class, or with the class of that name."""
     return Roofline(row.work(), row.gpu, find_engine(engine or row.engine), dtype=row.dtype)
 
 
-def load_of(row: Row) -> list[tuple[float, int, int]]:
+def load_of(row: PublishedRow) -> list[tuple[float, int, int]]:
     """Return (arrival, prompt tokens, output tokens) of each request; arrivals are 0 without a rate."""
     count = row.num_requests or (row.concurrency or 1) * (ROUNDS if (row.concurrency or 1) > 1 else 1)
     count = min(MOST_REQUESTS, row.concurrency or 1 if row.static else count)
@@ -108,7 +108,7 @@ def load_of(row: Row) -> list[tuple[float, int, int]]:
     return list(zip(arrivals, prompts, outputs, strict=True))
 
 
-def _lengths(rng: random.Random, row: Row, mean: float, count: int) -> list[int]:
+def _lengths(rng: random.Random, row: PublishedRow, mean: float, count: int) -> list[int]:
     """Return equal lengths, or log-normal ones with this mean and a sigma of 1 for conversations."""
     if not row.long_tailed:
         return [max(1, round(mean))] * count
@@ -116,13 +116,13 @@ def _lengths(rng: random.Random, row: Row, mean: float, count: int) -> list[int]
     return [min(1024, max(4, round(value * mean * count / sum(drawn)))) for value in drawn]
 
 
-def steps_of(row: Row, cost: StepCost) -> Steps:
+def steps_of(row: PublishedRow, cost: StepCost) -> Steps:
     """Run the load through the scheduler; with a request rate, `cost` decides which step a request arrives in."""
     return _Run(row, cost).steps()
 
 
 class _Run:
-    def __init__(self, row: Row, cost: StepCost) -> None:
+    def __init__(self, row: PublishedRow, cost: StepCost) -> None:
         self.row, self.cost, self.clock = row, cost, VirtualClock()
         config = row.settings()
         plan = row.plan(config)

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gpu_suite.part import PARTS, Part
+from gpu_suite.part import PARTS, SuitePart
 
 Result = dict[str, Any]
 
@@ -91,7 +91,7 @@ def machine() -> Result:
 # -- parts ----------------------------------------------------------------------------------------------------
 
 
-def run_part(name: str, part: Part, device: str = "cuda") -> Result:
+def run_part(name: str, part: SuitePart, device: str = "cuda") -> Result:
     """Run a part; return its rows and whether no check failed and it finished within its time."""
     print(f"{part.title} ...", file=sys.stderr, flush=True)
     started = time.monotonic()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from batches import MIXED, SHAPES, Batch, Shape, make_batch
 
-from gpu_suite.rows import Row, failure
+from gpu_suite.rows import CheckRow, failure
 from llmsched.kernels import dispatch, reference
 
 #: Shapes as serving has them; the small ones of the kernels' own tests come on top.
@@ -32,7 +32,7 @@ HALF = ("mixed", "decodes", "head_dim 80", "head_dim 96", "head_dim 128", "head_
 LIMITS = {torch.float32: 2e-5, torch.float16: 8 * 2**-10, torch.bfloat16: 8 * 2**-7}
 
 
-def check_kernels(device: str, *, small: bool) -> Iterator[Row]:
+def check_kernels(device: str, *, small: bool) -> Iterator[CheckRow]:
     """Return one row for each shape and dtype."""
     for dtype in LIMITS:
         shapes = SHAPES if dtype != torch.float16 else tuple(shape for shape in SHAPES if shape.name in HALF)
@@ -55,7 +55,7 @@ def short(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
 
 
-def check_attention(name: str, batch: Batch) -> Row:
+def check_attention(name: str, batch: Batch) -> CheckRow:
     """Compare with the reference in float32 on the same numbers."""
     query, keys, values, *places = batch.tensors
     found = dispatch.paged_attention(*batch.tensors, **batch.options)
@@ -63,10 +63,10 @@ def check_attention(name: str, batch: Batch) -> Row:
     wanted = reference.paged_attention(query.float(), keys.float(), values.float(), *places, **exact)
     difference = float((found.float() - wanted).abs().max())
     limit = LIMITS[query.dtype]
-    return Row(name, f"{difference:.2g}", f"<= {limit:.2g}", difference <= limit, {"difference": difference})
+    return CheckRow(name, f"{difference:.2g}", f"<= {limit:.2g}", difference <= limit, {"difference": difference})
 
 
-def check_write(name: str, dtype: torch.dtype, device: str) -> Row:
+def check_write(name: str, dtype: torch.dtype, device: str) -> CheckRow:
     """Check that exactly the numbers that the reference writes are written, with equal values."""
     shape = Shape("write", MIXED, kv_heads=3, heads=3, head_dim=80, value_dim=96)
     caches = [make_batch(shape, dtype=dtype, device=device) for _ in range(2)]
@@ -80,4 +80,4 @@ def check_write(name: str, dtype: torch.dtype, device: str) -> Row:
         torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
         for one, other in zip(caches[0].tensors[1:3], caches[1].tensors[1:3], strict=True)
     )
-    return Row(name, "equal" if equal else "differs", "equal", equal)
+    return CheckRow(name, "equal" if equal else "differs", "equal", equal)

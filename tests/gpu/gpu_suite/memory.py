@@ -10,7 +10,7 @@ import torch
 from tiny_models import build_config, build_tokenizer
 from transformers import AutoModelForCausalLM
 
-from gpu_suite.rows import Row
+from gpu_suite.rows import CheckRow
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
@@ -32,7 +32,7 @@ SIZE = {
 WORKSPACE_BYTES = 64 * MIB
 
 
-def check_memory(device: str, *, small: bool) -> Iterator[Row]:
+def check_memory(device: str, *, small: bool) -> Iterator[CheckRow]:
     """Build an engine by its plan, load it fully, and compare."""
     before = used_memory(device)
     with tempfile.TemporaryDirectory() as folder:
@@ -59,12 +59,12 @@ def check_memory(device: str, *, small: bool) -> Iterator[Row]:
         serve_full_steps(engine)
 
 
-def check_allocations(engine: Engine, kv_bytes: int, before: int) -> Iterator[Row]:
+def check_allocations(engine: Engine, kv_bytes: int, before: int) -> Iterator[CheckRow]:
     plan = engine.plan
     assert plan is not None
     weights = torch.cuda.memory_allocated() - kv_bytes
     fits = plan.weights_bytes <= weights <= plan.weights_bytes + WORKSPACE_BYTES
-    yield Row("weights", mib(weights), mib(plan.weights_bytes), fits, both(weights, plan.weights_bytes))
+    yield CheckRow("weights", mib(weights), mib(plan.weights_bytes), fits, both(weights, plan.weights_bytes))
     torch.cuda.reset_peak_memory_stats()
     serve_full_steps(engine)
     activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -72,7 +72,7 @@ def check_allocations(engine: Engine, kv_bytes: int, before: int) -> Iterator[Ro
     everything = used_memory(device="cuda") - before
     context = everything - torch.cuda.memory_reserved()
     planned = plan.context_bytes
-    yield Row("CUDA context and kernels", mib(context), mib(planned), data=both(context, planned))
+    yield CheckRow("CUDA context and kernels", mib(context), mib(planned), data=both(context, planned))
     yield at_most("everything", everything, plan.budget_bytes)
 
 
@@ -107,12 +107,12 @@ def used_memory(device: str) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(_visible_gpu(nvml), version=nvml.nvmlMemory_v2).used)
 
 
-def exactly(name: str, found: int, planned: int) -> Row:
-    return Row(name, mib(found), mib(planned), found == planned, both(found, planned))
+def exactly(name: str, found: int, planned: int) -> CheckRow:
+    return CheckRow(name, mib(found), mib(planned), found == planned, both(found, planned))
 
 
-def at_most(name: str, found: int, planned: int) -> Row:
-    return Row(name, mib(found), f"<= {mib(planned)}", found <= planned, both(found, planned))
+def at_most(name: str, found: int, planned: int) -> CheckRow:
+    return CheckRow(name, mib(found), f"<= {mib(planned)}", found <= planned, both(found, planned))
 
 
 def both(found: int, planned: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
-from gpu_suite.rows import Row, failure
+from gpu_suite.rows import CheckRow, failure
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from llmsched.engine.text.tokenizer import Tokenizer
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss", "bloom")
 
 
-def check_models(device: str, *, small: bool) -> Iterator[Row]:
+def check_models(device: str, *, small: bool) -> Iterator[CheckRow]:
     """Return one row for each architecture and dtype."""
     tokenizer = Tokenizer(build_tokenizer())
     for dtype in (torch.float32, torch.bfloat16):
@@ -27,7 +27,7 @@ def check_models(device: str, *, small: bool) -> Iterator[Row]:
                 yield failure(name, error)
 
 
-def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: Tokenizer) -> Row:
+def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: Tokenizer) -> CheckRow:
     model = build_model(arch, seed=3).to(device=device, dtype=dtype)
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
     report = check_parity(LoadedModel(model, info, tokenizer, device, dtype), num_prompts=2, num_tokens=6)
@@ -47,4 +47,4 @@ def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: To
         for check in report.checks
     }
     limit = min(check.tolerance for check in report.checks)
-    return Row(name, found, f"<= {limit:.2g}", report.ok, {"checks": checks, "spread": report.spread})
+    return CheckRow(name, found, f"<= {limit:.2g}", report.ok, {"checks": checks, "spread": report.spread})

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_suite.rows import Row, failure
+from gpu_suite.rows import CheckRow, failure
 
 
 @dataclass(frozen=True)
-class Part:
+class SuitePart:
     """Part of the suite; `budget_s` is its time limit. The limits add up to less than eight minutes."""
 
     title: str
@@ -24,17 +24,17 @@ class Part:
     function: str
     budget_s: float
 
-    def run(self, device: str, *, small: bool = False) -> Iterator[Row]:
-        function: Callable[..., Iterator[Row]] = getattr(importlib.import_module(self.module), self.function)
+    def run(self, device: str, *, small: bool = False) -> Iterator[CheckRow]:
+        function: Callable[..., Iterator[CheckRow]] = getattr(importlib.import_module(self.module), self.function)
         return function(device, small=small)
 
 
 PARTS = {
-    "kernels": Part("kernels against the reference", "gpu_suite.attention", "check_kernels", 130),
-    "parity": Part("engine against transformers", "gpu_suite.parity", "check_models", 130),
-    "swap": Part("KV blocks to host memory and back", "gpu_suite.swap", "check_swap", 15),
-    "memory": Part("planned and actual memory", "gpu_suite.memory", "check_memory", 60),
-    "speed": Part("Llama-3.1-8B's shape in bf16", "gpu_suite.speed", "measure_speed", 140),
+    "kernels": SuitePart("kernels against the reference", "gpu_suite.attention", "check_kernels", 130),
+    "parity": SuitePart("engine against transformers", "gpu_suite.parity", "check_models", 130),
+    "swap": SuitePart("KV blocks to host memory and back", "gpu_suite.swap", "check_swap", 15),
+    "memory": SuitePart("planned and actual memory", "gpu_suite.memory", "check_memory", 60),
+    "speed": SuitePart("Llama-3.1-8B's shape in bf16", "gpu_suite.speed", "measure_speed", 140),
 }
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     name, device, file = sys.argv[1:]
     with Path(file).open("w", encoding="utf-8") as out:
 
-        def write(row: Row) -> None:
+        def write(row: CheckRow) -> None:
             out.write(json.dumps(row.as_dict()) + "\n")
             out.flush()
 

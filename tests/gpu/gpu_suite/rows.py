@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One check or measurement. `found` and `expected` are for people, `data` is for programs.
 
     `ok` is None for a measurement, which cannot fail.
@@ -23,7 +23,7 @@ class Row:
         return asdict(self)
 
 
-def failure(name: str, error: BaseException) -> Row:
+def failure(name: str, error: BaseException) -> CheckRow:
     """Make the row of a check that raised an error."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Row(name, reason[:300], ok=False, data={"error": reason})
+    return CheckRow(name, reason[:300], ok=False, data={"error": reason})

@@ -19,7 +19,7 @@ from configs import resolved
 from tiny_models import build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gpu_suite.rows import Row, failure
+from gpu_suite.rows import CheckRow, failure
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.loader import ModelInfo
@@ -92,7 +92,7 @@ SMALL = Size(
 
 
 @dataclass(frozen=True)
-class Limits:
+class DeviceLimits:
     """Bytes/s and FLOP/s of the device, and their source."""
 
     bandwidth: float
@@ -100,15 +100,16 @@ class Limits:
     source: str
 
 
-def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
+def measure_speed(device: str, *, small: bool) -> Iterator[CheckRow]:
     """Measure bandwidth, attention alone, decode steps and a prefill step."""
     size = fitting(SMALL if small else Size(), device)
     copied, multiplied = copy_bandwidth(device, small), product_flops(device, small)
     limits = limits_of(device, copied, multiplied)
-    yield Row("copy bandwidth", f"{copied / 1e9:,.0f} GB/s", f"{limits.bandwidth / 1e9:,.0f} GB/s ({limits.source})",
-              data={"measured": copied, "floor_uses": limits.bandwidth})  # fmt: skip
-    yield Row("bf16 products", f"{multiplied / 1e12:,.1f} TFLOP/s", f"{limits.flops / 1e12:,.1f} TFLOP/s",
-              data={"measured": multiplied, "floor_uses": limits.flops})  # fmt: skip
+    bandwidth = f"{limits.bandwidth / 1e9:,.0f} GB/s ({limits.source})"
+    data = {"measured": copied, "floor_uses": limits.bandwidth}
+    yield CheckRow("copy bandwidth", f"{copied / 1e9:,.0f} GB/s", bandwidth, data=data)
+    flops, data = f"{limits.flops / 1e12:,.1f} TFLOP/s", {"measured": multiplied, "floor_uses": limits.flops}
+    yield CheckRow("bf16 products", f"{multiplied / 1e12:,.1f} TFLOP/s", flops, data=data)
     for batch, context in ((max(size.batches), size.context), (1, size.context * max(size.batches))):
         name = f"attention alone, {batch} decodes of {context}"
         yield attempt(name, lambda batch=batch, context=context, name=name: attention_row(
@@ -119,7 +120,7 @@ def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
     started = time.perf_counter()
     model = make_model(size, device)
     name = f"random weights on the device, {size.layers} layers"
-    yield Row(name, f"{time.perf_counter() - started:.1f} s", data={"layers": size.layers})
+    yield CheckRow(name, f"{time.perf_counter() - started:.1f} s", data={"layers": size.layers})
     for batch in size.batches:
         name = f"decode, batch {batch}, context {size.context}"
         yield attempt(name, lambda batch=batch, name=name: decode_row(name, model, size, batch, device, limits))
@@ -127,7 +128,7 @@ def measure_speed(device: str, *, small: bool) -> Iterator[Row]:
     yield attempt(name, lambda: prefill_row(name, model, size, device, limits))
 
 
-def attempt(name: str, make: Callable[[], Row]) -> Row:
+def attempt(name: str, make: Callable[[], CheckRow]) -> CheckRow:
     """Run one measurement; report its failure as a row, so that the others still run."""
     try:
         return make()
@@ -148,15 +149,15 @@ def fitting(size: Size, device: str) -> Size:
 # -- the device -----------------------------------------------------------------------------------------------
 
 
-def limits_of(device: str, bandwidth: float, flops: float) -> Limits:
+def limits_of(device: str, bandwidth: float, flops: float) -> DeviceLimits:
     """Return the datasheet's limits, or measured ones for a GPU that is not listed."""
     if device == "cuda":
         try:
             spec = find_gpu(torch.cuda.get_device_name())
         except UnknownNameError:
-            return Limits(bandwidth, flops, "measured, not listed")
-        return Limits(spec.bandwidth, spec.bf16_flops or flops, f"datasheet, {spec.key}")
-    return Limits(bandwidth, flops, "measured")
+            return DeviceLimits(bandwidth, flops, "measured, not listed")
+        return DeviceLimits(spec.bandwidth, spec.bf16_flops or flops, f"datasheet, {spec.key}")
+    return DeviceLimits(bandwidth, flops, "measured")
 
 
 def timed(run: Callable[[], Any], device: str, *, warmup: int, repeats: int) -> float:
@@ -196,7 +197,7 @@ def product_flops(device: str, small: bool) -> float:
     return 2.0 * width**3 / seconds
 
 
-def attention_row(name: str, size: Size, batch: int, context: int, device: str, limits: Limits) -> Row:
+def attention_row(name: str, size: Size, batch: int, context: int, device: str, limits: DeviceLimits) -> CheckRow:
     """Time one layer's attention over contexts larger than the GPU's cache; compare with one read of their KV."""
     shape = Shape(name, ((1, context),) * batch, size.heads, size.kv_heads, size.head_dim)
     made = make_batch(shape, dtype=size.dtype, device=device)
@@ -207,7 +208,7 @@ def attention_row(name: str, size: Size, batch: int, context: int, device: str, 
     return beside(name, seconds, needed / limits.bandwidth, {"kv_bytes": needed})
 
 
-def attention_prefill_row(name: str, size: Size, device: str, limits: Limits) -> Row:
+def attention_prefill_row(name: str, size: Size, device: str, limits: DeviceLimits) -> CheckRow:
     """Time one layer's causal attention over a prompt; compare with the products of the unmasked half."""
     shape = Shape(name, ((size.prefill, size.prefill),), size.heads, size.kv_heads, size.head_dim)
     made = make_batch(shape, dtype=size.dtype, device=device)
@@ -255,7 +256,7 @@ def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
     return Engine(config, info, Tokenizer(build_tokenizer()), executor, num_blocks)
 
 
-def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limits: Limits) -> Row:
+def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limits: DeviceLimits) -> CheckRow:
     """Time steps in which `batch` sequences decode, with contexts around size.context."""
     engine = make_engine(model, size, batch, device)
     steps = size.warmup + size.repeats
@@ -274,7 +275,7 @@ def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limit
     return replace(row, found=f"{batch / seconds:,.0f} tokens/s, {row.found}")
 
 
-def prefill_row(name: str, model: Any, size: Size, device: str, limits: Limits) -> Row:
+def prefill_row(name: str, model: Any, size: Size, device: str, limits: DeviceLimits) -> CheckRow:
     """Time a step that computes one prompt of size.prefill tokens and nothing else."""
     engine = make_engine(model, size, 1, device)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -290,6 +291,6 @@ def prefill_row(name: str, model: Any, size: Size, device: str, limits: Limits) 
     return replace(row, found=f"{size.prefill / seconds:,.0f} tokens/s, {row.found}")
 
 
-def beside(name: str, seconds: float, floor: float, data: dict[str, Any]) -> Row:
+def beside(name: str, seconds: float, floor: float, data: dict[str, Any]) -> CheckRow:
     found = f"{1e3 * seconds:.3g} ms, {seconds / floor:.2f} x the floor"
-    return Row(name, found, f"floor {1e3 * floor:.3g} ms", data=data | {"seconds": seconds, "floor_s": floor})
+    return CheckRow(name, found, f"floor {1e3 * floor:.3g} ms", data=data | {"seconds": seconds, "floor_s": floor})
