@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Literal, Protocol, Unpack, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, Unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,30 +18,12 @@ if TYPE_CHECKING:
 
 BackendName = Literal["triton", "cpu", "reference"]
 ENVIRONMENT_VARIABLE = "LLMSCHED_KERNELS"
+#: Modules that implement the ops as `llmsched.kernels.reference` specifies them.
 MODULES: dict[BackendName, str] = {
     "triton": "llmsched.kernels.triton.ops",
     "cpu": "llmsched.kernels.cpu.ops",
     "reference": "llmsched.kernels.reference",
 }
-
-
-class Backend(Protocol):
-    """Module that implements the ops as `llmsched.kernels.reference` specifies them."""
-
-    def paged_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        cu_seqlens_q: Tensor,
-        context_lens: Tensor,
-        **options: Unpack[AttentionOptions],
-    ) -> Tensor: ...
-
-    def write_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-    ) -> None: ...
 
 
 def paged_attention(
@@ -69,10 +52,17 @@ def paged_attention(
             f"{sequences} context_lens need as many block_tables (not {block_tables.shape[0]}) "
             f"and one more cu_seqlens_q (not {cu_seqlens_q.shape[0]})"
         )
-    _check_options(heads, **options)
-    return backend_of(query).paged_attention(
-        query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens, **options
-    )
+    if (window := options.get("window")) is not None and window < 1:
+        raise ValueError(f"window is {window}; allowed is 1 or more, or None")
+    if (softcap := options.get("softcap")) is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}; allowed is more than 0, or None")
+    for name, option in (("sinks", options.get("sinks")), ("slopes", options.get("slopes"))):
+        if option is not None and option.shape != (heads,):
+            raise ValueError(f"{name} are {tuple(option.shape)}; allowed is one number for each of {heads} heads")
+    backend = load_backend(backend_name(query.device.type))
+    batch = (query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens)
+    output: Tensor = backend.paged_attention(*batch, **options)
+    return output
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -82,7 +72,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):
             raise ValueError(f"{name} {tuple(new.shape)} does not fit {tokens} slots of a cache {tuple(kv.shape)}")
     _check_caches(key_cache, value_cache)
-    backend_of(key).write_kv(key, value, key_cache, value_cache, slot_mapping)
+    load_backend(backend_name(key.device.type)).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def backend_name(device_type: str) -> BackendName:
@@ -96,32 +86,10 @@ def backend_name(device_type: str) -> BackendName:
     return names.get(device_type, "reference")
 
 
-def backend_of(tensor: Tensor) -> Backend:
-    return load_backend(backend_name(tensor.device.type))
-
-
 @cache
-def load_backend(name: BackendName) -> Backend:
+def load_backend(name: BackendName) -> ModuleType:
     """Import a backend on first use: Numba and Triton take a second each, and no process needs both."""
-    return cast(Backend, importlib.import_module(MODULES[name]))
-
-
-def _check_options(
-    heads: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; allowed is 1 or more, or None")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap is {softcap}; allowed is more than 0, or None")
-    for name, option in (("sinks", sinks), ("slopes", slopes)):
-        if option is not None and option.shape != (heads,):
-            raise ValueError(f"{name} are {tuple(option.shape)}; allowed is one number for each of {heads} heads")
+    return importlib.import_module(MODULES[name])
 
 
 def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:

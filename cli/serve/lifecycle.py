@@ -61,11 +61,11 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to us and says when it is ready."""
+    """uvicorn server that leaves signals to us and calls `on_ready` when it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], Any]) -> None:
         super().__init__(config)
-        self.ready = asyncio.Event()
+        self._on_ready = on_ready
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.ready.set()
+        self._on_ready()
 
 
 async def run(
@@ -105,14 +105,13 @@ async def run(
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSING_S,
             backlog=_BACKLOG,
-        )
+        ),
+        on_ready,
     )
     with _signals(stop):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         died = False
         try:
-            await _until_ready(server, serving, listener)
-            on_ready()
             died = await _stopped_or_died(stop, engine, serving)
             if died:
                 await asyncio.sleep(_LINGER_S)
@@ -122,22 +121,14 @@ async def run(
         finally:
             await engine.stop()
         server.should_exit = True
-        await serving
+        try:
+            await serving
+        except OSError as error:
+            if server.started:
+                raise
+            host, port, *_ = listener.getsockname()
+            raise _in_use(host, port, error) from error
     return 1 if died else 0
-
-
-async def _until_ready(server: _Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
-    """Wait until the server accepts connections. Raise the error that prevents it, PortInUseError for the address."""
-    ready = asyncio.create_task(server.ready.wait())
-    await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
-    ready.cancel()
-    if not serving.done():
-        return
-    try:
-        await serving
-    except OSError as error:
-        host, port, *_ = listener.getsockname()
-        raise _in_use(host, port, error) from error
 
 
 async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:

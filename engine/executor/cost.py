@@ -84,26 +84,6 @@ class StepCost(Protocol):
     def seconds(self, shape: StepShape) -> float: ...
 
 
-class LinearCost(NamedTuple):
-    """Seconds: fixed, per prefill token, per decoding sequence, per token of KV read. Windows make no difference."""
-
-    fixed: float
-    per_prefill_token: float
-    per_decode_seq: float
-    per_kv_token: float
-
-    @property
-    def window(self) -> None: ...
-
-    def seconds(self, shape: StepShape) -> float:
-        return (
-            self.fixed
-            + self.per_prefill_token * shape.prefill_tokens
-            + self.per_decode_seq * shape.decode_seqs
-            + self.per_kv_token * shape.kv_tokens
-        )
-
-
 class FittedCost(NamedTuple):
     """Cost of a step on a device on which steps were measured: coefficients fitted to them.
 

@@ -12,7 +12,7 @@ from llmsched.engine.request import Request, RequestStatus
 from llmsched.engine.scheduler.backfill import Backfill
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import Detail, Ledger, SchedulerCounters
-from llmsched.engine.scheduler.peak_forecast import PeakForecast
+from llmsched.engine.scheduler.peak_forecast import forecast_peak
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.step import StepBuilder
 from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, is_short
@@ -45,7 +45,7 @@ class Admission:
     ) -> None:
         self.control = HeadroomControl(config, min(config.max_num_seqs, config.max_num_batched_tokens))
         self.backfill = Backfill(waiting, ledger, predictor, config)
-        self._forecast = PeakForecast(kv, predictor)
+        self._predictor = predictor
         self._kv = kv
         self._config = config
         self._lane_ratio = config.fast_lane_share / (1 - config.fast_lane_share)
@@ -193,7 +193,8 @@ class Admission:
         if missing <= 0 and self._config.output_prediction != "none":
             found = blocks_of(hit.nodes, ())
             held_by_others = len(found) - pool.count_cached(found)
-            missing = self._forecast.peak_blocks(request, self._running) - held_by_others - pool.num_blocks
+            peak = forecast_peak(self._kv, self._predictor, request, self._running)
+            missing = peak - held_by_others - pool.num_blocks
             reason = "predicted peak"
         if missing <= 0:
             return False

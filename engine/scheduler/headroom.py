@@ -42,35 +42,34 @@ class HeadroomControl:
         """Count an admission. Return whether that changed headroom or cap."""
         self._preemptions.append(0)
         self._since_change += 1
-        return self._since_change >= WINDOW // 2 and self._adjust()
+        if self._since_change < WINDOW // 2:
+            return False
+        self._since_change = 0
+        if self._rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._most_running):
+            return False
+        headroom = self.headroom * DECAY
+        cap = min(self._most_running, int(self.max_running * CAP_GROWTH) + 1)
+        return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap)
 
     def preempted(self, num_running: int) -> bool:
         """Count a preemption that left `num_running` requests. Return whether that changed headroom or cap."""
         self._preemptions[-1] += 1
-        thrashing = sum(self._preemptions) > THRASH_RATE * WINDOW and self._since_change >= WINDOW // 8
-        return thrashing and self._tighten(num_running)
-
-    def _adjust(self) -> bool:
-        self._since_change = 0
-        rate = sum(self._preemptions) / len(self._preemptions)
-        if rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._most_running):
+        if sum(self._preemptions) <= THRASH_RATE * WINDOW or self._since_change < WINDOW // 8:
             return False
-        cap = min(self._most_running, int(self.max_running * CAP_GROWTH) + 1)
-        headroom = self.headroom * DECAY
-        return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap, rate)
-
-    def _tighten(self, num_running: int) -> bool:
         self._since_change = 0
-        rate = sum(self._preemptions) / len(self._preemptions)
         cap = max(1, int(min(self.max_running, num_running) * CAP_SHRINK))
-        return self._set(min(self._most, max(self.headroom, 0.02) * GROWTH), cap, rate)
+        return self._set(min(self._most, max(self.headroom, 0.02) * GROWTH), cap)
 
-    def _set(self, headroom: float, cap: int, rate: float) -> bool:
+    @property
+    def _rate(self) -> float:
+        return sum(self._preemptions) / len(self._preemptions)
+
+    def _set(self, headroom: float, cap: int) -> bool:
         if (headroom, cap) == (self.headroom, self.max_running):
             return False
         logger.info(
             "preemption rate %.1f%%: headroom %.1f%% -> %.1f%%, concurrency cap %d -> %d",
-            100 * rate,
+            100 * self._rate,
             100 * self.headroom,
             100 * headroom,
             self.max_running,

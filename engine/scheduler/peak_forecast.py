@@ -57,32 +57,25 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
     return float((mean + RISK * np.sqrt(variance)).max())
 
 
-class PeakForecast:
-    """Predicts the peak of held blocks from the predicted output lengths."""
+def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
+    """Return the blocks held at the peak if the request is admitted and shares no block.
 
-    def __init__(self, kv: KVManager, predictor: OutputPredictor) -> None:
-        self._kv = kv
-        self._predictor = predictor
-
-    def peak_blocks(self, request: Request, running: Sequence[Request]) -> int:
-        """Return the blocks held at the peak if the request is admitted and shares no block.
-
-        Blocks shared by running requests and pinned blocks count once, as they are now. If the pool has room for all
-        requests to reach their longest possible length, return that sum without a forecast.
-        """
-        layout, tables = self._kv.layout, [other.table for other in running]
-        held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size
-        others = self._kv.pool.num_used - sum(table.num_blocks for table in tables)
-        outlook = self._predictor.outlook([*running, request])
-        longest = -(-np.maximum(held, outlook.num_tokens + outlook.most) // layout.block_size) * layout.block_size
-        if (most := layout.width(int(layout.room(longest).sum())) + others) <= self._kv.pool.num_blocks:
-            return most
-        if outlook.learned:
-            horizon = max(2, int((outlook.limit - outlook.done).max()))
-            steps = np.unique(np.geomspace(1, horizon, HORIZON_POINTS).astype(np.int64))
-            peak = expected_peak(held, outlook.survival(steps), steps, layout)
-        else:
-            remaining = np.maximum(0, outlook.num_tokens + outlook.most - 1 - held)
-            simple = layout.full_groups == layout.num_groups == 1
-            peak = future_peak(held, remaining) if simple else saturating_peak(held, remaining, layout)
-        return layout.width(int(peak)) + others
+    Blocks shared by running requests and pinned blocks count once, as they are now. If the pool has room for all
+    requests to reach their longest possible length, return that sum without a forecast.
+    """
+    layout, tables = kv.layout, [other.table for other in running]
+    held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size
+    others = kv.pool.num_used - sum(table.num_blocks for table in tables)
+    outlook = predictor.outlook([*running, request])
+    longest = -(-np.maximum(held, outlook.num_tokens + outlook.most) // layout.block_size) * layout.block_size
+    if (most := layout.width(int(layout.room(longest).sum())) + others) <= kv.pool.num_blocks:
+        return most
+    if outlook.learned:
+        horizon = max(2, int((outlook.limit - outlook.done).max()))
+        steps = np.unique(np.geomspace(1, horizon, HORIZON_POINTS).astype(np.int64))
+        peak = expected_peak(held, outlook.survival(steps), steps, layout)
+    else:
+        remaining = np.maximum(0, outlook.num_tokens + outlook.most - 1 - held)
+        simple = layout.full_groups == layout.num_groups == 1
+        peak = future_peak(held, remaining) if simple else saturating_peak(held, remaining, layout)
+    return layout.width(int(peak)) + others

@@ -20,12 +20,12 @@ ASSUMED_PREFILL_RATE = 10_000.0
 ASSUMED_COPY_RATE = 20e9
 #: Number of later measurements after which one counts half.
 HALF_LIFE = 64
-#: How far each decision against a copy moves its measured cost back to the assumed one, so that copies are tried again
-#: later: the machine may have been busy when they were measured.
+#: Share by which each decision against a copy moves its measured cost back to the assumed one, so that copies are tried
+#: again: the machine may have been busy when they were measured.
 FADING = 0.02
 
 
-class _Mean:
+class MeanCost:
     """Seconds per unit over the measurements so far; newer ones count more."""
 
     def __init__(self, assumed: float) -> None:
@@ -38,7 +38,7 @@ class _Mean:
         self._units = self._units * forget + units
 
     def fade(self) -> None:
-        """Move the mean towards the assumed cost."""
+        """Move the mean towards the assumed cost, because a decision went against it."""
         self._seconds += FADING * (self._assumed * self._units - self._seconds)
 
     @property
@@ -47,39 +47,27 @@ class _Mean:
 
 
 class MeasuredCosts:
-    """Seconds per prefill token and per block copied from or to host memory, measured while serving.
+    """Costs of a prefill token and of a block copied from or to host memory, measured while serving.
 
     A prefill token costs the time by which steps with prefills exceed steps of decodes alone, because decodes go on
     beside a recomputation anyway.
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self._prefill = _Mean(1 / ASSUMED_PREFILL_RATE)
-        self._copy = _Mean(block_bytes / ASSUMED_COPY_RATE)
-        self._decode = _Mean(0.0)
-
-    @property
-    def per_prefill_token(self) -> float:
-        return self._prefill.per_unit
-
-    @property
-    def per_block(self) -> float:
-        return self._copy.per_unit
-
-    def not_copied(self) -> None:
-        """Record that copying was rejected because of its cost."""
-        self._copy.fade()
+        self.prefill_token = MeanCost(1 / ASSUMED_PREFILL_RATE)
+        self.block_copy = MeanCost(block_bytes / ASSUMED_COPY_RATE)
+        self._decode_step = MeanCost(0.0)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in the measured times of a step."""
+        """Add the measured times of a step."""
         if result.swap_elapsed > 0:
-            self._copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
+            self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
         num_prefill_tokens = plan.num_tokens - len(plan.rows)
         if num_prefill_tokens == 0:
-            self._decode.add(computing, 1)
+            self._decode_step.add(computing, 1)
         else:
-            self._prefill.add(max(0.0, computing - self._decode.per_unit), num_prefill_tokens)
+            self.prefill_token.add(max(0.0, computing - self._decode_step.per_unit), num_prefill_tokens)
 
 
 class Loss(NamedTuple):
@@ -125,11 +113,11 @@ class Preemption:
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
-        recompute = Loss(False, num_tokens * self.costs.per_prefill_token, num_tokens, 0)
+        recompute = Loss(False, num_tokens * self.costs.prefill_token.per_unit, num_tokens, 0)
         if self._mode == "recompute":
             return recompute
         num_blocks = self._kv.num_swapped(request)
-        swap = Loss(True, 2 * num_blocks * self.costs.per_block, num_tokens, num_blocks)
+        swap = Loss(True, 2 * num_blocks * self.costs.block_copy.per_unit, num_tokens, num_blocks)
         if not 0 < num_blocks <= self._kv.swap.num_free:
             return recompute
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
@@ -138,7 +126,7 @@ class Preemption:
         """Return how the request that is preempted now loses its KV; see `loss`."""
         loss = self.loss(request, demand)
         if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
-            self.costs.not_copied()
+            self.costs.block_copy.fade()
         return loss
 
     def choose_victim(self, running: Sequence[Request]) -> Request:

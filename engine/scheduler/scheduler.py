@@ -162,7 +162,7 @@ class Scheduler:
         return preempted
 
     def _make_room_for_class(self) -> bool:
-        """If no more requests may run, preempt one for the first waiting request, should that be of a higher class."""
+        """Preempt a request for the first waiting one, if that is of a higher class and no more requests may run."""
         if not (self.admission.is_full and self.waiting):
             return False
         first = self.waiting.first

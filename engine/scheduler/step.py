@@ -35,12 +35,9 @@ class Pacer:
 
     def next_budget(self, running: Sequence[Request], num_decodes: int) -> int:
         """Return the budget of the next step, in which `num_decodes` of the running requests decode."""
-        self.step_budget = self._budget(running, num_decodes)
-        return self.step_budget
-
-    def _budget(self, running: Sequence[Request], num_decodes: int) -> int:
+        self.step_budget = self._most
         if self._target is None or num_decodes == 0 or not self.model.trusted:
-            return self._most
+            return self.step_budget
         kv_tokens = sum(request.num_tokens for request in running)
         prefill = self.model.prefill_tokens_within(self._target, num_decodes, kv_tokens)
         if self._misses < WARN_AFTER:
@@ -53,7 +50,8 @@ class Pacer:
                     num_decodes,
                     LEAST_PREFILL,
                 )
-        return min(self._most, num_decodes + max(LEAST_PREFILL, prefill))
+        self.step_budget = min(self._most, num_decodes + max(LEAST_PREFILL, prefill))
+        return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Fit the model to a step that has been computed."""

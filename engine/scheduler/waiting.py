@@ -40,8 +40,8 @@ def is_short(request: Request, num_cached_tokens: int, config: EngineConfig) -> 
 
 
 class WaitReason(StrEnum):
-    """What keeps the first waiting request from being admitted: the limit of running requests, blocks, the step's token
-    budget, or a prefix that running requests are computing for it.
+    """Obstacle to admitting the first waiting request: the limit of running requests, missing blocks, the step's token
+    budget, or a prefix that running requests are computing.
     """
 
     MAX_RUNNING = "slot"

@@ -25,23 +25,18 @@ from numba.extending import intrinsic
 THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
 
 
+@cache
 def load_runtime() -> ctypes.CDLL | None:
     """Return the OpenMP runtime that importing torch loaded into the process, if it has the entries needed."""
     if sys.platform != "linux":
         return None
     runtime = ctypes.CDLL(None)
-    return runtime if hasattr(runtime, "GOMP_parallel") and hasattr(runtime, "omp_get_thread_num") else None
-
-
-@cache
-def parallel_entry() -> Callable[[int, int, int, int], None] | None:
-    """Return GOMP_parallel(function, data, num_threads, flags), which releases the GIL; None if there is no runtime."""
-    if runtime is None:
+    if not (hasattr(runtime, "GOMP_parallel") and hasattr(runtime, "omp_get_thread_num")):
         return None
-    entry = runtime.GOMP_parallel
-    entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    entry.restype = None
-    return entry
+    # GOMP_parallel(function, data, num_threads, flags); a call releases the GIL.
+    runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    runtime.GOMP_parallel.restype = None
+    return runtime
 
 
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
@@ -50,10 +45,10 @@ def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
     `arguments` is one record, whose field num_threads is set here; the body gets its own number from thread_num(). All
     of torch's threads are used, because libgomp ends the threads that a smaller team does not need and restarts slowly.
     """
-    enter = parallel_entry() if parallel else None
-    arguments["num_threads"] = torch.get_num_threads() if enter else 1
-    if enter:
-        enter(body.address, arguments.ctypes.data, torch.get_num_threads(), 0)
+    runtime = load_runtime() if parallel else None
+    arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1
+    if runtime:
+        runtime.GOMP_parallel(body.address, arguments.ctypes.data, num_threads, 0)
     else:
         alone(body)(arguments.ctypes.data)
 
@@ -78,10 +73,10 @@ def only_thread() -> int:
     return 0
 
 
-runtime = load_runtime()
-if runtime is None:
+_runtime = load_runtime()
+if _runtime is None:
     zero = numba.cfunc(types.int32())(only_thread)
     llvm.add_symbol(THREAD_NUM_SYMBOL, zero.address)
 else:
-    llvm.add_symbol(THREAD_NUM_SYMBOL, ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p).value)
+    llvm.add_symbol(THREAD_NUM_SYMBOL, ctypes.cast(_runtime.omp_get_thread_num, ctypes.c_void_p).value)
 thread_num = types.ExternalFunction(THREAD_NUM_SYMBOL, types.int32())

@@ -18,9 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import numpy as np
 from configs import resolved
-from simulated_run import SimulatedTimes, simulate
+from simulated_run import LinearCost, SimulatedTimes, simulate
 
-from llmsched.engine.executor.cost import LinearCost
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace

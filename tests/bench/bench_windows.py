@@ -18,10 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from configs import resolved
 from fakes import make_request
-from simulated_run import simulate
+from simulated_run import LinearCost, simulate
 
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
-from llmsched.engine.executor.cost import LinearCost
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import KVManager

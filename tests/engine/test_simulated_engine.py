@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import pytest
 from engines import layout_of, make_engine, prompt, sampling
+from simulated_run import LinearCost
 
 from llmsched.engine.core import Engine
-from llmsched.engine.executor.cost import LinearCost
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.simulated_engine import SimulatedEngine

@@ -33,7 +33,7 @@ def test_each_thread_runs_the_body_once(threads: int) -> None:
         openmp.run(visit, record, parallel=True)
     finally:
         torch.set_num_threads(before)
-    expected = threads if openmp.parallel_entry() else 1
+    expected = threads if openmp.load_runtime() else 1
     assert record["num_threads"] == expected
     assert record["visits"][0].tolist() == [1] * expected + [0] * (64 - expected)
 
@@ -50,14 +50,14 @@ def test_the_runtime_is_torchs() -> None:
     maps = Path("/proc/self/maps")
     mapped = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
     runtimes = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp"))]
-    assert len(runtimes) == (1 if openmp.parallel_entry() else 0)
+    assert len(runtimes) == (1 if openmp.load_runtime() else 0)
 
 
 def test_without_an_openmp_runtime() -> None:
     """macOS and Windows, as far as this can be played here."""
     code = (
         f"import sys, numba, torch; sys.platform = 'darwin'; sys.path.insert(0, {str(Path(__file__).parent)!r});"
-        "import test_openmp as t; assert t.openmp.parallel_entry() is None;"
+        "import test_openmp as t; assert t.openmp.load_runtime() is None;"
         "t.test_each_thread_runs_the_body_once(2)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from fakes import BLOCK_BYTES, Harness, assert_right, make_request, tokens
+from simulated_run import LinearCost
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.executor.cost import LinearCost
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.ledger import Entry
@@ -86,7 +86,7 @@ def test_the_ledger_has_reason_and_cost() -> None:
     assert details["reason"] == "memory"
     assert (details["how"], details["swapped_blocks"]) == ("swap", 5)
     assert details["cost_ms"] == pytest.approx(1e3 * 2 * 5 * BLOCK_BYTES / ASSUMED_COPY_RATE, abs=1e-3)
-    assert harness.scheduler.preemption.costs.per_block == pytest.approx(0.001)
+    assert harness.scheduler.preemption.costs.block_copy.per_unit == pytest.approx(0.001)
     told = [entry.what for entry in harness.scheduler.ledger.entries(pair[1].request_id)]
     assert told == ["queued", "admitted", "computed", "preempted", "does not fit", "admitted", "computed", "finished"]
     back = [e for e in harness.scheduler.ledger.entries(pair[1].request_id) if e.what == "admitted"][1]
@@ -164,24 +164,24 @@ def plan_of(num_tokens: int) -> StepPlan:
 
 
 def test_rates_are_what_was_measured() -> None:
-    rates = MeasuredCosts(block_bytes=80_000)
-    assert rates.per_prefill_token == 1 / ASSUMED_PREFILL_RATE
-    assert rates.per_block == 80_000 / ASSUMED_COPY_RATE
+    costs = MeasuredCosts(block_bytes=80_000)
+    assert costs.prefill_token.per_unit == 1 / ASSUMED_PREFILL_RATE
+    assert costs.block_copy.per_unit == 80_000 / ASSUMED_COPY_RATE
     for _ in range(50):
-        rates.learn(plan_of(1), StepResult([RowResult()], 0.010))
-        rates.learn(plan_of(101), StepResult([RowResult()], 0.012))
-    assert rates.per_prefill_token == pytest.approx(20e-6)
+        costs.learn(plan_of(1), StepResult([RowResult()], 0.010))
+        costs.learn(plan_of(101), StepResult([RowResult()], 0.012))
+    assert costs.prefill_token.per_unit == pytest.approx(20e-6)
     swaps = StepPlan(plan_of(1).rows, swap_out=[(0, 0)] * 3, swap_in=[(0, 0)])
     for _ in range(3):
-        rates.learn(swaps, StepResult([RowResult()], 0.110, swap_elapsed=0.100))
-    assert rates.per_block == pytest.approx(0.025)
-    assert rates.per_prefill_token == pytest.approx(20e-6), "copies are no computing"
+        costs.learn(swaps, StepResult([RowResult()], 0.110, swap_elapsed=0.100))
+    assert costs.block_copy.per_unit == pytest.approx(0.025)
+    assert costs.prefill_token.per_unit == pytest.approx(20e-6), "copies are no computing"
     for _ in range(1000):
-        rates.not_copied()
-    assert rates.per_block == pytest.approx(80_000 / ASSUMED_COPY_RATE, rel=0.01), "worth another try"
+        costs.block_copy.fade()
+    assert costs.block_copy.per_unit == pytest.approx(80_000 / ASSUMED_COPY_RATE, rel=0.01), "worth another try"
     for _ in range(1000):
-        rates.learn(plan_of(101), StepResult([RowResult()], 0.014))
-    assert rates.per_prefill_token == pytest.approx(40e-6, rel=0.01), "what is long ago does not count"
+        costs.learn(plan_of(101), StepResult([RowResult()], 0.014))
+    assert costs.prefill_token.per_unit == pytest.approx(40e-6, rel=0.01), "what is long ago does not count"
 
 
 def test_copies_that_were_slow_once_are_tried_again_some_time() -> None:

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmsched.engine.executor.base import StepPlan
+from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.scheduler import Scheduler
+
+
+class LinearCost(NamedTuple):
+    """Seconds: fixed, per prefill token, per decoding sequence, per token of KV read. Windows make no difference."""
+
+    fixed: float
+    per_prefill_token: float
+    per_decode_seq: float
+    per_kv_token: float
+
+    @property
+    def window(self) -> None: ...
+
+    def seconds(self, shape: StepShape) -> float:
+        return (
+            self.fixed
+            + self.per_prefill_token * shape.prefill_tokens
+            + self.per_decode_seq * shape.decode_seqs
+            + self.per_kv_token * shape.kv_tokens
+        )
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from configs import resolved
+from simulated_run import LinearCost
 
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.targets.simulated_clients import SimulatedClients
-from llmsched.engine.executor.cost import LinearCost
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 #: A step takes a second, and each prefill token a tenth.
