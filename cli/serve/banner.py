@@ -65,9 +65,13 @@ def _preemption(engine: Engine) -> str:
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     """Return where the memory goes: as planned and, once it was measured, as it turned out."""
+    if plan.measured is None:
+        parts = [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
+    else:
+        parts = [(each.part, predicted_and_actual(each)) for each in reconcile(plan, plan.measured)]
     return [
         ("memory", f"{plan.device.name}: {human_bytes(plan.budget_bytes)} for weights, activations and KV"),
-        *_planned_parts(plan),
+        *parts,
         (
             "KV cache",
             f"{human_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
@@ -77,18 +81,12 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _planned_parts(plan: MemoryPlan) -> list[tuple[str, str]]:
-    if plan.measured is None:
-        return [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
-    return [(each.part, told(each)) for each in reconcile(plan, plan.measured)]
-
-
-def told(part: Reconciled) -> str:
+def predicted_and_actual(part: Reconciled) -> str:
     """Return the predicted and actual size of a part of the memory."""
     predicted = f"{human_bytes(part.predicted)} predicted"
     if part.actual is None:
         return f"{predicted}, not counted on a CPU"
-    ratio = "" if part.ratio is None else f" ({part.ratio:.3f} of it)"
+    ratio = "" if part.ratio is None else f" ({part.ratio:.3f} of predicted)"
     return f"{predicted}, {human_bytes(part.actual)} actual{ratio}{', more than planned' if part.exceeds else ''}"
 
 

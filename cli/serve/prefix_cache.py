@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +114,7 @@ def _pin_body(pin: PinState) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixFile:
-    """Prefix that was read from `path`."""
-
-    path: Path
-    request: PrefixRequest
-
-
-def read_prefixes(paths: Sequence[Path]) -> list[PrefixFile]:
+def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
     """Read prefix files: text, or in a .json file the body of a POST to /v1/prefixes.
 
     Raise ConfigError for a file that cannot be read. Call it before the model is loaded, which takes minutes.
@@ -143,17 +134,17 @@ def read_prefixes(paths: Sequence[Path]) -> list[PrefixFile]:
             raise ConfigError("pin_prefix", f"{path} is not UTF-8 text: {error.reason} at {error.start}") from error
         except RequestError as error:
             raise ConfigError("pin_prefix", f"{path}: {error.message}") from error
-        found.append(PrefixFile(path, request))
+        found.append((path, request))
     return found
 
 
-def pin_prefixes(engine: Engine, files: Sequence[PrefixFile]) -> None:
+def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) -> None:
     """Pin the prefixes; the engine computes them before other requests. Raise ConfigError if one cannot be pinned."""
     preparer = Preparer(engine)
-    for file in files:
+    for path, request in files:
         try:
-            token_ids = preparer.prefix(file.request)
-            pin = engine.prefixes.pin(token_ids, cache_salt=file.request.cache_salt or "", ttl=file.request.ttl)
+            token_ids = preparer.prefix(request)
+            pin = engine.prefixes.pin(token_ids, cache_salt=request.cache_salt or "", ttl=request.ttl)
         except RequestError as error:
-            raise ConfigError("pin_prefix", f"{file.path}: {error.message}") from error
-        render.note(f"{file.path}: the first {pin.num_tokens} of {len(token_ids)} tokens are pinned as {pin.pin_id}")
+            raise ConfigError("pin_prefix", f"{path}: {error.message}") from error
+        render.note(f"{path}: the first {pin.num_tokens} of {len(token_ids)} tokens are pinned as {pin.pin_id}")

@@ -14,7 +14,7 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.model.paged import KVCache
 
-#: Most blocks of one layer that are gathered at a time on a GPU, which bounds the memory of the gathered copy.
+#: Most blocks of one layer that are gathered at a time, which bounds the memory of the gathered copy.
 MAX_GATHERED = 64
 
 Pairs = ListLike[tuple[int, int]]
@@ -24,24 +24,26 @@ Copy = Callable[[np.ndarray, np.ndarray], None]
 class HostBlocks:
     """`num_blocks` blocks in host memory, of the same type as those of the cache, so swapping changes no value.
 
+    Blocks of the cache are scattered, host blocks mostly contiguous: runs of host blocks are copied together.
+
     On a GPU the host memory is page-locked, and copies run on a separate stream: after the work that the computing
     stream already has, and before the work that it gets later.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
         tensors = [*cache.keys, *cache.values]
         shapes = [(num_blocks, *tensor.shape[1:]) for tensor in tensors]
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)
-        if not self._on_gpu:
-            memory.zero_()  # touches the pages now, not during the first copies
-        else:
+        if on_gpu:
             weakref.finalize(self, _lock_pages(memory)).atexit = False
+        else:
+            memory.zero_()  # touches the pages now, not during the first copies
         parts = [
             part.view(tensor.dtype).view(shape)
             for part, tensor, shape in zip(torch.split(memory, sizes), tensors, shapes, strict=True)
@@ -51,12 +53,12 @@ class HostBlocks:
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks to host blocks: (block, host block) pairs."""
         blocks, host_blocks = _columns(pairs)
-        self._timed(self._gather_out if self._on_gpu else self._copy_out, blocks, host_blocks)
+        self._timed(self._copy_out, blocks, host_blocks)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy host blocks to blocks: (host block, block) pairs."""
         host_blocks, blocks = _columns(pairs)
-        self._timed(self._scatter_in if self._on_gpu else self._copy_in, blocks, host_blocks)
+        self._timed(self._copy_in, blocks, host_blocks)
 
     def seconds(self) -> float:
         """Return the seconds that the copies since the last call took. On a GPU, wait for them."""
@@ -82,27 +84,13 @@ class HostBlocks:
         computing.wait_stream(self._stream)
         self._events.append((start, end))
 
-    # -- CPU --------------------------------------------------------------------------------------------------
-
     def _copy_out(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
-        sources, destinations = torch.from_numpy(blocks), torch.from_numpy(host_blocks)
-        for tensor, host in self._layers:
-            host[destinations] = tensor[sources]
-
-    def _copy_in(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
-        sources, destinations = torch.from_numpy(host_blocks), torch.from_numpy(blocks)
-        for tensor, host in self._layers:
-            tensor[destinations] = host[sources]
-
-    # -- GPU: blocks are scattered, host blocks mostly contiguous ---------------------------------------------
-
-    def _gather_out(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
         for part in _runs(host_blocks):
             indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
             for tensor, host in self._layers:
                 host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
 
-    def _scatter_in(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
+    def _copy_in(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
         for part in _runs(host_blocks):
             indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
             for tensor, host in self._layers:

@@ -103,14 +103,14 @@ def attend_rows(
     sizes = (*sizes, int(slopes is not None))
     arguments = np.array((*addresses, *sizes, scale, softcap or 0.0), ARGUMENTS)
     products = num_splits * SPLIT * heads * (head_dim + value_dim)
-    run(team_body(ELEMENTS[key_cache.dtype]), arguments, parallel=products >= PARALLEL_PRODUCTS)
+    run(thread_body(ELEMENTS[key_cache.dtype]), arguments, parallel=products >= PARALLEL_PRODUCTS)
     if sinks is None:
         sinks = torch.full((heads,), -torch.inf)
     join_splits(parts.numpy(), stats.numpy(), rows, sinks.numpy(), output.numpy())
 
 
 @cache
-def team_body(element: np.dtype[Any]) -> Any:
+def thread_body(element: np.dtype[Any]) -> Any:
     """Return the function that each thread runs, compiled for a cache of `element`s."""
 
     @c_function(types.CPointer(numba.from_dtype(ARGUMENTS)))

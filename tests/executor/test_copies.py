@@ -1,4 +1,4 @@
-"""Copied blocks are as good as computed ones, and are copied before anything is written."""
+"""Copied blocks equal computed ones, and copies run before anything is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH = 21  # two whole blocks and five tokens
 
 
 def prompt(seed: int, common: int = 0) -> list[int]:
-    """Random tokens; the first `common` are those of every seed."""
+    """Return random tokens, of which the first `common` are the same for every seed."""
     ids = torch.randint(4, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     same = torch.randint(4, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(99))
     return [*same[:common].tolist(), *ids[0][common:].tolist()]

@@ -20,7 +20,7 @@ def plan_of(rows: list[tuple[int, int, bool]]) -> StepPlan:
 
 
 def walked(rows: list[tuple[int, int, bool]], window: int | None) -> tuple[int, int, int]:
-    """KV tokens of all rows, KV tokens of prefill rows, pairs of prefill rows: counted one by one."""
+    """Count KV tokens of all rows, and KV tokens and pairs of prefill rows, one by one."""
     kv = prefill_kv = pairs = 0
     for start, count, _ in rows:
         seen = [

@@ -17,7 +17,7 @@ WIDTH, DRAWS = 600, 4096
 
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few that nuclei of this small vocabulary are found at the first, second and last try."""
+    """Use few candidates, so that nuclei of this small vocabulary are found at the first, second and last try."""
     monkeypatch.setattr(filters, "CANDIDATES", 8)
     monkeypatch.setattr(filters, "CANDIDATES_GROWTH", 8)
 
@@ -25,7 +25,7 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 def probabilities(
     logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> list[float]:
-    """The distribution that a row is drawn from, in plain Python."""
+    """Return the distribution from which a row is drawn, in plain Python."""
     best = max(logits)
     weights = [math.exp((value - best) / temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
@@ -43,7 +43,7 @@ def probabilities(
 
 
 def drawn(logits: torch.Tensor, words: UInt64, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[int]:
-    """Draws with keys [2, S] and parameters that are numbers for all rows or arrays."""
+    """Draw with keys [2, S] and parameters that are one number for all rows or an array."""
     rows = len(logits)
     settings = [
         np.broadcast_to(np.asarray(value, dtype=np.float64), rows) for value in (temperature, top_k, top_p, min_p)
@@ -52,12 +52,12 @@ def drawn(logits: torch.Tensor, words: UInt64, temperature=1.0, top_k=0, top_p=1
 
 
 def seeds_and_positions(count: int) -> UInt64:
-    """Keys of 64 neighbouring seeds at neighbouring positions."""
+    """Return the keys of 64 neighbouring seeds at neighbouring positions."""
     return keys([index % 64 for index in range(count)], [index // 64 for index in range(count)])
 
 
 def deviation(tokens: list[int] | np.ndarray, expected: list[float] | np.ndarray) -> float:
-    """Standardised chi-square of tokens drawn from the probabilities `expected`, the rare ones as one: about N(0, 1).
+    """Return the standardised chi-square, about N(0, 1), of draws from probabilities `expected`, rare tokens as one.
 
     Infinite if a token was drawn that has no probability.
     """

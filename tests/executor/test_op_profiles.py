@@ -1,4 +1,4 @@
-"""The form of the roofline against microsoft/vidur's profiles of single layers: products of matrices, and the rest."""
+"""Roofline against microsoft/vidur's profiles of single layers: matrix products and the rest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_products_take_the_hypot_of_arithmetic_and_reading() -> None:
 
 
 def test_the_rest_of_a_layer_moves_vectors() -> None:
-    """A model of one layer; on the A40, whose cache is large for its bandwidth, it takes half as long."""
+    """Return the time of a one-layer model; on the A40, whose cache is large for its bandwidth, half of it."""
     checked = 0
     for profile in PROFILES:
         if profile["num_tokens"] < 1024 or profile["gpu"] == "a40" or profile["model"] not in WIDTHS:

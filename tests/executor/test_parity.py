@@ -1,4 +1,4 @@
-"""The paged, packed, chunked computation equals plain transformers: logits and greedy tokens, many architectures."""
+"""Parity with plain transformers: logits and greedy tokens of the paged, packed, chunked computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 @cache
 def reference(arch: str) -> list[torch.Tensor]:
-    """Logits of plain transformers, with attention in its eager form, every prompt by itself."""
+    """Return the logits of plain transformers with eager attention, each prompt alone."""
     model = plain(arch)
     with torch.inference_mode():
         return [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts()]

@@ -1,4 +1,4 @@
-"""What the transformers path finds out about a model, and what it refuses."""
+"""Facts that the transformers path finds out about a model, and models that it refuses."""
 
 from __future__ import annotations
 

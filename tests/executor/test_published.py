@@ -1,4 +1,4 @@
-"""The shipped constants against a sample of the published results that they were not fitted to.
+"""Shipped constants against a sample of published results that the fit did not use.
 
 tests/bench/bench_published.py has all of them. The bounds are a little above what is reached: a change of formulas or
 constants that makes predictions worse fails here.
@@ -18,7 +18,7 @@ EVERY = 2
 
 
 def sample() -> list[PublishedRow]:
-    """Every second of the small check rows, in the order of the file."""
+    """Return every second of the small check rows, in file order."""
     small = [row for row in read_rows() if not row.fitted and row.tpot is not None and _tokens(row) <= MOST_TOKENS]
     return small[::EVERY]
 

@@ -1,4 +1,4 @@
-"""Files of published results: what is read of a line, and why one is refused."""
+"""Files of published results: what is read from a line, and which lines are refused."""
 
 from __future__ import annotations
 

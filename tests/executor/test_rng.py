@@ -1,4 +1,4 @@
-"""The random numbers: known answers, uniformity, and independence of neighbouring seeds, positions and names."""
+"""Random numbers: known answers, uniformity, independence of neighbouring seeds, positions and names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected:
 
 
 def chi_square(numbers: np.ndarray, bins: int = 256) -> float:
-    """Standardised: about N(0, 1) for numbers that are uniform in [0, 1)."""
+    """Return the standardised chi-square, about N(0, 1) for numbers that are uniform in [0, 1)."""
     counts = np.bincount((numbers * bins).astype(int).ravel(), minlength=bins)
     expected = numbers.size / bins
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -35,12 +35,12 @@ def chi_square(numbers: np.ndarray, bins: int = 256) -> float:
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> float:
-    """chi_square of the pairs, on a grid of 16 x 16."""
+    """Return chi_square of the pairs on a grid of 16 x 16."""
     return chi_square((np.floor(first * 16) * 16 + np.floor(second * 16)) / 256)
 
 
 def fractions(seeds: range | list[int], positions: range | np.ndarray | list[int]) -> np.ndarray:
-    """Both words of each key, as numbers of [0, 1): [2, N]."""
+    """Return both words of each key as numbers in [0, 1): [2, N]."""
     return keys(seeds, positions) * 2.0**-32
 
 
@@ -76,7 +76,7 @@ def test_a_pair_gives_the_same_key_whatever_else_is_asked() -> None:
 
 
 def reference_hash(name: int, first: int, second: int) -> int:
-    """`hashed` in Python's integers."""
+    """Return `hashed`, computed with Python integers."""
     mixed = name ^ first
     mixed = (mixed ^ (mixed >> 16)) * 0x604BAA5D % 2**32
     mixed = (mixed ^ (mixed >> 15) ^ second) * 0x43D6CE97 % 2**32
@@ -91,7 +91,7 @@ def test_hash_equals_arithmetic_without_limits() -> None:
 
 
 def name_hashes(seeds: range, positions: list[int] | range, count: int = 320) -> np.ndarray:
-    """Hashes of the names 0 .. count - 1 as numbers of [0, 1), one row for each key: [N, count]."""
+    """Return hashes of the names 0 .. count - 1 as numbers in [0, 1), one row per key: [N, count]."""
     words = torch.from_numpy(keys(seeds, positions).astype(np.int64))
     return hashed(torch.arange(count), words[0][:, None], words[1][:, None]).numpy() * 2.0**-32
 

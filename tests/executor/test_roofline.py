@@ -1,4 +1,4 @@
-"""The roofline by its limits: what a step costs when one resource alone decides."""
+"""Limits of the roofline: the cost of a step that one resource alone decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the roofline may never say, of any GPU under any class of engines: faster than the hardware, or upside down."""
+"""Bounds of the roofline for every GPU and class of engines: never faster than the hardware, and monotonic."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def costs(model: str, gpu: GpuSpec) -> list[Roofline]:
 
 
 def decodes(count: int | np.ndarray, context: int | np.ndarray) -> StepShape:
-    """So many sequences at this context each."""
+    """Return a step of decodes, so many sequences at this context each."""
     kv = count * context
     seen = count * np.minimum(context, 128)
     return StepShape(0 * kv, count + 0 * kv, kv, 0 * kv, 0 * kv, seen, 0 * kv, 0 * kv, count + 0 * kv)  # type: ignore[arg-type]
 
 
 def prefills(tokens: np.ndarray) -> StepShape:
-    """One prompt of so many tokens, of which the last gives one."""
+    """Return a step with one prompt of so many tokens, which samples."""
     none, pairs = 0 * tokens, tokens * (tokens + 1) // 2
     seen = np.minimum(pairs, tokens * 128)
     return StepShape(tokens, none, tokens, tokens, pairs, tokens, tokens, seen, none + 1)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def prefills(tokens: np.ndarray) -> StepShape:
 @each_gpu
 @each_model
 def test_nothing_is_faster_than_the_hardware(gpu: GpuSpec, model: str) -> None:
-    """Decodes read the weights that they touch and their KV once, products take no less than the datasheet's rate."""
+    """Return the least time: decodes read their weights and KV once, products run at the datasheet's rate."""
     shape, context = work(model), 2000
     share = shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
     weights = shape.dense.size + shape.head.size + shape.experts.size * (1 - (1 - share) ** COUNTS)

@@ -1,4 +1,4 @@
-"""The sampler against straightforward formulas for one row."""
+"""Sampler against plain formulas for one row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def edited(logits: list[float], sequence: Sequence) -> list[float]:
-    """Bias, min_tokens and penalties by the formulas."""
+    """Return the logits after bias, min_tokens and penalties by the formulas."""
     sampling, counts = sequence.sampling, Counter(sequence.token_ids[sequence.num_prompt_tokens :])
     result = list(logits)
     for token, bias in sampling.logit_bias.items():
@@ -177,7 +177,7 @@ def test_row_does_not_depend_on_its_neighbours() -> None:  # A14
 
 
 def extend(sampler: Sampler, sequence: Sequence, steps: int) -> list[int]:
-    """Sample from logits that change every third token only, so that penalties tell."""
+    """Sample from logits that change only every third token, so that penalties show."""
     for _ in range(steps):
         result = sampler.sample(random_logits(1, seed=sequence.num_output_tokens // 3), [sequence])[0]
         assert result.token_id is not None

@@ -1,4 +1,4 @@
-"""Blocks in host memory: copied bit by bit, in the order that a plan states."""
+"""Host blocks: exact copies, in the order that a plan states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def cache_of(dtype: torch.dtype, num_blocks: int = 8) -> KVCache:
-    """Two layers whose keys and values differ in width, filled with random numbers."""
+    """Return two layers of random numbers, whose keys and values differ in width."""
     cache = KVCache.allocate([LayerShape(2, 6, 4), LayerShape(1, 8, 8)], num_blocks, KVLayout(4), dtype, CPU)
     for seed, tensor in enumerate((*cache.keys, *cache.values)):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
@@ -51,7 +51,7 @@ def test_seconds_are_counted_once() -> None:
 
 
 def test_a_step_saves_then_copies_then_restores() -> None:
-    """Block 0 is saved, becomes the destination of a copy from 1, and 1 gets what lay in host memory."""
+    """Block 0 is swapped out, then becomes the destination of a copy from 1, and block 1 is swapped in."""
     executor = TorchExecutor(
         build_model("llama", seed=3),
         num_blocks=4,
@@ -72,9 +72,9 @@ def test_a_step_saves_then_copies_then_restores() -> None:
     assert executor.execute(StepPlan(())).swap_elapsed == 0
 
 
-def test_slots_side_by_side_go_together() -> None:
-    def runs(slots: list[int]) -> list[list[int]]:
-        array = np.array(slots)
+def test_consecutive_host_blocks_are_copied_together() -> None:
+    def runs(host_blocks: list[int]) -> list[list[int]]:
+        array = np.array(host_blocks)
         return [array[part].tolist() for part in _runs(array)]
 
     assert runs([3]) == [[3]]
@@ -82,15 +82,13 @@ def test_slots_side_by_side_go_together() -> None:
     assert [len(run) for run in runs(list(range(2 * MAX_GATHERED + 1)))] == [MAX_GATHERED, MAX_GATHERED, 1]
 
 
-def test_gathered_copies_are_the_same_as_plain_ones() -> None:
-    """The way of the GPU, computed here: blocks lie anywhere, slots go in runs."""
+def test_scattered_blocks_and_runs_of_host_blocks() -> None:
     cache = cache_of(torch.float32)
     before, host = layers(cache), HostBlocks(cache, 8, CPU)
-    blocks, slots = np.array([6, 1, 3, 0]), np.array([2, 3, 4, 7])
-    host._gather_out(blocks, slots)
+    host.swap_out([(6, 2), (1, 3), (3, 4), (0, 7)])
     for tensor in (*cache.keys, *cache.values):
         tensor.zero_()
-    host._scatter_in(np.array([0, 2, 4, 5]), slots)
+    host.swap_in([(2, 0), (3, 2), (4, 4), (7, 5)])
     for was, now in zip(before, (*cache.keys, *cache.values), strict=True):
         assert torch.equal(now[[0, 2, 4, 5]], was[[6, 1, 3, 0]])
 

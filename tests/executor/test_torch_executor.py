@@ -1,4 +1,4 @@
-"""The executor as the engine sees it: plans in, results out."""
+"""TorchExecutor as the engine uses it: plans in, results out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_executor(arch: str = "llama", *, num_blocks: int = 64, block_size: int 
 
 
 def raw_logprobs(tokens: list[int]) -> torch.Tensor:
-    """Row i: the distribution of token i + 1, from plain transformers."""
+    """Return in row i the distribution of token i + 1, from plain transformers."""
     with torch.inference_mode():
         return torch.log_softmax(build_model("llama", seed=5)(input_ids=torch.tensor([tokens])).logits[0].double(), -1)
 
@@ -148,7 +148,7 @@ def test_rows_that_sample_nothing_do_not_reach_the_sampler(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sample", [True, False])
 def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyPatch, sample: bool) -> None:
-    """A step whose rows sample nothing copies nothing to the host, so that it would not wait for the GPU."""
+    """A step whose rows sample nothing copies nothing to the host, which alone would not wait for the GPU."""
     executor = make_executor()
     told: list[str] = []
     forward = executor._forward
@@ -173,7 +173,7 @@ def test_empty_plan() -> None:
 
 
 def poisoned(tokens: set[int]) -> TorchExecutor:
-    """Embeddings of these tokens are NaN, so sequences that contain one have no logits."""
+    """Set the embeddings of these tokens to NaN, so that sequences with one have NaN logits."""
     executor = make_executor(tie_word_embeddings=False)
     with torch.no_grad():
         executor._model._model.get_input_embeddings().weight[sorted(tokens)] = float("nan")

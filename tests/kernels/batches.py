@@ -1,4 +1,4 @@
-"""Made-up packed batches for the kernels' tests."""
+"""Random packed batches for the kernels' tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: (q_len, context) of each sequence, the model's dimensions, and the options of paged_attention."""
+    """Shape of a batch: (q_len, context) of each sequence, model dimensions, options of paged_attention."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]

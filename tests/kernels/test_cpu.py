@@ -1,4 +1,4 @@
-"""The CPU's kernels against the reference."""
+"""CPU kernels against the reference."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_all_float16_numbers_are_read_right() -> None:
 
 
 def test_a_row_is_the_same_in_every_batch() -> None:
-    """Bit for bit: alone on one thread, and among others on all of them."""
+    """A row's result is the same, bit for bit, alone on one thread and in a batch on all threads."""
     shape = Shape("", ((1, 700),) + ((1, 400),) * 12, heads=9, kv_heads=3)
     batch = make_batch(shape)
     together = ops.paged_attention(*batch.tensors, **batch.options)
@@ -183,7 +183,7 @@ def test_cache_of_another_type_is_refused() -> None:
 
 
 def test_without_a_place_for_the_cache() -> None:
-    """Numba refuses to keep what comes from no file, as it does where nothing can be written: compiled all the same."""
+    """Numba cannot cache code that comes from no file, or without a writable directory; it compiles without."""
     namespace: dict[str, object] = {}
     exec("def double(x):\n    return 2 * x", namespace)
     assert jit()(namespace["double"])(21) == 42  # type: ignore[type-var, operator]

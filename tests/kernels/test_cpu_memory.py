@@ -1,4 +1,4 @@
-"""Attention over a short context must not touch, let alone copy, the rest of the KV cache."""
+"""Attention over a short context must not read or copy the rest of the KV cache."""
 
 from __future__ import annotations
 

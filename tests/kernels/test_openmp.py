@@ -1,4 +1,4 @@
-"""Compiled bodies run on torch's threads, each once, or on the calling thread where there is no OpenMP runtime."""
+"""Compiled bodies run once on each of torch's threads, or on the calling thread without an OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_not_parallel_is_the_calling_thread() -> None:
 
 
 def test_the_runtime_is_torchs() -> None:
-    """One OpenMP runtime in the process: a second would put its own threads beside torch's."""
+    """The process has one OpenMP runtime; a second would add its own threads."""
     maps = Path("/proc/self/maps")
     mapped = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
     runtimes = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp"))]
@@ -54,7 +54,7 @@ def test_the_runtime_is_torchs() -> None:
 
 
 def test_without_an_openmp_runtime() -> None:
-    """macOS and Windows, as far as this can be played here."""
+    """Simulate macOS and Windows, where torch has no such runtime."""
     code = (
         f"import sys, numba, torch; sys.platform = 'darwin'; sys.path.insert(0, {str(Path(__file__).parent)!r});"
         "import test_openmp as t; assert t.openmp.load_runtime() is None;"

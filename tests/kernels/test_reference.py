@@ -1,4 +1,4 @@
-"""The specification against computations that share nothing with it: torch's attention and transformers' eager ones."""
+"""Specification against independent computations: torch's attention and transformers' eager attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hugging_face_mask(q_len: int, context: int, window: int | None) -> torch.Ten
 
 
 def dense_attention(shape: Shape, batch: Batch) -> torch.Tensor:
-    """Each sequence on its own, from its contiguous keys and values, by the code that transformers runs."""
+    """Attend to each sequence alone, from its contiguous keys and values, with the code of transformers."""
     outputs = []
     bounds = batch.cu_seqlens_q.tolist()
     for index, (q_len, context) in enumerate(shape.sequences):

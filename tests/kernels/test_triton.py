@@ -105,7 +105,7 @@ def attention_kernel(arch: int, dtype: str, head_dim: int, *, decode: bool, spli
 
 
 def resources(compiled: Any, directory: Path) -> dict[str, int]:
-    """Registers, and bytes of stack (spilled registers) and local memory, of each thread."""
+    """Return registers, and bytes of stack (spilled registers) and local memory, per thread."""
     cubin = directory / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
@@ -166,7 +166,7 @@ def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
 
 
 class PretendedGpu:
-    """As much of a driver as a launch asks for before it runs anything."""
+    """The part of a driver that a launch uses before it runs anything."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -179,7 +179,7 @@ class PretendedGpu:
 
 
 def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches up to the point where a GPU would be needed: a server must not stop to compile in the midst of its work.
+    """Launch up to the point where a GPU is needed: a server must not compile while it serves.
 
     One attention kernel each for decodes and for batches with chunks, with splits and without; one to join splits.
     """
@@ -239,7 +239,7 @@ def test_tiles_are_legal() -> None:
         assert tiling.block_d >= dim
 
 
-def test_memory_that_cannot_be_walked_is_refused() -> None:
+def test_heads_that_are_not_contiguous_are_refused() -> None:
     batch = make_batch(Shape("", ((1, 20),)))
     options = {"sinks": None, **batch.options, "tiling": chosen(1, 1, head_dim=64, value_dim=64)}
     with pytest.raises(ValueError, match=r"heads have strides .* the last must be 1"):

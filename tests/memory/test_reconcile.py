@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmsched.cli.profiles.apply import profile_settings, store_ratios
-from llmsched.cli.serve.banner import start_rows, told
+from llmsched.cli.serve.banner import predicted_and_actual, start_rows
 from llmsched.engine.build import build_engine, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
@@ -76,21 +76,24 @@ def test_a_gpu_has_a_context_too(plan: MemoryPlan) -> None:
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        (Reconciled("weights", 1 << 20, 1 << 20), "1.00 MiB predicted, 1.00 MiB actual (1.000 of it)"),
+        (Reconciled("weights", 1 << 20, 1 << 20), "1.00 MiB predicted, 1.00 MiB actual (1.000 of predicted)"),
         (Reconciled("activations", 1 << 20, None), "1.00 MiB predicted, not counted on a CPU"),
-        (Reconciled("KV", 1 << 20, 3 << 19), "1.00 MiB predicted, 1.50 MiB actual (1.500 of it), more than planned"),
+        (
+            Reconciled("KV", 1 << 20, 3 << 19),
+            "1.00 MiB predicted, 1.50 MiB actual (1.500 of predicted), more than planned",
+        ),
         (Reconciled("weights", 0, 1024), "0 B predicted, 1.00 KiB actual"),
     ],
 )
-def test_how_a_part_is_told(part: Reconciled, text: str) -> None:
-    assert told(part) == text
+def test_how_a_part_is_predicted_and_actual(part: Reconciled, text: str) -> None:
+    assert predicted_and_actual(part) == text
 
 
 def test_the_banner_tells_it(engine: Engine) -> None:
     rows = dict(start_rows(engine, "m"))
     assert "predicted" in rows["weights"]
     assert "actual" in rows["weights"]
-    assert rows["KV"].endswith("(1.000 of it)")
+    assert rows["KV"].endswith("(1.000 of predicted)")
 
 
 def test_the_banner_counts_tokens_in_all_groups_of_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +127,7 @@ def test_a_profile_of_another_keeps_none(plan: MemoryPlan, tmp_path: Path, found
     assert load_profile(path).memory == {"kv_ratio": 0.9}
 
 
-def test_a_profile_that_cannot_be_read_is_told(plan: MemoryPlan, tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_read_is_predicted_and_actual(plan: MemoryPlan, tmp_path: Path) -> None:
     problem = store_ratios(str(tmp_path / "missing.toml"), plan, HERE)
     assert problem is not None
     assert "missing.toml" in problem

@@ -1,4 +1,4 @@
-"""Who goes before a request that does not fit, and what it is told of them."""
+"""Backfill: which requests pass one that does not fit, and what the ledger says about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fakes import Harness, assert_right, make_request, tokens
 from llmsched.engine.request import RequestStatus
 
 
-def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_before_it_would() -> None:
+def test_requests_pass_one_that_does_not_fit_only_if_they_end_before_its_reserved_start() -> None:
     harness = Harness(20, budget=256, headroom=0.0, fast_lane_share=0.0)
     running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
     harness.step()
@@ -24,8 +24,8 @@ def test_small_requests_pass_one_that_does_not_fit_but_only_if_they_are_gone_bef
     assert head.first_scheduled_time <= slow.first_scheduled_time
 
 
-def test_a_place_comes_nearer_while_nobody_comes_or_goes() -> None:
-    """A short one that would have been gone in time sixty steps ago would not be now."""
+def test_the_reserved_start_comes_nearer_with_every_step() -> None:
+    """A request that would have ended before the reserved start sixty steps ago would not now."""
     harness = Harness(20, budget=256, headroom=0.0, fast_lane_prompt=50, output_prediction="max_tokens")
     running = harness.add(make_request("running", tokens(100), 60, arrival=0.0))
     harness.step()
@@ -41,7 +41,7 @@ def test_a_place_comes_nearer_while_nobody_comes_or_goes() -> None:
     assert head.num_passed == 1
 
 
-def test_the_place_is_kept_for_the_first_that_does_not_fit_not_for_the_last() -> None:
+def test_memory_is_reserved_for_the_first_that_does_not_fit_not_for_the_last() -> None:
     harness = Harness(40, budget=400, headroom=0.0, fast_lane_share=0.0, output_prediction="max_tokens")
     for name, output in (("soon", 10), ("late", 100)):
         harness.add(make_request(name, tokens(160, seed=output), output, arrival=0.0))

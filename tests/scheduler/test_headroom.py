@@ -1,4 +1,4 @@
-"""The loop against thrash: headroom and concurrency cap."""
+"""HeadroomControl: headroom and concurrency cap under thrash and in quiet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that other schedulers have had, each as it was reported, with what is right instead."""
+"""Faults that other schedulers had, each as it was reported, and the right behaviour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def scheduled(harness: Harness) -> int:
 
 @MODES
 def test_a_long_prompt_does_not_go_round_in_circles(swap: dict[str, object]) -> None:  # D02
-    """It was admitted for its next chunk only, ran out of memory, was preempted and began anew, for ever."""
+    """There, a request was admitted for its next chunk, ran out of memory, was preempted and restarted, endlessly."""
     harness = Harness(40, budget=64, **swap)
     first = harness.add(make_request("A", tokens(400), 100))
     for _ in range(10):
@@ -33,7 +33,7 @@ def test_a_long_prompt_does_not_go_round_in_circles(swap: dict[str, object]) -> 
 @MODES
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_victim_that_was_due_in_the_same_step(caching: bool, swap: dict[str, object]) -> None:  # D03
-    """The pool is full and all three need a block in one step: the low one goes, before it is given anything."""
+    """The pool is full and all three need a block in one step: the low one is preempted before it gets any."""
     harness = Harness(
         6, budget=64, output_prediction="none", headroom=0.0, caching=caching, fast_lane_share=0.0, **swap
     )
@@ -51,7 +51,7 @@ def test_a_victim_that_was_due_in_the_same_step(caching: bool, swap: dict[str, o
 
 @MODES
 def test_thirty_in_a_pool_for_a_few_advance_in_each_step(swap: dict[str, object]) -> None:  # D05
-    """The victim was pushed to the front of the queue and looked at again, for ever."""
+    """There, the victim was put at the front of the queue and considered again, endlessly."""
     harness = Harness(20, budget=256, max_num_seqs=30, output_prediction="none", **swap)
     requests = [harness.add(make_request(f"r{i:02}", tokens(32, seed=i), 128, arrival=0.0)) for i in range(30)]
     while harness.scheduler.has_work():
@@ -62,7 +62,7 @@ def test_thirty_in_a_pool_for_a_few_advance_in_each_step(swap: dict[str, object]
 
 
 def test_a_cold_request_among_hot_ones() -> None:  # D07
-    """Two slots, and more arrive that share a prefix than are served, for a minute (of steps)."""
+    """Two requests may run; for sixty steps, more requests with a shared prefix arrive than are served."""
     harness = Harness(60, budget=256, max_num_seqs=2, fast_lane_share=0.0)
     shared = tokens(64)
     harness.add(make_request("warm", shared, 1))

@@ -1,4 +1,4 @@
-"""Who goes first: ranks, quota, fast lane, classes."""
+"""Order of admission: ranks, arrival quota, fast lane, classes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_preempted_requests_come_before_their_class() -> None:
 
 
 def first_steps(harness: Harness, *requests: Request) -> dict[str, int]:
-    """The step in which each request computed its last prompt token."""
+    """Return the step in which each request computed its last prompt token."""
     steps: dict[str, int] = {}
     for step in range(1000):
         if not harness.scheduler.has_work():
@@ -133,7 +133,7 @@ def test_fast_lane_takes_only_its_share_and_leaves_the_rest() -> None:
 
 
 def test_prefills_of_several_steps_share_the_lane() -> None:
-    """Together they get no more than it, the more urgent one first."""
+    """Together they get no more than the lane; the more urgent one gets it first."""
     harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=80)
     long = harness.add(make_request("long", tokens(2000), 1, arrival=0.0))
     later, first = (
@@ -147,7 +147,7 @@ def test_prefills_of_several_steps_share_the_lane() -> None:
     assert_right(long, later, first)
 
 
-def test_fast_lane_takes_only_its_share_of_slots_that_are_scarce() -> None:
+def test_fast_lane_takes_only_its_share_of_scarce_places() -> None:
     harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=20, max_num_seqs=2, max_passes=1000)
     long = [harness.add(make_request(f"l{i:02}", tokens(30, seed=i), 1, arrival=float(i))) for i in range(14)]
     short = [harness.add(make_request(f"s{i:02}", tokens(10, seed=50 + i), 1, arrival=99.0)) for i in range(50)]
@@ -159,7 +159,7 @@ def test_fast_lane_takes_only_its_share_of_slots_that_are_scarce() -> None:
     assert_right(*long, *short)
 
 
-def test_fast_lane_takes_the_slots_that_nobody_else_can() -> None:
+def test_fast_lane_takes_the_places_that_no_other_request_can() -> None:
     harness = Harness(30, budget=100, headroom=0.0, max_num_seqs=2, max_passes=1000, output_prediction="none")
     running = harness.add(make_request("running", tokens(300), 100, arrival=0.0))
     for _ in range(5):
@@ -186,7 +186,7 @@ def test_one_that_does_not_fit_does_not_close_the_fast_lane() -> None:
     assert_right(running, *large, blocked, fits)
 
 
-def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
+def test_a_higher_class_takes_the_place_of_a_lower_one() -> None:
     harness = Harness(64, max_num_seqs=1)
     low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
     for _ in range(5):
@@ -198,7 +198,7 @@ def test_a_higher_class_takes_the_slot_of_a_lower_one() -> None:
     assert_right(low, high)
 
 
-def test_a_class_takes_no_slot_of_one_that_was_preempted_twice() -> None:
+def test_a_class_takes_no_place_of_a_request_that_was_preempted_twice() -> None:
     harness = Harness(64, max_num_seqs=1)
     low = harness.add(make_request("low", tokens(20), 40, arrival=0.0, priority=1))
     for i in range(4):
@@ -266,7 +266,7 @@ def test_preemption_by_class_is_no_thrash_and_baselines_know_no_classes() -> Non
 
 
 def test_first_come_is_first_served_whatever_its_class() -> None:
-    """Also when memory runs out: the baseline's victim is the last, not the lowest."""
+    """This holds when memory runs out, too: the baseline preempts the last request, not the lowest class."""
     harness = Harness(12, max_num_seqs=2, output_prediction="none", scheduling_policy="fcfs")
     low = harness.add(make_request("low", tokens(30), 90, arrival=0.0, priority=3))
     high = [harness.add(make_request(f"high{i}", tokens(30, seed=i + 1), 90, arrival=1.0 + i)) for i in range(2)]
@@ -305,7 +305,7 @@ def test_admission_leaves_the_headroom() -> None:
     assert small.status is RequestStatus.RUNNING, "6 of 16 blocks leave 10"
 
 
-def test_no_more_run_than_there_are_slots_whatever_lane_they_come_by() -> None:
+def test_no_more_run_than_max_num_seqs_in_either_lane() -> None:
     harness = Harness(200, budget=400, max_num_seqs=2)
     for i in range(6):
         harness.add(make_request(f"r{i}", tokens(10, seed=i), 5, arrival=float(i)))

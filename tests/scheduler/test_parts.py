@@ -1,4 +1,4 @@
-"""The parts of the scheduler alone: prediction, peak, pacing, ledger, baselines."""
+"""Parts of the scheduler on their own: prediction, peak forecast, pacing, ledger, baselines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from llmsched.engine.scheduler.step import LEAST_PREFILL, WARN_AFTER, Pacer
 
 
 class Growth(NamedTuple):
-    """A sequence: tokens it holds now, and tokens that it will still add."""
+    """Sequence that holds `held` tokens now and will add `remaining`."""
 
     held: int
     remaining: int
 
 
 def simulated_peak(growths: list[Growth]) -> int:
-    """Token by token: all grow together, each leaves when it has added what remained to it."""
+    """Return the peak token by token: all grow together, and each ends when it has added its remaining tokens."""
     peak = 0
     for step in range(max(g.remaining for g in growths) + 1):
         peak = max(peak, sum(g.held + step for g in growths if g.remaining >= step))
@@ -70,7 +70,7 @@ def test_peak_with_windows_is_what_a_token_by_token_simulation_gives(
 
 
 def test_windows_let_more_in_where_lengths_are_predicted() -> None:
-    """Two groups, of which one keeps 3 blocks: 20 that grow to 10 blocks need 13 each, not 20."""
+    """With two groups, of which one keeps 3 blocks, requests that grow to 10 blocks need 13 each, not 20."""
     for layout, blocks in ((KVLayout(16, 1, 1, 20), 20 * (10 + 3)), (KVLayout(16, 2), 20 * 2 * 10)):
         harness = Harness(
             blocks, budget=400, max_num_seqs=40, headroom=0.0, output_prediction="max_tokens", layout=layout
@@ -124,7 +124,7 @@ def test_pinned_blocks_are_nobodys_to_grow_into_and_shared_ones_count_once() -> 
 
 
 def test_what_a_chunk_gives_back_lets_others_in_though_nobody_has_come_or_gone() -> None:
-    """The first chunk takes 13 blocks of a window, the second needs 10, and three are kept behind it."""
+    """The first chunk takes 13 blocks in the window group; the second needs 10 and keeps three behind it."""
     knobs = {"headroom": 0.0, "output_prediction": "none", "fast_lane_share": 0.0}
     harness = Harness(20 + 13, budget=200, layout=KVLayout(16, 1, 1, 20), **knobs)
     long = harness.add(make_request("long", tokens(310), 8))
@@ -179,7 +179,7 @@ def test_expected_peak_is_the_certain_one_where_nothing_is_uncertain() -> None:
 
 
 def test_expected_peak_leaves_room_for_chance() -> None:
-    """A hundred that each hold ten blocks of tokens with probability a half: the mean, and a deviation of it."""
+    """A hundred requests hold ten blocks each with probability one half: the peak is the mean plus a deviation."""
     held, steps = np.full(100, 159), np.array([1])
     alive = np.full((100, 1), 0.5)
     assert expected_peak(held, alive, steps, KVLayout(16)) == pytest.approx(160 * (50 + 5))
@@ -329,7 +329,7 @@ def test_static_batch_lives_until_its_longest_member_ends_and_reserves_for_the_m
 
 
 def test_a_static_batch_of_one_that_needs_the_whole_pool() -> None:
-    """Nothing is left to reserve beside its windows, and what it has is not taken from it."""
+    """No block is left to reserve beside its window groups, and none of its blocks are taken away."""
     layout = KVLayout(16, 1, 2, 40)
     harness = Harness(layout.num_blocks(160), 400, 2, scheduling_policy="static", max_model_len=160, layout=layout)
     requests = [harness.add(make_request(f"r{i}", tokens(145, seed=i), 15)) for i in range(2)]
@@ -339,7 +339,7 @@ def test_a_static_batch_of_one_that_needs_the_whole_pool() -> None:
 
 
 def test_a_member_of_a_static_batch_that_fails_amid_a_chunk_keeps_nothing_that_others_count_on() -> None:
-    """For its chunk it had more blocks in layers with a window than the batch reserved for it."""
+    """During its chunk it holds more blocks in window groups than the batch reserved for it."""
     layout = KVLayout(16, 1, 2, 40)
     blocks = 2 * layout.num_blocks(160)
     harness = Harness(blocks, 400, 2, scheduling_policy="static", max_model_len=160, layout=layout)

@@ -1,4 +1,4 @@
-"""How a victim loses its memory, what that is predicted to cost, and what is told of it."""
+"""Preemption: how a victim loses its KV, what that is predicted to cost, and what the ledger says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmsched.engine.scheduler.preemption import ASSUMED_COPY_RATE, ASSUMED_PREF
 
 
 def crowded(swap_blocks: int = 20, **knobs: Any) -> tuple[Harness, list[Request]]:
-    """Two requests of seven blocks each in a pool of ten: the second is preempted once."""
+    """Run two requests of seven blocks each in a pool of ten; the second is preempted once."""
     harness = Harness(10, output_prediction="none", swap_blocks=swap_blocks, **knobs)
     return harness, [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=float(i))) for i in range(2)]
 
@@ -68,7 +68,7 @@ def test_without_room_a_victim_is_recomputed() -> None:
 
 @pytest.mark.parametrize(("seconds", "swaps"), [(0.0, 1), (0.5, 0)])
 def test_auto_takes_what_costs_less(seconds: float, swaps: int) -> None:
-    """A step of a prefill takes a second as others do, so what it adds is what was measured before any decode."""
+    """A prefill step takes as long as others, so the cost of a prefill token is the one measured before any decode."""
     harness, pair = crowded()
     harness.scheduler.preemption.costs.learn(StepPlan((), swap_out=[(0, 0)]), StepResult([], 1.0, seconds))
     for _ in range(20):
@@ -118,7 +118,7 @@ def test_a_class_victim_whose_blocks_stay_in_the_cache_is_not_copied() -> None:
 
 
 def test_a_request_is_not_scheduled_in_the_step_in_which_it_was_preempted() -> None:
-    """Even where the fast lane would take it: else it takes back the place that it had to give."""
+    """Otherwise the fast lane would give it back the place that it had to give up."""
     harness = Harness(64, max_num_seqs=1, fast_lane_prompt=50)
     low = harness.add(make_request("low", tokens(32), 40, priority=1))
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_a_request_is_not_scheduled_in_the_step_in_which_it_was_preempted() -> N
 
 
 def test_the_cheapest_loss_goes_first() -> None:
-    """Of equal classes: not the one with most to compute again, where nothing else speaks for it."""
+    """Of equal classes, not the request with the most tokens to compute again."""
     harness = Harness(24, budget=256, output_prediction="none", headroom=0.0)
     first = harness.add(make_request("first", tokens(32), 100, arrival=0.0))
     long = harness.add(make_request("long", tokens(200, seed=1), 60, arrival=1.0))
@@ -145,7 +145,7 @@ def test_the_cheapest_loss_goes_first() -> None:
 
 
 def test_a_shared_beginning_is_no_loss() -> None:
-    """Of two with as many tokens the one goes whose beginning another holds as well."""
+    """Of two requests with equal token counts, the victim is the one whose prefix another request holds too."""
     harness = Harness(23, budget=512, output_prediction="none", headroom=0.0)
     first = harness.add(make_request("first", tokens(96), 150, arrival=0.0))
     harness.step()
@@ -198,7 +198,7 @@ def test_copies_that_were_slow_once_are_tried_again_some_time() -> None:
 
 @pytest.mark.parametrize("priority", [0, 1])
 def test_a_victim_of_memory_comes_back_before_its_class_and_after_those_above(priority: int) -> None:
-    """One that passed another goes in front of that one, if they are of one class: it had begun."""
+    """A preempted request returns to the queue ahead of a request of its class that it had passed."""
     harness = Harness(12, budget=256, output_prediction="none", headroom=0.0)
     running = harness.add(make_request("running", tokens(60), 100, arrival=0.0))
     harness.step()

@@ -1,4 +1,4 @@
-"""Random lives of a scheduler: whatever comes, nothing leaks, nothing stops, nobody starves, every token is right."""
+"""Properties of the scheduler under random events: no leak, no stall, no starvation, correct tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from llmsched.engine.request import FinishReason, Request, RequestStatus
 
 #: Mostly without windows; with windows of less than a block, and of several.
 LAYOUTS = [KVLayout(BLOCK)] * 3 + [KVLayout(BLOCK, 1, 1, 9), KVLayout(BLOCK, 1, 2, 40), KVLayout(BLOCK, 0, 1, 40)]
-#: Preemption mode, slots of host memory, seconds that a block takes (a step takes one).
+#: Preemption mode, host blocks, seconds to copy a block (a step takes one second).
 SWAPS = [("recompute", 0, 0.0), ("swap", 3, 0.0), ("swap", 100, 0.0), ("auto", 100, 1e-4), ("auto", 100, 0.1)]
 PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]
 
 
 class SchedulerLife(RuleBasedStateMachine):
-    """Arrivals, steps, aborts, failures and pins in any order, over a pool too small for what is asked of it."""
+    """Arrivals, steps, aborts, failures and pins in any order, over a pool that is too small for the load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The scheduler on its own: a fake executor checks the KV of every row, a reference the tokens."""
+"""Scheduler with a fake executor that checks the KV of every row; tokens are compared with a reference."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from witness import Witness
 
 
 def run_load(seed: int, max_passes: int) -> Witness:
-    """Requests of all sizes and classes arrive faster than they can be served, for a while."""
+    """Run a load whose requests, of all sizes and classes, arrive faster than they can be served for a while."""
     random = Random(seed)
     harness = Harness(
         random.randint(10, 30),
@@ -73,7 +73,7 @@ def test_no_request_is_passed_more_often_than_stated(max_passes: int) -> None:
 
 
 def test_the_first_that_was_passed_often_enough_is_next() -> None:
-    """Whatever else would fit: nobody is admitted until it is, and it waits no longer than for those that run."""
+    """No other request is admitted before it, even if it would fit, and it waits only for running requests."""
     harness = Harness(40, budget=256, headroom=0.0, max_passes=2, max_num_seqs=8, output_prediction="none")
     running = harness.add(make_request("running", tokens(300), 80, arrival=0.0))
     harness.step()

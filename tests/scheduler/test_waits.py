@@ -9,7 +9,7 @@ from llmsched.engine.request import FinishReason, Request
 
 
 def waited(harness: Harness, request: Request) -> list[dict[str, float]]:
-    """Seconds by what they were for, for each time that the request was admitted."""
+    """Return the seconds waited for each reason, for each admission of the request."""
     admitted = [e for e in harness.scheduler.ledger.entries(request.request_id) if e.what == "admitted"]
     return [
         {
@@ -22,7 +22,7 @@ def waited(harness: Harness, request: Request) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("policy", ["fair", "serial", "static"])
-def test_for_a_slot(policy: str) -> None:
+def test_for_a_place(policy: str) -> None:
     harness = Harness(64, max_num_seqs=1, max_model_len=64, scheduling_policy=policy)
     first = harness.add(make_request("first", tokens(10), 8, arrival=0.0))
     harness.step()
@@ -68,7 +68,7 @@ def test_for_room_in_a_step_and_for_a_prefix() -> None:
     assert waited(harness, twin) == [{"prefix": 1.0}]
 
 
-def test_those_that_end_while_they_wait_leave_nothing_behind() -> None:
+def test_requests_that_end_while_they_wait_leave_nothing_behind() -> None:
     harness = Harness(64, max_num_seqs=1)
     requests = [harness.add(make_request(f"r{i}", tokens(10, seed=i), 4, arrival=0.0)) for i in range(4)]
     harness.step()

@@ -12,7 +12,7 @@ from scripted import ScriptedServer
 
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., ScriptedServer]]:
-    """Starts servers of their own, for tests that break or configure them; ends them afterwards."""
+    """Return a function that starts servers for tests that break or configure them; close them afterwards."""
     servers: list[ScriptedServer] = []
 
     def make(**settings: Any) -> ScriptedServer:
@@ -33,7 +33,7 @@ def shared_server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def server(shared_server: ScriptedServer) -> Iterator[ScriptedServer]:
-    """One server for a module's tests; it must be idle and whole after each of them."""
+    """Yield the server that a module's tests share; it must be idle and healthy after each of them."""
     yield shared_server
     shared_server.script.gate.set()
     with httpx.Client(base_url=shared_server.url) as http:

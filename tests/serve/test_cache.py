@@ -51,7 +51,7 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 def complete(http: httpx.Client, prompt: Any, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
-    """Usage of a request; waits until whatever was queued before has been computed."""
+    """Return the usage of a request, after all earlier requests have been computed."""
     named = "messages" if "chat" in path else "prompt"
     body = {named: prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
     answer = http.post(path, json=body)
@@ -64,7 +64,7 @@ def cached(http: httpx.Client, prompt: Any, path: str = "/v1/completions", **fie
 
 
 def flood(http: httpx.Client) -> None:
-    """Evict what can be evicted, also what was found more than once."""
+    """Evict all blocks that can be evicted, including those hit more than once."""
     for seed in range(8):
         complete(http, [10 + (seed * 37 + i * (seed + 3)) % 290 for i in range(300)])
 

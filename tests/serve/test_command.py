@@ -1,4 +1,4 @@
-"""`llmsched serve` as it is typed."""
+"""Tests of the `llmsched serve` command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmsched.engine.errors import ConfigError
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
-    """Run the command line up to its exit code."""
+    """Run the command line and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["llmsched", "serve", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -32,7 +32,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
 
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """The command in a process of its own, once it is ready: process, URL, and what it printed until then."""
+    """Start the command in a process; once it is ready, yield the process, its URL and its output so far."""
     child = subprocess.Popen(
         [sys.executable, "-c", "from llmsched.cli.main import main; main()", "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,

@@ -22,7 +22,7 @@ def whole(http: httpx.Client, prompt: Any, **fields: Any) -> dict[str, Any]:
 
 
 def chunks_of(http: httpx.Client, prompt: Any, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream that ends well."""
+    """Return the chunks of a stream that ends without an error."""
     answer = http.post(PATH, json={"prompt": prompt, "stream": True, **fields})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -32,13 +32,13 @@ def chunks_of(http: httpx.Client, prompt: Any, **fields: Any) -> list[dict[str, 
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[str, list[str | None]]:
-    """Text and finish reasons of one choice of a stream."""
+    """Return the text and finish reasons of one choice of a stream."""
     choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return "".join(choice["text"] for choice in choices), [choice["finish_reason"] for choice in choices]
 
 
 def both(http: httpx.Client, prompt: Any, **fields: Any) -> dict[str, Any]:
-    """The whole answer's only choice, after a check that a stream says the same."""
+    """Return the only choice of a whole answer, after checking that a stream gives the same."""
     answer = whole(http, prompt, **fields)
     choice = answer["choices"][0]
     chunks = chunks_of(http, prompt, stream_options={"include_usage": True}, **fields)

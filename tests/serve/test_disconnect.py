@@ -1,4 +1,4 @@
-"""Clients that leave: whatever their request is doing, it ends."""
+"""Clients that disconnect: their requests end, whatever state they are in."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def aborted(server: ScriptedServer) -> int:
 
 
 class Leaver:
-    """A client in a thread that closes its connection when told to."""
+    """Client in a thread that closes its connection on request."""
 
     def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
         self._client = httpx.Client(base_url=url, timeout=30)

@@ -1,4 +1,4 @@
-"""What is refused, how, and that the server lives on; API keys, limits, full queues."""
+"""Refused requests and their answers, API keys, limits, full queues; the server survives all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def strict(answer: httpx.Response) -> Any:
-    """The answer's JSON, which may have no NaN or Infinity."""
+    """Return the answer's JSON, which must not have NaN or Infinity."""
     return json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in {answer.text}"))
 
 

@@ -79,7 +79,7 @@ def test_whole_answers_that_do_not_finish_in_time_are_503(make_server: Callable[
 
 
 def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture) -> None:
-    """C09, B15: everyone is told, health fails, the process ends with an error."""
+    """Every client gets an error, /health fails, and the process exits with an error (C09, B15)."""
     server = make_server()
     server.script.fail_at_step = 20
     server.script.step_s = 0.01
@@ -103,7 +103,7 @@ def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pyte
 
 @contextmanager
 def process(step_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A scripted server in a process of its own, and its URL."""
+    """Start a scripted server in a process; yield the process and its URL."""
     support = Path(scripted.__file__)
     child = subprocess.Popen(
         [sys.executable, support.name, str(step_s)], cwd=support.parent, stdout=subprocess.PIPE, text=True
@@ -148,7 +148,7 @@ def test_the_second_server_on_a_port_is_refused_before_either_serves() -> None:
         listen(*first.getsockname())
 
 
-def test_who_comes_while_the_model_is_loaded_is_served_when_it_is_there() -> None:
+def test_a_client_that_connects_while_the_model_loads_is_served_afterwards() -> None:
     server = ScriptedServer()
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(httpx.get, server.url + "/health", timeout=20)
@@ -160,7 +160,7 @@ def test_who_comes_while_the_model_is_loaded_is_served_when_it_is_there() -> Non
 
 
 class FakeService:
-    """As much of an AsyncEngine as `run` sees: healthy, and stopped in the end."""
+    """The part of AsyncEngine that `run` uses: healthy, and stopped at the end."""
 
     healthy = True
     stopped = False
@@ -170,7 +170,7 @@ class FakeService:
 
 
 def served(listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
-    """Run a server to its end; the engine must be stopped then, whatever happened."""
+    """Run a server to its end and check that the engine was stopped."""
     service = FakeService()
     try:
         asyncio.run(asyncio.wait_for(run(FastAPI(), service, listener, grace_s=1.0, on_ready=on_ready), 20))  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def served(listener: socket.socket, on_ready: Callable[[], None] = lambda: None)
 
 
 def test_a_port_that_another_has_begun_to_listen_on_is_one_line_and_no_waiting() -> None:
-    """Two sockets may be bound as long as none of them listens."""
+    """Several sockets may be bound to an address as long as none listens."""
     with socket.socket() as first, socket.socket() as second:
         for listener in (first, second):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
