@@ -1,4 +1,4 @@
-"""Charts: axes, what is left out, and that both ways of drawing show the same."""
+"""Charts: axes, values that are left out, and both ways of drawing."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
     assert made.ticks == pytest.approx((1, 10, 100, 1000, 10_000))
 
 
-def test_what_has_no_place_is_left_out() -> None:
+def test_values_that_cannot_be_drawn_are_left_out() -> None:
     wild = Chart("", "", "", (Series("a", [(1, float("nan")), (float("inf"), 1), (1, 0), (0, 1), (1, 2)]),), True, True)
     assert drawable(wild).series[0].points == [(1, 2)]
 
 
-def test_stacked_layers_stand_on_each_other() -> None:
+def test_stacked_series_add_up() -> None:
     stack = Chart("", "", "", (Series("a", [(0, 1), (1, 2)]), Series("b", [(0, 3), (1, 4)])), stacked=True)
     assert [layer.points for layer in drawable(stack).series] == [[(0, 1), (1, 2)], [(0, 4), (1, 6)]]
 
@@ -110,13 +110,13 @@ def test_an_axis_covers_its_span() -> None:
     assert draw(Chart("", "x", "y", LINE.series, span=(0.0, 20.0)), width=11, height=2)[1] == "10 |   ooo"
 
 
-def test_limits_without_a_place_are_left_out() -> None:
+def test_limits_that_cannot_be_drawn_are_left_out() -> None:
     chart = Chart("", "x", "y", LINE.series, log_y=True, limits=(("zero", 0.0), ("endless", float("inf"))))
     assert "zero" not in draw(chart)[-1]
     assert 'class="limit"' not in html_page.chart_html(chart)
 
 
-def test_nothing_can_be_drawn_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chart_without_points(capsys: pytest.CaptureFixture[str]) -> None:
     empty = Chart("Empty", "x", "y", (Series("a", []),))
     render.chart(empty)
     assert capsys.readouterr().out.startswith("Empty\n")
@@ -144,7 +144,7 @@ def test_svg_of_many_points_stays_small() -> None:
     assert len(html_page.chart_html(Chart("", "x", "y", (Series("a", points, "dots"),)))) < 20_000
 
 
-def test_a_page_needs_nothing_from_outside() -> None:
+def test_a_page_loads_nothing() -> None:
     page = Page("Run of <model> & co")
     page.heading("Latency")
     page.say("a < b")

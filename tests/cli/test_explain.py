@@ -1,4 +1,4 @@
-"""`llmsched explain` against a live server, and the class header whose effects it tells."""
+"""`llmsched explain` against a live server, and the class header whose effects it shows."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def http(server: ScriptedServer) -> Iterator[httpx.Client]:
 
 
 def complete(http: httpx.Client, prompt: str, class_name: str | None = None, **fields: Any) -> str:
-    """The id of a request that has been served."""
+    """Send a request; return its id when it has been served."""
     headers = {} if class_name is None else {"x-llmsched-class": class_name}
     answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **fields}, headers=headers)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
 
-def test_a_table_tells_the_way_of_a_request(command: CommandLine, http: httpx.Client, server: ScriptedServer) -> None:
+def test_a_table_shows_the_decisions(command: CommandLine, http: httpx.Client, server: ScriptedServer) -> None:
     name = complete(http, "a b c" * 40)
     outcome = command("explain", name, "--url", server.url)
     assert outcome.code == 0
@@ -62,7 +62,7 @@ def test_a_table_tells_the_way_of_a_request(command: CommandLine, http: httpx.Cl
     assert "_" not in "".join(rows)
 
 
-def test_json_is_what_the_server_says(command: CommandLine, http: httpx.Client, server: ScriptedServer) -> None:
+def test_json_is_the_servers_answer(command: CommandLine, http: httpx.Client, server: ScriptedServer) -> None:
     name = complete(http, "x y", n=2)
     outcome = command("explain", name, "--url", f"{server.url}/", "--json")
     assert outcome.code == 0
@@ -115,7 +115,7 @@ def test_interactive_requests_go_before_batch_ones(http: httpx.Client, server: S
 
 
 def wait_for(server: ScriptedServer, count: int) -> None:
-    """Until `count` requests have come (the engine's thread stands at the gate meanwhile)."""
+    """Wait until `count` requests have arrived; the engine's thread waits at the gate."""
     while len(server.service._streams) < count:
         time.sleep(0.005)
 
@@ -163,7 +163,7 @@ def test_each_decision_has_its_words(what: str) -> None:
     assert told({**entry, "count": 4}) == f"{words} (4 times)"
 
 
-def test_swaps_are_told() -> None:
+def test_words_of_swaps() -> None:
     details = {"reason": "class", "how": "swap", "swapped_blocks": 6, "cost_ms": 1.25, "free_blocks": 0, "running": 1}
     assert told({"what": "preempted", "count": 1, "details": details}) == (
         "a request of higher priority needed its place; 6 blocks swapped to host memory, about 1.25 ms out and back"
@@ -180,7 +180,7 @@ def test_an_evicted_prefix_has_its_age() -> None:
     assert told(entry) == "0 of 9 tokens cached, 0 running; the rest was evicted 2.50 s ago"
 
 
-def test_what_a_request_waited_for_is_told() -> None:
+def test_words_of_waiting_reasons() -> None:
     details = {
         "running": 1,
         "cached_tokens": 0,
@@ -194,13 +194,13 @@ def test_what_a_request_waited_for_is_told() -> None:
     assert set(_WAITED_FOR) == set(WaitReason)
 
 
-def test_what_only_windows_have_lost_has_no_age() -> None:
+def test_a_prefix_lost_by_windows_only_has_no_age() -> None:
     details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
     assert told({"what": "admitted", "count": 1, "details": details}).endswith("; the rest was evicted")
 
 
-def test_whatever_the_scheduler_notes_is_told_in_words() -> None:
-    """Every decision that it can take, with the details that it really writes down."""
+def test_every_decision_of_the_scheduler_has_words() -> None:
+    """Run every kind of decision, with its real details."""
     thrash = Harness(10, output_prediction="none", swap_blocks=20)
     thrash.executor.per_swapped_block = 1e-9
     for i in range(3):

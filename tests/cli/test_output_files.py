@@ -1,4 +1,4 @@
-"""Files that flags name: refused before the work where they cannot be written, and not touched where they can."""
+"""Output files: checked before the work, without changing them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return CommandLine(monkeypatch, capsys)
 
 
-def test_what_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_writable_file_is_not_changed(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("content")
     check_file("--save", there)
@@ -42,14 +42,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         ("loop", "symbolic links"),
     ],
 )
-def test_what_cannot_be_written(tmp_path: Path, name: str, message: str) -> None:
+def test_files_that_cannot_be_written(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(LlmschedError, match=f"^--save .*{message}"):
         check_file("--save", tmp_path / name)
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may be allowed everything."""
+    """The tests may run as root, so the error is simulated."""
 
     def refuse(self: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied")
@@ -59,12 +59,12 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_file("--save", tmp_path / "new")
 
 
-def test_a_dash_is_no_file() -> None:
+def test_a_dash_is_not_a_file() -> None:
     with pytest.raises(LlmschedError, match="--save -: is not a file; --json prints the report"):
         check_file("--save", Path("-"))
 
 
-def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+def test_the_input_file_is_not_overwritten(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("{}")
     with pytest.raises(LlmschedError, match="is the trace that is read"):
@@ -83,7 +83,7 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
         ("profiles", "show", "/dev/full"),
     ],
 )
-def test_a_device_is_not_read_for_ever(command: CommandLine, arguments: tuple[str, ...]) -> None:
+def test_a_device_is_not_read(command: CommandLine, arguments: tuple[str, ...]) -> None:
     if not Path("/dev/full").is_char_device():
         pytest.skip("no device without an end")
     outcome = command(*arguments)
@@ -93,8 +93,8 @@ def test_a_device_is_not_read_for_ever(command: CommandLine, arguments: tuple[st
     assert len(outcome.err.splitlines()) == 1
 
 
-def test_what_is_no_file_is_not_replaced_by_a_profile(tmp_path: Path) -> None:
-    """A named pipe stands for a device, which a test should not risk."""
+def test_a_device_is_not_replaced_by_a_profile(tmp_path: Path) -> None:
+    """A named pipe stands in for a device."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for write in (lambda: check_writable(pipe), lambda: save_profile(TunedProfile(engine={}), str(pipe))):
@@ -106,7 +106,7 @@ def test_what_is_no_file_is_not_replaced_by_a_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [("kv-budget", "FILE", "--gpu", "h100"), ("explain", "1", "--file", "FILE"), ("workload", "FILE")]
 )
-def test_json_without_an_end_to_its_depth(command: CommandLine, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_json_that_is_nested_too_deeply(command: CommandLine, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 100_000)
     outcome = command(*(str(deep) if word == "FILE" else word for word in arguments))

@@ -1,4 +1,4 @@
-"""How things look where the stream is not a terminal, and units."""
+"""Terminal output and units, mostly for streams that are not a terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_table_is_plain_and_never_cut(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[3].split() == [long, "20"]
 
 
-def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     """A name from a file must not move the cursor or set the title of the window."""
     evil = "a\x1b[2J\x1b]0;title\x07\x9bm\rb"
     render.table("", ("name",), [(evil,)])
@@ -81,14 +81,14 @@ class Thing:
     colour: Colour
 
 
-def test_json_of_what_programs_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_python_objects(capsys: pytest.CaptureFixture[str]) -> None:
     render.emit_json({"thing": Thing(Path("a/b"), Colour.RED), "set": {2, 1}, "none": None})
     wanted = {"thing": {"path": "a/b", "colour": "red"}, "set": [1, 2], "none": None}
     assert json.loads(capsys.readouterr().out) == wanted
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
-def test_json_refuses_what_it_cannot_say(value: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_refuses_other_values(value: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((ValueError, TypeError)):
         render.emit_json({"value": value})
     assert capsys.readouterr().out == ""
@@ -113,7 +113,7 @@ def test_an_error_is_the_only_line_of_short_work(capsys: pytest.CaptureFixture[s
 
 
 def test_long_work_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line every 10 s at most, whatever comes in between."""
+    """At most one line every 10 s."""
     clock = iter([0.0, 0.5, 1.5, 1.5, 2.0, 11.4, 12.0, 12.0, 13.0, 30.0])
     progress = LogProgress(lambda: next(clock))
     progress("loading", 1, 8)  # at 0.5 s
@@ -142,7 +142,7 @@ def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert captured.err.splitlines() == ["note: a [red]fact[/red]", "warning: careful", "error: first second"]
 
 
-def test_a_detail_is_heard_by_who_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_detail_reaches_the_progress_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     detail("heard by nobody")
     with render.progress_bar():
         detail("3 running")
@@ -163,7 +163,7 @@ def test_on_a_narrow_terminal_the_detail_has_a_line_of_its_own(monkeypatch: pyte
     assert any(line.startswith("17.1 requests/s") and line.endswith("ITL P50 20.0 ms") for line in lines)
 
 
-def test_where_the_terminal_is_narrow_the_head_of_a_table_has_more_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_breaks_the_column_names(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     for width in (40, 25):
         written = io.StringIO()

@@ -1,4 +1,4 @@
-"""The bench measuring itself: what counts as right, and the server that it does it with."""
+"""The bench's self-check: its verdicts, and its scripted server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def served(
     probe: Probe, read_late: float = 0.0, server_late: float = 0.0, count: int = 4
 ) -> tuple[Measurement, AnswerLog]:
-    """Requests due at 50.0, there at 50.01, answered by the probe's script by a server that is late, and read late."""
+    """Measure requests due at 50.0 that arrive at 50.01; server and client are late by these seconds."""
     script, came = SCRIPTS[probe.name][0], 50.01
     log: AnswerLog = [
         (came, [(came + part.at + server_late, part.tokens) for part in script.parts]) for _ in range(count)
@@ -42,7 +42,7 @@ def served(
 
 
 @pytest.mark.parametrize("name", ["steady", "chunks", "role", "stall"])
-def test_a_client_that_measures_right_is_right_even_if_the_server_is_late(name: str) -> None:
+def test_a_late_server_does_not_make_the_client_wrong(name: str) -> None:
     checks = checks_of(BY_NAME[name], *served(BY_NAME[name], read_late=0.001, server_late=0.2))
     assert [one.figure for one in checks if not one.right] == []
     ttft = checks[0]
@@ -50,7 +50,7 @@ def test_a_client_that_measures_right_is_right_even_if_the_server_is_late(name: 
     assert ttft.server == pytest.approx((ttft.script or 0) + 210.0)
 
 
-def test_a_client_that_reads_late_is_off() -> None:
+def test_a_client_that_reads_late_is_wrong() -> None:
     checks = {one.figure: one for one in checks_of(BY_NAME["steady"], *served(BY_NAME["steady"], read_late=0.03))}
     assert not checks["TTFT mean"].right
     assert not checks["E2E mean"].right
@@ -58,7 +58,7 @@ def test_a_client_that_reads_late_is_off() -> None:
     assert checks["TTFT mean"].error == pytest.approx(30.0)
 
 
-def test_what_was_not_measured_is_not_right() -> None:
+def test_a_missing_figure_is_not_right() -> None:
     nothing = measure(
         RunRecord([RequestRecord(0, 50.0, failure=RequestFailed("connect"))]), BY_NAME["steady"].load, Slo()
     )
@@ -67,7 +67,7 @@ def test_what_was_not_measured_is_not_right() -> None:
     assert FigureCheck("a", "b", 1, 1, None, 5).error is None
 
 
-def test_scripts_are_what_their_names_say() -> None:
+def test_scripts_match_their_names() -> None:
     assert {probe.name for probe in PROBES} < SCRIPTS.keys()
     assert [script.ending for script in SCRIPTS["failures"]] == ["done", "cut", "error", "refused", "done"]
     assert SCRIPTS["chunks"][0].tokens == 50
@@ -75,8 +75,8 @@ def test_scripts_are_what_their_names_say() -> None:
     assert max(after - before for before, after in pairwise(times)) == pytest.approx(0.52)
 
 
-def test_the_whole_way_over_sockets(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts are exact on any machine; times are as good as the machine is idle, and only told."""
+def test_self_check_over_sockets(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are exact on any machine; times depend on its load, so they are only reported."""
     few = tuple(BY_NAME[name] for name in ("chunks", "role", "failures"))
     monkeypatch.setattr(self_check, "PROBES", few)
     outcome = command("bench", "--self-check", "--json")
@@ -107,8 +107,8 @@ STEADY = BY_NAME["steady"]
         (0.0, 0.4, "right"),
     ],
 )
-def test_what_held_the_bench_up_is_told_from_what_is_wrong(late: float, held_up: float, verdict: Verdict) -> None:
-    """An error is put down to other work only as far as that was seen to keep the client or the server waiting."""
+def test_errors_due_to_other_work_are_not_wrong(late: float, held_up: float, verdict: Verdict) -> None:
+    """Other work excuses an error only as far as client or server were observed to wait."""
     checks = checks_of(STEADY, *served(STEADY, read_late=late), held_up)
     ttft = next(check for check in checks if check.figure == "TTFT mean")
     assert ttft.verdict == verdict
@@ -118,7 +118,7 @@ def test_what_held_the_bench_up_is_told_from_what_is_wrong(late: float, held_up:
 
 
 def attempts(*found: tuple[float, float]) -> ProbeOutcome:
-    """The outcome of a probe that is off by so many ms and held up for so many seconds, try after try."""
+    """Return the outcome of a probe with these (error in ms, held up in seconds), one pair per try."""
     left = iter(found)
 
     async def attempt() -> tuple[list[FigureCheck], float]:
@@ -128,7 +128,7 @@ def attempts(*found: tuple[float, float]) -> ProbeOutcome:
     return run_virtual(tried(STEADY, attempt))
 
 
-def test_a_probe_that_was_disturbed_is_tried_again() -> None:
+def test_a_disturbed_probe_is_tried_again() -> None:
     good = attempts((20, 0.03), (1, 0.002))
     assert (good.verdict, good.tries) == ("right", 2)
     busy = attempts((20, 0.03), (9, 0.01), (30, 0.1), (0, 0))
@@ -136,12 +136,12 @@ def test_a_probe_that_was_disturbed_is_tried_again() -> None:
     assert (attempts((90, 0.03), (1, 0.03)).verdict, attempts((4, 0.3)).tries) == ("right", 1)
 
 
-def test_a_probe_that_nothing_disturbed_is_wrong_the_first_time() -> None:
+def test_an_undisturbed_probe_is_wrong_at_the_first_try() -> None:
     outcome = attempts((20, 0.002), (0, 0))
     assert (outcome.verdict, outcome.tries) == ("wrong", 1)
 
 
-def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conclusions_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     right = [ProbeOutcome(probe, [FigureCheck(probe.name, "tokens", 5, 5, 5, 0)]) for probe in PROBES]
     show(self_check.content(right))
     assert "all 7 figures are within the allowed error" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
         (("--save-detailed", "x.jsonl"), "saves a single run"),
     ],
 )
-def test_what_does_not_go_with_it(command: CommandLine, flags: tuple[str, ...], message: str) -> None:
+def test_flags_that_do_not_go_with_it(command: CommandLine, flags: tuple[str, ...], message: str) -> None:
     outcome = command("bench", "--self-check", *flags)
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err

@@ -1,4 +1,4 @@
-"""Connections over real sockets: opened when needed, used again."""
+"""Connections over real sockets: opened when needed, then reused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_as_many_connections_as_requests_at_a_time() -> None:
     assert figures.tokens.output == 12 * 40
 
 
-def test_a_connection_that_was_cut_is_not_used_again() -> None:
+def test_a_connection_that_was_cut_is_not_reused() -> None:
     figures = bench("failures", SyntheticLoad(num_prompts=10, input_len=8, output_len=40, max_concurrency=1))
     reasons = {"cut without [DONE]": 2, "error event": 2, "http 500": 2, "empty stream": 2}
     assert (figures.requests.completed, figures.requests.failures) == (2, reasons)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over one connection: how answers are framed, and what a server may do to a connection."""
+"""HTTP/1.1 client: framing of answers, reuse of connections, and receive times."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_malformed_head_is_quoted() -> None:
 
 
 class Outcome:
-    """What came of requests one after the other, on one transport, to a server that answers with these bytes.
+    """Results of successive requests on one transport, to a server that answers with these bytes.
 
     None in `answers`: the server closes the connection when the request comes. After an answer that does not say how
     long it is, it closes it too.
@@ -144,7 +144,7 @@ class Outcome:
         await server.wait_closed()
 
 
-def test_a_connection_is_used_again_after_a_whole_answer() -> None:
+def test_a_connection_is_reused_after_a_whole_answer() -> None:
     outcome = Outcome(
         [OK + b"Content-Length: 3\r\n\r\nabc", CHUNKED + b"2\r\nde\r\n0\r\n\r\n", OK + b"Content-Length: 0\r\n\r\n"]
     )
@@ -168,7 +168,7 @@ def test_a_server_may_close_the_connection_between_requests() -> None:
     assert (outcome.results, outcome.connections) == ([(200, b"a")] * 2, 2)
 
 
-def test_a_request_that_a_used_connection_does_not_answer_is_sent_once_more() -> None:
+def test_a_request_that_a_reused_connection_does_not_answer_is_sent_again() -> None:
     answer = OK + b"Content-Length: 1\r\n\r\na"
     outcome = Outcome([answer, None, answer])
     assert outcome.results[:2] == [(200, b"a"), (200, b"a")]
@@ -181,8 +181,8 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
 
 
 @pytest.mark.parametrize("answer", [OK + b"Content-Length: 3\r\n\r\n", CHUNKED + b"3\r\n"], ids=["length", "chunked"])
-def test_what_follows_an_answer_is_not_taken_for_the_next_one(answer: bytes) -> None:
-    """A connection on which more came than was announced is not used again."""
+def test_excess_bytes_after_an_answer_are_not_the_next_answer(answer: bytes) -> None:
+    """A connection that received more than announced is not reused."""
     end = b"\r\n0\r\n\r\n" if b"chunked" in answer else b""
     outcome = Outcome([answer + b"abc" + end + OK + b"Content-Length: 4\r\n\r\nevil", answer + b"def" + end])
     assert outcome.results == [(200, b"abc"), (200, b"def")]
@@ -190,7 +190,7 @@ def test_what_follows_an_answer_is_not_taken_for_the_next_one(answer: bytes) -> 
 
 
 @pytest.mark.parametrize("header", [b"Connection: Close", b"connection:keep-alive, close"])
-def test_a_server_says_in_its_own_way_that_it_closes(header: bytes) -> None:
+def test_a_server_may_announce_that_it_closes_the_connection(header: bytes) -> None:
     answer = OK + header + b"\r\nContent-Length: 1\r\n\r\na"
     outcome = Outcome([answer, answer])
     assert (outcome.results, outcome.connections) == ([(200, b"a")] * 2, 2)
@@ -215,12 +215,12 @@ def test_interim_answers_are_skipped() -> None:
         OK + b"A: " + b"x" * 70_000 + b"\r\n\r\n",
     ],
 )
-def test_a_broken_answer_is_an_error_and_not_the_end(answer: bytes) -> None:
+def test_a_malformed_answer_fails_its_request_only(answer: bytes) -> None:
     outcome = Outcome([answer, OK + b"Content-Length: 1\r\n\r\na"], close_after=True)
     assert outcome.results == ["RemoteProtocolError", (200, b"a")]
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_a_connect_error() -> None:
     async def main() -> None:
         async def trace(event: str, info: dict[str, Any]) -> None:
             pass
@@ -233,7 +233,7 @@ def test_nobody_listens() -> None:
 
 
 def received(connection: Connection, *parts: bytes) -> None:
-    """What the event loop does when bytes have come."""
+    """Pass bytes to the connection as the event loop does."""
     for part in parts:
         connection.get_buffer(-1)[: len(part)] = part
         connection.buffer_updated(len(part))
@@ -246,7 +246,7 @@ def with_connection(test: Callable[[Connection], Awaitable[object]]) -> object:
     return run_virtual(main())
 
 
-def test_bytes_have_the_time_at_which_they_came() -> None:
+def test_bytes_have_the_time_of_their_receipt() -> None:
     async def test(connection: Connection) -> list[Received]:
         start = asyncio.get_running_loop().time()
         received(connection, b"ab")
@@ -258,7 +258,7 @@ def test_bytes_have_the_time_at_which_they_came() -> None:
     assert with_connection(test) == [(b"ab", 0.0), (b"cd", pytest.approx(1.0))]
 
 
-def test_a_reader_waits_for_what_comes_later() -> None:
+def test_read_waits_for_bytes() -> None:
     async def test(connection: Connection) -> list[Received]:
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -269,7 +269,7 @@ def test_a_reader_waits_for_what_comes_later() -> None:
     assert with_connection(test) == [(b"x", pytest.approx(2.0)), (b"", pytest.approx(3.0))]
 
 
-def test_what_came_before_the_connection_broke_is_read_first() -> None:
+def test_bytes_received_before_the_connection_broke_are_read_first() -> None:
     async def test(connection: Connection) -> bytes:
         received(connection, b"x")
         connection.connection_lost(ConnectionResetError("reset"))
@@ -281,7 +281,7 @@ def test_what_came_before_the_connection_broke_is_read_first() -> None:
     assert with_connection(test) == b"x"
 
 
-def test_a_connection_with_something_unasked_for_is_not_idle() -> None:
+def test_a_connection_with_unrequested_bytes_is_not_idle() -> None:
     async def test(connection: Connection) -> list[bool]:
         states = [connection.idle]
         received(connection, b"HTTP/1.1 408 Request Timeout\r\n")

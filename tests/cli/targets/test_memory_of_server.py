@@ -1,4 +1,4 @@
-"""A server of ours tells a client over HTTP as much of its memory as an engine tells in its own process."""
+"""An llmsched server reports the same memory figures over HTTP as an engine in this process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def loaded(target: Target) -> Measurement:
     return await run_workload(target, WORK, Slo(), ids=range(3, 100), timeout=60.0, progress=silent)
 
 
-def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer, engine: Engine) -> None:
+def test_server_and_engine_report_the_same_memory(server: LiveServer, engine: Engine) -> None:
     async def over_http() -> Measurement:
         target = HttpTarget(HttpOptions(server.url))
         await target.connect()
@@ -79,8 +79,8 @@ def test_a_server_and_an_engine_tell_the_same_of_their_memory(server: LiveServer
     assert reports[1]["peak_kv_share"] == 21 / 48, "no step in process is missed"
 
 
-def test_all_that_is_told_of_kv_memory_belongs_together(server: LiveServer) -> None:
-    """Whenever a client looks: what is empty is part of what is held, and nothing is more than there is."""
+def test_reported_kv_memory_is_consistent(server: LiveServer) -> None:
+    """In every sample the empty share is at most the held share, and no share exceeds 1."""
 
     async def main() -> Measurement:
         target = HttpTarget(HttpOptions(server.url))

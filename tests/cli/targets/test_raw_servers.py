@@ -1,4 +1,4 @@
-"""The same answer, byte by byte as servers and what stands before them frame it, over real sockets."""
+"""One answer in every framing that servers and proxies use, over real sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def events() -> list[bytes]:
-    """Three tokens, then usage and [DONE]."""
+    """Return three tokens, then usage and [DONE]."""
     chunks = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in TEXTS]
     usage = {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}
     return [b"data: " + json.dumps(one, ensure_ascii=False).encode() + b"\n\n" for one in (*chunks, usage)] + [
@@ -74,7 +74,7 @@ ANSWERS: dict[str, list[bytes]] = {
 
 
 def bench(answer: Sequence[bytes], *, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> Measurement:
-    """Two requests, one after the other, to a server that answers each with these packets."""
+    """Send two successive requests to a server that answers each with these packets."""
     whole = b"".join(answer)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +129,7 @@ def test_the_same_answer_however_it_is_framed(name: str) -> None:
     ],
     ids=["body", "head", "nothing", "gzip"],
 )
-def test_an_answer_that_is_broken_is_named(answer: list[bytes], reason: str, detail: str) -> None:
+def test_a_malformed_answer_has_its_reason(answer: list[bytes], reason: str, detail: str) -> None:
     figures = bench(answer)
     assert (figures.requests.completed, figures.requests.failures) == (0, {reason: 2})
     assert detail in figures.requests.failure_examples[reason]
@@ -137,7 +137,7 @@ def test_an_answer_that_is_broken_is_named(answer: list[bytes], reason: str, det
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate for localhost that nobody has signed, and its key."""
+    """Make a self-signed certificate for localhost and its key."""
     if (openssl := shutil.which("openssl")) is None:
         pytest.skip("makes its certificate with openssl")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"

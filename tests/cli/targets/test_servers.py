@@ -1,4 +1,4 @@
-"""How servers differ: each streams, ends and fails in its own way, and all are measured alike."""
+"""Servers differ in how they stream, end and fail; all are measured alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmsched.engine.progress import silent
 
 
 def bench(script: Script, owner: str = "someone", **options: Any) -> Measurement:
-    """One request of three tokens to a server that says it is the `owner`'s."""
+    """Send one request of three tokens to a server with this `owned_by`."""
     return bench_of(FakeServer(lambda number: script, models={"data": [{"id": "m", "owned_by": owner}]}), **options)
 
 
@@ -126,7 +126,7 @@ def test_the_same_answer_of_every_server_has_the_same_figures(stream: Callable[[
     ],
     ids=["vllm", "tgi", "llama.cpp", "sglang", "cut", "no token"],
 )
-def test_every_server_fails_in_its_own_way(parts: list[bytes], reason: str) -> None:
+def test_every_kind_of_failure_has_its_reason(parts: list[bytes], reason: str) -> None:
     first = [] if reason == "empty stream" else [(0.1, event(delta({"content": "x"})))]
     figures = bench(Script([*first, *((0.2, part) for part in parts)]), endpoint="chat")
     assert (figures.requests.completed, figures.requests.failures) == (0, {reason: 1})
@@ -134,19 +134,19 @@ def test_every_server_fails_in_its_own_way(parts: list[bytes], reason: str) -> N
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/html", "text/event-stream"])
-def test_an_answer_in_one_piece_is_not_taken_for_a_stream(content_type: str) -> None:
+def test_a_plain_json_answer_is_not_a_stream(content_type: str) -> None:
     whole = b'{"choices": [{"index": 0, "text": "abc", "finish_reason": "length"}]}'
     figures = bench(Script([(0.3, whole)], content_type=content_type))
     assert figures.requests.failures == {"not a stream": 1}
     assert "abc" in figures.requests.failure_examples["not a stream"]
 
 
-def test_a_stream_is_one_whatever_its_type_says() -> None:
+def test_the_content_type_of_a_stream_does_not_matter() -> None:
     figures = bench(Script([(0.1, token()), (0.2, token()), (0.3, token() + end(3))], content_type="application/json"))
     assert (figures.requests.completed, figures.tokens.output) == (1, 3)
 
 
-def test_of_several_choices_the_one_that_was_asked_for_counts() -> None:
+def test_only_the_choice_with_index_0_counts() -> None:
     def chunk(*choices: tuple[int, str]) -> bytes:
         return event({"choices": [{"index": index, "text": text} for index, text in choices]})
 
@@ -155,7 +155,7 @@ def test_of_several_choices_the_one_that_was_asked_for_counts() -> None:
     assert [chunk.text for chunk in figures.run.records[0].chunks] == ["a", "b"]
 
 
-def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
+def test_reasoning_under_two_names_counts_once() -> None:
     both = delta({"reasoning_content": "a", "reasoning": "a", "content": None})
     parts = [both, delta({"reasoning": "b"}), delta({"content": [{"type": "text", "text": "c"}]}, "length")]
     figures = bench(Script([(0.1 * n, event(part)) for n, part in enumerate(parts, start=1)]), endpoint="chat")
@@ -167,12 +167,12 @@ def test_the_two_names_of_the_reasoning_are_of_one_text() -> None:
     [b"[" * 100_000, b"null", b"{", event(usage(10**9)).removeprefix(b"data: ").strip(), b"x" * (17 << 20)],
     ids=["deep", "null", "half", "usage", "endless"],
 )
-def test_nonsense_fails_its_request_and_nothing_else(said: bytes) -> None:
+def test_invalid_data_fails_its_request_only(said: bytes) -> None:
     figures = bench(Script([(0.1, b"data: " + said + b"\n\n"), (0.2, token() + end(1))]))
     assert figures.requests.failures == {"not understood": 1}
 
 
-def test_what_a_server_says_does_not_steer_a_terminal() -> None:
+def test_control_characters_in_a_servers_message_are_replaced() -> None:
     said = bench(Script([(0.1, b"\x1b[2J\x07boom" + b"x" * 1000)], status=500)).requests.failure_examples["http 500"]
     assert said.startswith("\ufffd[2J\ufffdboom")
     assert len(said) < 400
@@ -201,14 +201,14 @@ def test_letters_that_are_split_over_chunks_are_counted_whole() -> None:
         (503, {}, "busy"),
     ],
 )
-def test_what_a_server_refuses_with(status: int, headers: dict[str, str], detail: str) -> None:
-    """A request that is refused, put off or sent elsewhere is a failure: nothing is sent a second time."""
+def test_an_error_status_is_quoted(status: int, headers: dict[str, str], detail: str) -> None:
+    """A request that is refused, delayed or redirected is a failure; it is not sent again."""
     figures = bench(Script([(0.1, b"busy\n")], status=status, headers=headers))
     assert figures.requests.failure_examples == {f"http {status}": detail}
 
 
 @pytest.mark.parametrize("owner", ["vllm", "someone", "llmsched"])
-def test_a_server_that_refuses_to_be_asked_for_usage_is_not_asked(owner: str) -> None:
+def test_usage_is_not_requested_with_no_usage(owner: str) -> None:
     server = FakeServer(lambda number: Script([(0.1, token()), (0.2, token()), (0.2, end())]))
     server.models = {"data": [{"id": "m", "owned_by": owner}]}
     figures = bench_of(server, ask_usage=False)
@@ -218,7 +218,7 @@ def test_a_server_that_refuses_to_be_asked_for_usage_is_not_asked(owner: str) ->
 
 
 class Endless(httpx.AsyncBaseTransport):
-    """Answers whatever is asked, byte by byte, without an end."""
+    """Transport whose answers never end."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         class Body(httpx.AsyncByteStream):
@@ -242,7 +242,7 @@ def test_lookups_without_an_end_are_given_up() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions", "/v1/models"])
-def test_a_url_may_have_been_copied_with_more_or_less_of_its_path(end: str) -> None:
+def test_a_url_may_end_with_parts_of_the_api_path(end: str) -> None:
     assert HttpOptions(f"http://host/deep{end}").root == "http://host/deep"
 
 
@@ -255,13 +255,13 @@ def test_a_url_may_have_been_copied_with_more_or_less_of_its_path(end: str) -> N
         (b"the model is too busy", None),
     ],
 )
-def test_what_a_server_refuses_comes_with_a_way_out(said: bytes, hint: str | None) -> None:
+def test_a_refused_field_comes_with_the_flag_that_leaves_it_out(said: bytes, hint: str | None) -> None:
     detail = bench(Script([(0.1, said)], status=422)).requests.failure_examples["http 422"]
     assert detail.startswith(said.decode())
     assert (hint in detail) if hint else "--" not in detail
 
 
-def test_answers_that_end_too_early_are_named() -> None:
+def test_answers_that_end_too_early_have_their_reason() -> None:
     early = Script([(0.1, token()), (0.2, token()), (0.2, end(2))])
     assert "1 of 1 answers are shorter than requested" in bench(early).warnings[0]
     assert not any("fewer tokens" in warning for warning in bench(early, ignore_eos=False).warnings)
@@ -276,20 +276,20 @@ _ANYTHING = st.recursive(
 
 
 @given(st.fixed_dictionaries({"choices": st.lists(_ANYTHING, max_size=2), "usage": _ANYTHING, "id": _ANYTHING}))
-def test_whatever_a_chunk_holds_the_run_goes_on(content: dict[str, Any]) -> None:
-    """A chunk is taken or refused, whatever a server puts into it."""
+def test_no_chunk_stops_the_run(content: dict[str, Any]) -> None:
+    """Every JSON object is accepted or fails its request."""
     failures = bench(Script([(0.1, event(content)), (0.2, token() + end(1))])).requests.failures
     assert failures.keys() <= {"error event", "not understood", "ended by abort", "ended by error"}
 
 
 @given(st.text(alphabet='vl:num_preemtios{}="\\,# \n1+eINa', max_size=60))
-def test_whatever_the_metrics_say_the_run_goes_on(text: str) -> None:
+def test_no_metrics_stop_the_run(text: str) -> None:
     metrics = ServerMetrics.of(text)
     told = None if metrics is None else metrics.preemptions()
     assert told is None or "num_preemptions" in text
 
 
-def test_the_state_as_servers_name_it() -> None:
+def test_the_state_under_each_servers_metric_names() -> None:
     vllm = "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.25\n"
     sglang = "sglang:num_running_reqs 3\nsglang:num_queue_reqs 2\nsglang:token_usage 0.25\n"
     for text in (vllm, sglang):
@@ -319,14 +319,14 @@ def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
     assert metrics.sample(0.0) == TargetState(0.0, 12, 2, kv_held=pytest.approx(0.6))
 
 
-def test_figures_that_are_none_are_not_told() -> None:
+def test_metrics_that_are_not_finite_are_ignored() -> None:
     huge = "".join(f'vllm:num_requests_running{{engine="{n}"}} 1e308\n' for n in range(2))
     metrics = ServerMetrics.of(huge + "vllm:num_requests_waiting 0\nvllm:num_preemptions_total 1e999\n")
     assert metrics is not None
     assert metrics.sample(0.0) is metrics.preemptions() is None
 
 
-def test_a_server_that_was_started_anew_does_not_tell_its_preemptions() -> None:
+def test_a_restarted_server_has_no_preemption_count() -> None:
     counts = iter([7, 2])
     server = FakeServer(lambda number: Script([(0.1, token() * 3 + end(3))]))
     server.metrics = lambda: f"vllm:num_preemptions_total {next(counts)}\n"
@@ -334,14 +334,14 @@ def test_a_server_that_was_started_anew_does_not_tell_its_preemptions() -> None:
 
 
 def told(metrics: EngineMetrics) -> ServerMetrics:
-    """What a client reads of what an engine tells."""
+    """Return what a client reads from an engine's metrics."""
     read = ServerMetrics.of(metrics.render().decode())
     assert read is not None
     return read
 
 
 @pytest.mark.parametrize("prefix", ["llmsched", "vllm"])
-def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
+def test_an_llmsched_server_reports_all_of_its_memory(prefix: str) -> None:
     metrics = EngineMetrics("m", 16, 100, prefix=prefix)
     metrics.set("num_requests_running", 3)
     metrics.set("num_requests_waiting", 2)
@@ -355,7 +355,7 @@ def test_our_server_tells_all_of_its_memory(prefix: str) -> None:
 
 
 def test_tokens_have_the_time_of_receipt_that_the_transport_reports() -> None:
-    """However late the client comes to parse them."""
+    """The time does not depend on when the client parses them."""
     parts = [b'data: {"choices": [{"text": "a"}]}\n\n', b'data: {"choices": [{"text": "b"}]}\n\ndata: [DONE]\n\n']
     times = iter([11.0, 12.0])
     last = 0.0

@@ -1,4 +1,4 @@
-"""Loads on a virtual clock: when requests are sent, when their tokens come, and who fails; each time exact."""
+"""Loads on a virtual clock: exact times of requests and tokens, and failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert times(record) == pytest.approx([1 + 6.4 + 1 + 3.6])
 
 
-def test_what_comes_during_a_step_is_computed_in_the_next_and_counts_from_its_own_time() -> None:
+def test_a_request_that_arrives_during_a_step_joins_the_next_and_counts_from_its_arrival() -> None:
     first, second = run([request(0), request(1, offset=1.5)])
     assert times(first) == pytest.approx([2.0])
     assert second.scheduled == second.sent == 1.5
@@ -67,7 +67,7 @@ def test_what_comes_during_a_step_is_computed_in_the_next_and_counts_from_its_ow
 
 
 def test_a_load_ends_when_its_task_is_cancelled() -> None:
-    """Ctrl-C during a long simulation, which awaits nothing."""
+    """Ctrl-C ends a long simulation, which never awaits."""
     engine, steps = SimulatedEngine(CONFIG, 64, COST), 0
 
     async def main() -> None:
@@ -88,13 +88,13 @@ def test_a_load_ends_when_its_task_is_cancelled() -> None:
     assert steps == 3
 
 
-def test_nothing_happens_between_loads() -> None:
+def test_the_clock_skips_idle_time() -> None:
     first, second = run([request(0), request(1, offset=100.0)])
     assert times(first) == pytest.approx([2.0])
     assert times(second) == pytest.approx([102.0])
 
 
-def test_a_closed_loop_sends_when_a_slot_is_free() -> None:
+def test_a_closed_loop_sends_when_a_client_is_free() -> None:
     records = run([request(i) for i in range(4)], closed=True, max_concurrency=2)
     assert [record.scheduled for record in records] == pytest.approx([0, 0, 3, 3])
     assert [record.end for record in records] == pytest.approx([3, 3, 6, 6])
@@ -107,7 +107,7 @@ def test_a_closed_loop_stops_after_its_time() -> None:
     assert [record.scheduled for record in records] == pytest.approx([0, 2, 4])
 
 
-def test_with_a_cap_the_wait_for_a_slot_counts() -> None:
+def test_the_wait_for_a_free_client_counts() -> None:
     records = run([request(i, offset=i / 2) for i in range(3)], max_concurrency=1)
     assert [record.scheduled for record in records] == [0, 0.5, 1.0]
     assert [record.ready for record in records] == pytest.approx([0, 2, 4])
@@ -124,13 +124,13 @@ def test_a_request_that_is_too_long_is_refused_and_the_others_go_on() -> None:
         assert record.end == 0.0
 
 
-def test_what_no_pool_holds_is_refused() -> None:
+def test_a_request_larger_than_the_pool_is_refused() -> None:
     (record,) = run([request(0, length=100)], blocks=6)
     assert record.failure is not None
     assert "more than the 6 KV blocks" in record.failure.detail
 
 
-def test_a_refused_request_gives_its_slot_back() -> None:
+def test_a_refused_request_frees_its_client() -> None:
     records = run([request(0, length=128), request(1)], closed=True, max_concurrency=1)
     assert [record.completed for record in records] == [False, True]
     assert records[1].scheduled == 0.0
@@ -143,7 +143,7 @@ def test_the_queue_has_its_limit() -> None:
     assert records[4].failure.detail == "3 requests are waiting; at most 3 may"
 
 
-def test_a_request_that_takes_too_long_is_given_up_at_its_deadline() -> None:
+def test_a_request_times_out_at_its_deadline() -> None:
     slow, late = run([request(0, output_len=50), request(1, offset=20.0)], timeout=10.5)
     assert slow.failure is not None
     assert (slow.failure.reason, slow.end) == ("timeout", 10.5)
@@ -152,7 +152,7 @@ def test_a_request_that_takes_too_long_is_given_up_at_its_deadline() -> None:
     assert late.end == pytest.approx(22.0)
 
 
-def test_a_slot_is_free_again_at_the_deadline() -> None:
+def test_a_timeout_frees_the_client() -> None:
     records = run([request(0, output_len=50), request(1)], closed=True, max_concurrency=1, timeout=10.5)
     assert records[1].scheduled == 10.5
     assert times(records[1]) == pytest.approx([13.0])
@@ -170,14 +170,14 @@ def test_prompts_that_begin_alike_hit_the_cache() -> None:
     assert times(records[1]) == pytest.approx([51.9])
 
 
-def test_an_idle_engine_waits_for_company() -> None:
+def test_an_idle_engine_waits_for_more_requests() -> None:
     knobs = {"schedule_window": 5.0, "min_schedule_batch": 2}
     alone, *pair = run([request(0), request(1, offset=20.0), request(2, offset=22.0)], knobs=knobs)
     assert times(alone) == pytest.approx([7.0])
     assert [times(record) for record in pair] == [pytest.approx([25.0])] * 2
 
 
-def test_a_deadline_ends_the_wait_for_company() -> None:
+def test_a_deadline_ends_the_wait_for_more_requests() -> None:
     knobs = {"schedule_window": 5.0, "min_schedule_batch": 2}
     (record,) = run([request(0)], knobs=knobs, timeout=3.0)
     assert record.failure is not None

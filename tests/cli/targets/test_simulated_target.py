@@ -1,4 +1,4 @@
-"""`llmsched bench --simulate` as it is typed: a config.json is all it needs, and the same seed gives the same bytes."""
+"""`llmsched bench --simulate`: it needs only a config.json, and the same seed gives the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
-    """A directory with nothing but the config of Llama 3.1 8B."""
+    """Make a directory that holds only the config of Llama 3.1 8B."""
     shutil.copy(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json", tmp_path / "config.json")
     return str(tmp_path)
 
@@ -60,7 +60,7 @@ def test_a_config_is_all_it_needs(command: CommandLine, llama: str) -> None:
 @pytest.mark.parametrize(
     "mode", [(), ("--find-knee", "--request-rate", "1", "--max-request-rate", "1", "--slo-e2e", "1h")]
 )
-def test_a_model_that_serve_would_refuse_is_said_to_be_one(command: CommandLine, mode: tuple[str, ...]) -> None:
+def test_a_model_that_serve_would_refuse_is_reported(command: CommandLine, mode: tuple[str, ...]) -> None:
     config = str(CONFIGS / "openai--gpt-oss-20b_config.json")
     small = ("--num-prompts", "2", "--input-len", "8", "--output-len", "2", "--json")
     outcome = command("bench", config, "--simulate", "h100", *small, *mode)
@@ -71,7 +71,7 @@ def test_a_model_that_serve_would_refuse_is_said_to_be_one(command: CommandLine,
 
 
 def test_quantised_weights_need_no_checkpoint(command: CommandLine, llama: str) -> None:
-    """It is the same as a config that says so; fp8 halves what a lone decode reads."""
+    """--quantization equals a config with that entry; fp8 halves the bytes that a single decode reads."""
     alone = ("--max-concurrency", "1", "--num-prompts", "2", "--input-len", "8", "--output-len", "8", "--json")
     plain, asked = (
         command("bench", llama, "--simulate", "h100", *alone, *more).json for more in ((), ("--quantization", "fp8"))
@@ -163,7 +163,7 @@ def test_prompts_with_a_common_prefix_are_served_from_the_cache(command: Command
         (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "bfloat16 is not multiplied by Tesla V100"),
     ],
 )
-def test_bad_input_is_told_in_a_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_input_is_one_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
     outcome = command("bench", llama, *arguments)
     assert outcome.code == 2
     assert words in outcome.err
@@ -222,13 +222,13 @@ def test_a_long_run_has_its_samples_further_apart(llama: str) -> None:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> str:
-    """A log of one request with four words."""
+    """Write a log of one request with four words."""
     path = tmp_path / "log.jsonl"
     path.write_text('{"prompt": "internationalisation of everything everywhere", "max_tokens": 3}\n')
     return str(path)
 
 
-def test_texts_go_through_the_tokenizer_that_is_there(
+def test_texts_go_through_a_tokenizer_on_this_disk(
     command: CommandLine, tiny_model: Callable[..., Path], texts: str
 ) -> None:
     model = str(tiny_model("llama"))
@@ -237,7 +237,9 @@ def test_texts_go_through_the_tokenizer_that_is_there(
     assert "each word" not in outcome.err
 
 
-def test_without_a_tokenizer_a_word_is_a_token_and_that_is_said(command: CommandLine, llama: str, texts: str) -> None:
+def test_without_a_tokenizer_a_word_is_a_token_and_a_warning_says_so(
+    command: CommandLine, llama: str, texts: str
+) -> None:
     outcome = command("bench", llama, "--simulate", "h100", "--trace", texts, *ALL, "--json")
     assert outcome.json["input_tokens"] == 4
     assert outcome.err.count("each word of a text counts as one token") == 1

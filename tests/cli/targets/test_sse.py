@@ -1,4 +1,4 @@
-"""F16: events come out the same however the bytes are split."""
+"""Server-sent events are the same however the bytes are split."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_last_event_needs_no_blank_line(tail: bytes) -> None:
 
 
 @pytest.mark.parametrize("endless", [b"x" * (1 << 20), b"data: y\n" * (1 << 17)], ids=["line", "event"])
-def test_what_does_not_end_is_given_up(endless: bytes) -> None:
+def test_an_endless_event_is_rejected(endless: bytes) -> None:
     parser = EventParser()
     assert [event for _ in range(16) for event in parser.feed(endless)] == []
     with pytest.raises(ValueError, match="more than 16 MiB"):

@@ -1,4 +1,4 @@
-"""What a server and the engine in this process get of a trace."""
+"""Prompts of a trace as a server and an engine in this process receive them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_completions_get_token_ids_where_the_tokenizer_is_known() -> None:
     ]
 
 
-def test_prompts_that_a_trace_only_measures_are_token_ids() -> None:
+def test_prompts_of_which_a_trace_has_only_the_length_are_token_ids() -> None:
     requests = tuple(TraceRequest(line, 2.5 * line, 600, 3, hash_ids=(0, line)) for line in (0, 1))
     one, two = (body["prompt"] for body in send(Trace("m", "mooncake", requests, timed=True), COMMON_IDS).bodies)
     assert len(one) == len(two) == 600
@@ -82,7 +82,7 @@ def test_a_chat_log_in_this_process(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    """Prompts are tokenised as the model does it, so the second finds the first in the cache."""
+    """Prompts go through the model's tokenizer, so the second hits the first one's cache."""
     log = tmp_path / "log.jsonl"
     same = {"prompt": " ".join(f"word{number}" for number in range(12)), "max_tokens": 4}
     log.write_text("\n".join(json.dumps({**same, "timestamp": f"2024-01-01T00:00:0{at}Z"}) for at in (3, 1)))
