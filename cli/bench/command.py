@@ -17,9 +17,9 @@ from llmsched.cli.bench.report.output_flags import OutputFlags, with_output_opti
 from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options
+from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options, with_options
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
-from llmsched.cli.options.server_flags import ServerFlags, http_options, refuse_server_flags, with_server_options
+from llmsched.cli.options.server_flags import ServerFlags, http_options, refuse_server_flags
 from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.profiles.apply import found_for_others, with_profile
 from llmsched.cli.targets.engine_target import open_engine
@@ -32,7 +32,7 @@ from llmsched.engine.progress import Progress
 
 
 @with_engine_options(exclude=("seed",))
-@with_server_options
+@with_options("server", ServerFlags)
 @with_output_options
 @with_mode_options
 @with_slo_options

@@ -140,9 +140,7 @@ class TraceLoad(Load):
         )
         answers = []
         for index, request in enumerate(self._requests):
-            length = request.words_out
-            if request.output_len is None and request.answer is not None and encode is not None:
-                length = encode.count(request.answer)
+            length = request.answer_len() if encode is None else request.answer_len(encode.count)
             if length is None:
                 if drawn is None:
                     raise LlmschedError(
@@ -171,7 +169,7 @@ class TraceLoad(Load):
 
     def _length_facts(self) -> dict[str, Any]:
         inputs = [request.words_in for request in self._requests]
-        outputs = [length for request in self._requests if (length := request.words_out) is not None]
+        outputs = [length for request in self._requests if (length := request.answer_len()) is not None]
         over = zip((inputs, outputs), (self.max_input_len, self.max_output_len), strict=True)
         return {
             "mean_input_len": sum(inputs) / max(1, len(inputs)),

@@ -135,7 +135,7 @@ def replace_keyword(
 
         @functools.wraps(command)
         def wrapper(**values: Any) -> R:
-            given = {option.name: values.pop(option.name, None) for option in options}
+            given = {option.name: values.pop(option.name, option.default) for option in options}
             return command(**values, **{keyword: make(given)})
 
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

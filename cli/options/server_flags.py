@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import httpx
 import typer
 
 from llmsched.cli.options.engine_flags import EngineOptions
-from llmsched.cli.options.flags import flag, with_options
+from llmsched.cli.options.flags import flag
 from llmsched.cli.targets.http_target import Endpoint, HttpOptions
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.errors import LlmschedError
-
-R = TypeVar("R")
 
 _LOOKUP_TIMEOUT_S = 10.0
 
@@ -61,11 +59,6 @@ class ServerFlags:
     ] = False
 
 
-def with_server_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Give a Typer command the options of a server; it takes a keyword `server: ServerFlags` instead."""
-    return with_options("server", ServerFlags)(command)
-
-
 def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
     """Return the settings for talking to the server. Raises LlmschedError for a bad URL and for engine flags."""
     if engine_options.given:
@@ -73,7 +66,7 @@ def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: En
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
     _check_url(url)
     if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
-        raise LlmschedError("--api-key may hold printable ASCII letters only, as an HTTP header does")
+        raise LlmschedError("--api-key may contain only printable ASCII, because it is sent in an HTTP header")
     return HttpOptions(
         url,
         endpoint=flags.endpoint or ("chat" if url.rstrip("/").endswith("/chat/completions") else "completions"),
@@ -112,5 +105,5 @@ def refuse_server_flags(typed: Sequence[str]) -> None:
     useless = {flag(f.name) for f in fields(ServerFlags)}
     if given := [name for name in typed if name in useless]:
         raise LlmschedError(
-            f"{', '.join(given)}: only of use with the URL of a server, and the target is a model in this process"
+            f"{', '.join(given)}: only has an effect with the URL of a server; the target is a model in this process"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder
-from llmsched.cli.load.traces.trace import Trace
+from llmsched.cli.load.traces.trace import Content, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,47 +31,39 @@ class RequestSample:
     texts: Sequence[str] | None = None
 
 
+class _WordIds:
+    """TextEncoder without a tokenizer: every distinct word has its own id."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def prompt(self, content: Content) -> list[int]:
+        return [self._ids.setdefault(word, len(self._ids)) for word in content.words]
+
+    def count(self, text: str) -> int:
+        return len(text.split())
+
+
 def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None) -> RequestSample:
     """Return the requests of a trace; texts are encoded with `encode`, named `tokenizer`, or split into words."""
-    offsets = [request.offset for request in trace.requests] if trace.timed else None
+    inputs: Sequence[int] = [request.input_len or 0 for request in trace.requests]
+    prompts: Sequence[Sequence[int]] = [request.hash_ids for request in trace.requests]
+    encoder = encode or _WordIds()
+    tokens, texts = "as the trace states them", None
     if trace.of_text:
-        return _sample_texts(trace, encode, tokenizer, offsets)
-    blocks = [request.hash_ids for request in trace.requests]
+        contents = [request.content for request in trace.requests if request.content is not None]
+        prompts = [encoder.prompt(content) for content in contents]
+        inputs, texts = [len(prompt) for prompt in prompts], [content.text for content in contents]
+        tokens = "words (name a model with --tokenizer for its tokens)" if encode is None else f"of {tokenizer}"
     return RequestSample(
         name=trace.name,
         format=trace.format,
-        tokens="as the trace states them",
-        inputs=[request.input_len or 0 for request in trace.requests],
-        outputs=[request.output_len for request in trace.requests],
-        offsets=offsets,
-        prompts=blocks if any(blocks) else None,
-        unit=trace.block_tokens,
-    )
-
-
-def _sample_texts(
-    trace: Trace, encode: TextEncoder | None, tokenizer: str | None, offsets: Sequence[float] | None
-) -> RequestSample:
-    known: dict[str, int] = {}
-    prompts, outputs, texts = [], [], []
-    for request in trace.requests:
-        assert request.content is not None
-        if encode is None:
-            prompts.append([known.setdefault(word, len(known)) for word in request.content.words])
-            outputs.append(request.words_out)
-        else:
-            prompts.append(encode.prompt(request.content))
-            counted = request.output_len is None and request.answer is not None
-            outputs.append(encode.count(request.answer or "") if counted else request.output_len)
-        texts.append(request.content.text)
-    return RequestSample(
-        name=trace.name,
-        format=trace.format,
-        tokens="words (name a model with --tokenizer for its tokens)" if encode is None else f"of {tokenizer}",
-        inputs=[len(prompt) for prompt in prompts],
-        outputs=outputs,
-        offsets=offsets,
-        prompts=prompts,
+        tokens=tokens,
+        inputs=inputs,
+        outputs=[request.answer_len(encoder.count) for request in trace.requests],
+        offsets=[request.offset for request in trace.requests] if trace.timed else None,
+        prompts=prompts if any(prompts) or trace.of_text else None,
+        unit=1 if trace.of_text else trace.block_tokens,
         texts=texts,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,9 @@ class TraceRequest:
         """Tokens of the prompt, counting a word of text as one."""
         return len(self.content.words) if self.content is not None else self.input_len or 0
 
-    @property
-    def words_out(self) -> int | None:
-        """Tokens of the answer, counting a word of text as one; None if the trace does not state it."""
-        if self.output_len is not None or self.answer is None:
-            return self.output_len
-        return len(self.answer.split())
+    def answer_len(self, count: Callable[[str], int] = lambda text: len(text.split())) -> int | None:
+        """Return the tokens of the answer, using `count` for a text; None if the trace does not state it."""
+        return self.output_len if self.output_len is not None or self.answer is None else count(self.answer)
 
 
 @dataclass(frozen=True, slots=True)

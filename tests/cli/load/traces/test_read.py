@@ -248,7 +248,7 @@ def test_sharegpt(write: Any, layout: Any) -> None:
         {"role": "user", "content": "one two"},
     )
     assert (request.content.text, request.answer) == ("be kind\n\none two", "three")
-    assert (request.words_in, request.words_out) == (4, 1)
+    assert (request.words_in, request.answer_len()) == (4, 1)
 
 
 def test_sharegpt_as_its_dumps_are(write: Any) -> None:
@@ -313,7 +313,7 @@ def test_request_logs(write: Any) -> None:
     ]
     trace = read_trace(write("\n".join(json.dumps(row) for row in rows)))
     assert trace.format == "log"
-    assert [(r.words_in, r.words_out, r.offset) for r in trace.requests] == [(2, 9, 0), (1, 3, 1), (3, None, 2)]
+    assert [(r.words_in, r.answer_len(), r.offset) for r in trace.requests] == [(2, 9, 0), (1, 3, 1), (3, None, 2)]
     assert trace.requests[0].content is not None
     assert trace.requests[0].content.messages == tuple(messages)
 
