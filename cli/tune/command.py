@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +29,8 @@ from llmsched.engine.memory.planner import model_name
 from llmsched.profiles.toml_files import ProfileError, check_writable
 from llmsched.profiles.tuned import profile_path, save_profile
 
-_SEARCH = "Search"
 _ROUNDS = 3
+_search_option = functools.partial(typer.Option, rich_help_panel="Search")
 #: Knobs whose flag fixes their value; the flags of the others set the largest value tried.
 _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
@@ -42,66 +43,54 @@ def tune(
     model: ModelArgument = None,
     maximize: Annotated[
         Goal,
-        typer.Option(
+        _search_option(
             "--maximize",
             help="Rate to maximise among the settings that meet the SLOs: requests per second that met every SLO, or "
             "output tokens per second. Without an SLO it is always throughput.",
-            rich_help_panel=_SEARCH,
         ),
     ] = "goodput",
     knobs: Annotated[
         str | None,
-        typer.Option(
+        _search_option(
             "--knobs",
             metavar="NAMES",
             show_default=f"{','.join(KNOBS)}, except those fixed by a flag",
             help="Knobs to search, separated by commas. A knob that cannot matter under this load is not searched.",
-            rich_help_panel=_SEARCH,
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(
-            "--rounds",
-            min=1,
-            show_default="3",
-            help="Maximum number of full runs of each of the best settings.",
-            rich_help_panel=_SEARCH,
+        _search_option(
+            "--rounds", min=1, show_default="3", help="Maximum number of full runs of each of the best settings."
         ),
     ] = None,
     time_limit: Annotated[
         float,
-        typer.Option(
+        _search_option(
             "--time-limit",
             parser=typed(duration),
             metavar="DURATION",
             show_default="3min",
             help="Time for the search. After the first round, a round starts only if it is expected to end in time.",
-            rich_help_panel=_SEARCH,
         ),
     ] = 180.0,
     min_num_batched_tokens: Annotated[
         int,
-        typer.Option(
+        _search_option(
             "--min-num-batched-tokens",
             min=1,
             max=_MOST_TOKENS,
             metavar="TOKENS",
-            help="Smallest token budget tried; --max-num-batched-tokens is the largest, and --max-num-seqs likewise.",
-            rich_help_panel=_SEARCH,
+            help="Smallest token budget tried. --max-num-batched-tokens and --max-num-seqs limit the values tried.",
         ),
     ] = 32,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the interrupted search of the same command.", rich_help_panel=_SEARCH),
+        _search_option("--resume", help="Continue the interrupted search of the same command."),
     ] = False,
     warm_start: Annotated[
         bool,
-        typer.Option(
-            "--warm-start/--no-warm-start",
-            help="Start from the latest profile of this model and device.",
-            rich_help_panel=_SEARCH,
-        ),
+        _search_option("--warm-start/--no-warm-start", help="Start from the latest profile of this model and device."),
     ] = True,
     simulate: Annotated[str | None, simulate_option("Search")] = None,
     report: Annotated[

@@ -43,6 +43,14 @@ class TrialRunner(Protocol):
         ...
 
 
+async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
+    """Run a setting; an exception becomes the run's problem."""
+    try:
+        return await runner.run(setting, requests, round_index)
+    except Exception as problem:
+        return failed_run(setting, round_index, requests, problem)
+
+
 @dataclass(frozen=True, slots=True)
 class RaceRules:
     """Lengths of the rounds in requests, ascending; repeats of the last; time limit in seconds.
@@ -172,10 +180,7 @@ class Race:
             if known := [run for run in self.history.runs.get(setting, ()) if run.requests == requests]:
                 return known[0]
         start = self._now()
-        try:
-            run = await self._runner.run(setting, requests, round_index)
-        except Exception as problem:
-            run = failed_run(setting, round_index, requests, problem)
+        run = await attempt(self._runner, setting, requests, round_index)
         # A run restored from the journal returns at once, but has recorded its time.
         self._pace[setting] = (run.seconds or self._now() - start) / requests
         self.history.add(run)

@@ -10,8 +10,8 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import TrialRunner
-from llmsched.cli.tune.trial_runs import TrialRun, failed_run, from_json, to_json
+from llmsched.cli.tune.race import TrialRunner, attempt
+from llmsched.cli.tune.trial_runs import TrialRun, from_json, to_json
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import read_file
 
@@ -122,10 +122,7 @@ class ResumableRunner:
     async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         if known := self._known.get((setting, requests, round_index)):
             return known.popleft()
-        try:
-            run = await self._runner.run(setting, requests, round_index)
-        except Exception as problem:
-            run = failed_run(setting, round_index, requests, problem)
+        run = await attempt(self._runner, setting, requests, round_index)
         self._journal.add(run)
         return run
 
