@@ -1,4 +1,4 @@
-"""`llmsched calibrate` as it is typed, and the simulation that lives on it."""
+"""`llmsched calibrate` from the command line, and simulations with its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmsched verify` as it is typed: the JSON contract, what is printed, exit codes."""
+"""`llmsched verify` from the command line: the JSON contract, the printed report, exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmsched tune` as it is typed, on a real engine."""
+"""`llmsched tune` from the command line, on a real engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
 
 
 def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """F18: the sweep goes on with an engine that is built anew."""
+    """F18: the sweep continues with a new engine."""
     built: list[EngineConfig] = []
     real_build, reconfigure = build.build_engine, Engine.reconfigure
 
@@ -163,7 +163,7 @@ def test_bad_usage_is_exit_code_2(tune: Callable[..., Outcome], arguments: tuple
     assert message in outcome.err
 
 
-def test_a_load_that_takes_long_to_send_is_warned_of(tune: Callable[..., Outcome]) -> None:
+def test_warning_if_the_load_takes_long_to_send(tune: Callable[..., Outcome]) -> None:
     slow = ("--request-rate", "20", "--arrivals", "constant", "--knobs", "max_num_batched_tokens")
     outcome = tune(*slow, "--time-limit", "1s")
     assert "sending this load once takes 150 ms, but the time limit of the whole search is 1.00 s" in outcome.err
@@ -176,7 +176,7 @@ def test_a_server_is_refused_with_the_reason(command: CommandLine) -> None:
     assert "cannot tune a running server" in outcome.err
 
 
-def test_an_interrupted_search_says_how_to_go_on_and_does(
+def test_an_interrupted_search_can_be_resumed(
     tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     measured = EngineRunner.run
@@ -205,7 +205,7 @@ def test_an_interrupted_search_says_how_to_go_on_and_does(
     assert not (tmp_path / "profiles" / "quick.state.jsonl").exists()
 
 
-def test_it_begins_from_the_last_profile_of_the_model(tune: Callable[..., Outcome]) -> None:
+def test_the_search_starts_from_the_last_profile_of_the_model(tune: Callable[..., Outcome]) -> None:
     assert tune("--output", "first", "--max-num-seqs", "3").code == 0
     profile = load_profile("first")
     save_profile(replace(profile, engine={**profile.engine, "max_num_batched_tokens": 24, "headroom": 0.2}), "first")

@@ -1,4 +1,4 @@
-"""The search on machines that are not there: how near the best of the grid it comes, and in how much of its time."""
+"""Search on simulated machines: how close it comes to the best of the grid, and in what share of its time."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def searched(
 
 
 def grid_seconds(rate: Figure) -> float:
-    """How long every setting takes, as often and as long as the best are measured."""
+    """Return the time of measuring every setting in full as often as the best ones."""
     return sum(REPEATS * FULL * 10 / rate(setting) for setting in GRID)
 
 
 def some_hill(dice: random.Random) -> Figure:
-    """A top anywhere in the grid, steep or flat, the two knobs more or less independent."""
+    """Return a rate with its maximum anywhere in the grid, steep or flat, with more or less independent knobs."""
     return hill(
         2 ** dice.uniform(5, 10),
         2 ** dice.uniform(1, 4),
@@ -61,12 +61,12 @@ def some_hill(dice: random.Random) -> Figure:
 
 
 def slow_wave(time: float) -> float:
-    """A machine that becomes a third slower and faster again, within a search."""
+    """Make the machine a third slower and faster again within a search."""
     return 1 - 0.2 * (1 + math.sin(time / 15)) / 1.2
 
 
 def half_way_down(time: float) -> float:
-    """A neighbour begins to use the machine."""
+    """Let other work slow the machine down."""
     return 1.0 if time < 12 else 0.6
 
 
@@ -74,9 +74,9 @@ def half_way_down(time: float) -> float:
     ("drift", "most"), [(lambda time: 1.0, 57), (slow_wave, 57), (half_way_down, 51)], ids=["steady", "wave", "step"]
 )
 def test_near_the_best_of_the_grid_in_a_fifth_of_its_time(drift: Callable[[float], float], most: int) -> None:
-    """2 % noise in a full run: within 5 % on nearly all of 60 machines, and in a fifth of the time on average.
+    """With 2 % noise in a full run: within 5 % on nearly all of 60 machines, in a fifth of the time on average.
 
-    A machine that becomes slower within a round can hide the best setting: then on fewer.
+    A machine that slows down within a round can hide the best setting, so fewer machines succeed then.
     """
     reached, spent = [], []
     for seed in range(60):
@@ -92,8 +92,8 @@ def test_near_the_best_of_the_grid_in_a_fifth_of_its_time(drift: Callable[[float
     assert mean(spent) < 0.2
 
 
-def test_a_cost_model_spares_the_hopeless() -> None:
-    """A model that is off by 5 % here and there, and by 30 % in all, makes no choice worse and the search shorter."""
+def test_a_cost_model_prunes_bad_settings() -> None:
+    """A model with random errors of 5 % and a bias of 30 % shortens the search and makes no choice worse."""
     runs = {True: 0, False: 0}
     reached = []
     for seed in range(40):
@@ -116,7 +116,7 @@ def test_a_cost_model_spares_the_hopeless() -> None:
 
 
 def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
-    """The model has the ends right and says that all between them is too late; only 128 is not."""
+    """The model is right at both ends and predicts that all settings between miss the SLO; only 128 meets it."""
 
     class Misled(SimulatedMachine):
         def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
@@ -133,7 +133,7 @@ def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
 
 
 def test_only_settings_that_meet_the_slo_win() -> None:
-    """More tokens a step make more tokens a second here, and longer gaps."""
+    """Larger steps give more tokens per second here, and longer gaps."""
     surface = SimulatedMachine(
         lambda s: 100.0 + s.max_num_batched_tokens, itl=lambda s: s.max_num_batched_tokens / 1000, noise=0.0
     )
@@ -145,7 +145,7 @@ def test_only_settings_that_meet_the_slo_win() -> None:
 
 
 def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:
-    """With a target the gaps are what it says, whatever the budget: then the largest budget is the best."""
+    """With a target the gaps equal the target at any budget, so the largest budget is the best."""
 
     def itl(setting: Setting) -> float:
         return setting.target_itl or setting.max_num_batched_tokens / 1000
@@ -158,7 +158,7 @@ def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:
     assert best.setting.target_itl == 0.3
 
 
-def test_what_cannot_matter_is_left_alone_and_said() -> None:
+def test_knobs_that_cannot_matter_are_not_searched() -> None:
     surface = SimulatedMachine(hill(128, 16), running=1)
     history, notes = searched(surface, slo=Slo(ttft=10.0), knobs=KNOBS)
     assert notes == [
@@ -197,7 +197,7 @@ def test_rounds_send_the_same_to_all_and_go_back_and_forth() -> None:
     assert budgets[2] == sorted(budgets[2])
 
 
-def test_it_ends_in_time_and_says_so() -> None:
+def test_the_search_ends_within_its_time_limit() -> None:
     surface = SimulatedMachine(lambda s: 10.0)
     history, notes = searched(surface, time_limit=100.0)
     assert surface.work <= 105.0
@@ -212,7 +212,7 @@ def test_it_ends_in_time_and_says_so() -> None:
 
 
 def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
-    """From its third run on the machine is half as fast: what was measured before is no rival of what came after."""
+    """The machine is half as fast from the third run on; earlier runs must not be compared with later ones."""
     surface = SimulatedMachine(hill(512, 16, steep=0.1), noise=0.0, drift=lambda time: 1.0 if time < 1.0 else 0.5)
     history, notes = searched(surface, knobs=("max_num_batched_tokens",))
     best = history.best()
@@ -233,7 +233,7 @@ def test_when_everything_breaks_every_setting_has_been_tried() -> None:
     assert notes == ["max_num_seqs was not searched: no setting works so far"]
 
 
-def test_one_that_proves_too_late_in_full_makes_room_for_the_next() -> None:
+def test_a_setting_that_misses_the_slo_in_full_is_replaced_by_the_next() -> None:
     """The two fastest meet the SLO in short runs only."""
 
     class Late(SimulatedMachine):

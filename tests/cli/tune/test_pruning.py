@@ -1,4 +1,4 @@
-"""What a cost model may rule out, given how wrong it has been."""
+"""Settings that a cost model may rule out, given its errors so far."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def said(rates: Mapping[Setting, float], **itl: Any) -> dict[Setting, TrialRun]:
     return {s: made_run(s, 10, 0, rate, itl.get(f"at_{s.max_num_batched_tokens}", 0.02)) for s, rate in rates.items()}
 
 
-def test_far_behind_is_out_and_near_is_not() -> None:
-    """The model says half of what is measured, of all alike: then 0.84 of the best is within its margin, 0.7 is not."""
+def test_only_settings_far_behind_are_pruned() -> None:
+    """Predictions are half of all measurements: 0.84 of the best is then within the margin, 0.7 is not."""
     history = measured({A: 100.0, B: 80.0})
     out = hopeless([C, D], said({A: 50.0, B: 40.0, C: 35.0, D: 43.5}), history)
     assert out == {C: "not measured: predicted 30% less throughput than the best"}
 
 
-def test_the_more_it_errs_the_less_it_rules_out() -> None:
-    """Of A it says 10 % too much, of B 10 % too little: 0.75 of the best may still be as good."""
+def test_a_larger_model_error_prunes_less() -> None:
+    """Predictions are 10 % too high for A and 10 % too low for B: 0.75 of the best may still be as good."""
     history = measured({A: 100.0, B: 80.0})
     assert hopeless([C], said({A: 110.0, B: 72.0, C: 75.0}), history) == {}
     assert hopeless([C], said({A: 200.0, B: 40.0, C: 1.0}), history) == {}, "not believed at all"
@@ -51,15 +51,15 @@ def test_a_predicted_best_counts_as_one() -> None:
     assert list(hopeless([C, D], said({A: 100.0, B: 80.0, C: 100.0, D: 200.0}), history)) == [C]
 
 
-def test_far_too_late_is_out() -> None:
+def test_a_setting_far_above_an_slo_is_pruned() -> None:
     slo = Slo(itl=0.1)
     history = measured({A: 100.0, B: 110.0}, slo, at_32=0.04, at_64=0.08)
     predicted = said({A: 100.0, B: 110.0, C: 120.0, D: 130.0}, at_32=0.02, at_64=0.04, at_128=0.055, at_256=0.09)
     assert hopeless([C, D], predicted, history) == {D: "not measured: predicted P99 ITL 180 ms is far above 100 ms"}
 
 
-def test_what_misses_an_slo_rules_out_nobody() -> None:
-    """B makes the most tokens, but too late: C, far behind it, may be the one to choose."""
+def test_a_setting_that_misses_an_slo_rules_out_no_other() -> None:
+    """B has the most tokens but misses the SLO, so C, far behind it, may still be the choice."""
     slo = Slo(itl=0.1)
     history = measured({A: 40.0, B: 200.0}, slo, at_32=0.02, at_64=0.5)
     predicted = said({A: 40.0, B: 200.0, C: 60.0}, at_32=0.02, at_64=0.5, at_128=0.05)
@@ -68,8 +68,8 @@ def test_what_misses_an_slo_rules_out_nobody() -> None:
     assert hopeless([C], said({A: 100.0, B: 200.0, C: 1.0}, at_32=0.3, at_64=0.5), nobody) == {}
 
 
-def test_goodput_that_a_small_error_takes_away_is_not_believed() -> None:
-    """All that is predicted of C just misses the limit: its goodput would be 0, its throughput is the most."""
+def test_settings_are_not_pruned_by_predicted_goodput() -> None:
+    """C is predicted to just miss the limit: its goodput would be 0, while its throughput is the highest."""
     history = TrialHistory(Slo(itl=0.1), "goodput")
     for setting, rate in ((A, 100.0), (B, 110.0)):
         history.add(made_run(setting, 10, 0, rate, 0.05))

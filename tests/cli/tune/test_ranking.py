@@ -1,4 +1,4 @@
-"""Who is ahead, on a machine that drifts."""
+"""Ranking of settings on a machine whose speed drifts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def rate(run: TrialRun) -> float | None:
     return run.tokens_per_s
 
 
-def test_what_a_round_has_in_common_is_taken_out() -> None:
-    """The machine is half as fast in the round that has no B: the plain means would put A behind."""
+def test_the_effect_of_a_round_is_removed() -> None:
+    """The machine is half as fast in the round without B; plain means would put A behind."""
     runs = [made_run(A, 10, 0, 100.0), made_run(B, 10, 0, 90.0), made_run(A, 10, 1, 50.0), made_run(C, 10, 1, 49.0)]
     table = rank_settings(runs, rate)
     assert table.share(B, A) == pytest.approx(0.9)
@@ -29,13 +29,13 @@ def test_what_a_round_has_in_common_is_taken_out() -> None:
 
 
 def test_long_runs_count_more_than_short_ones() -> None:
-    """90 requests that say 1 % more against 10 that say 9 % less."""
+    """90 requests favour B by 1 %, 10 requests favour A by 9 %."""
     runs = [made_run(A, 90, 0, 100.0), made_run(B, 90, 0, 101.0), made_run(A, 10, 1, 100.0), made_run(B, 10, 1, 91.0)]
     expected = (0.9 * math.log(1.01) + 0.1 * math.log(0.91)) / 1.0
     assert math.log(rank_settings(runs, rate).share(B, A)) == pytest.approx(expected)
 
 
-def test_equal_ones_go_by_preference_and_better_ones_do_not() -> None:
+def test_preference_decides_between_equal_settings_only() -> None:
     runs = [made_run(s, 10, n, value) for n in range(3) for s, value in ((A, 100.0), (B, 101.5), (C, 110.0))]
     table = rank_settings(runs, rate)
     assert table.noise(A, B) == NOISE_FLOOR
@@ -51,20 +51,20 @@ def test_without_repeats_nothing_is_settled() -> None:
     assert table.settled([A])
 
 
-def test_repeats_that_agree_settle_it_and_those_that_do_not_do_not() -> None:
+def test_only_repeats_that_agree_settle_the_ranking() -> None:
     agree = [made_run(s, 10, n, v) for n in range(3) for s, v in ((A, 100.0), (B, 80.0))]
     assert rank_settings(agree, rate).settled([A, B])
     differ = [made_run(s, 10, n, v) for n, b in enumerate((80.0, 130.0, 95.0)) for s, v in ((A, 100.0), (B, b))]
     assert not rank_settings(differ, rate).settled([A, B])
 
 
-def test_of_equal_ones_repeats_settle_it_too() -> None:
-    """It is enough that nobody can be far ahead of the one that is chosen."""
+def test_repeats_settle_a_tie() -> None:
+    """It suffices that no setting can be far ahead of the chosen one."""
     runs = [made_run(s, 10, n, v) for n in range(4) for s, v in ((A, 100.0), (B, 100.5))]
     assert rank_settings(runs, rate).settled([A, B])
 
 
-def test_a_score_of_zero_is_last_and_disturbs_nobody() -> None:
+def test_a_score_of_zero_is_last_and_leaves_the_others_alone() -> None:
     table = rank_settings(
         [made_run(A, 10, 0, 100.0), made_run(B, 10, 0, 1.0, tokens_per_s=0.0), made_run(C, 10, 0, 90.0)], rate
     )
@@ -74,7 +74,7 @@ def test_a_score_of_zero_is_last_and_disturbs_nobody() -> None:
 
 
 def test_settled_is_seldom_wrong() -> None:
-    """The chosen one is 6 % behind: of many machines with noise, few say that it is sure that it is not."""
+    """The chosen setting is 6 % behind: on few of many noisy machines is the ranking settled on it."""
     wrong = 0
     for seed in range(300):
         dice = random.Random(seed)

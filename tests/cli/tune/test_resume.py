@@ -1,4 +1,4 @@
-"""An interrupted search goes on where it was, with what it knew."""
+"""Resuming an interrupted search with the runs it has made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATE = hill(128, 4, steep=0.15)
 
 
 class Interrupted(SimulatedMachine):
-    """Ctrl-C in the middle of the run after the first `most`."""
+    """Machine that is interrupted (Ctrl-C) in the run after the first `most`."""
 
     most = 10**9
 
@@ -76,7 +76,7 @@ def test_a_setting_that_broke_is_not_tried_again(tmp_path: Path) -> None:
         assert len(runner.log) == (0 if resume else 1)
 
 
-def test_a_search_about_something_else_is_refused(tmp_path: Path) -> None:
+def test_the_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     SearchJournal(path, ABOUT, resume=False)
     with pytest.raises(LlmschedError, match=r"another SLOs \({'itl': 0.05}, now {'itl': 0.1}\)"):
@@ -87,7 +87,7 @@ def test_a_search_about_something_else_is_refused(tmp_path: Path) -> None:
         SearchJournal(tmp_path / "away.jsonl", ABOUT, resume=True)
 
 
-def test_a_line_that_was_being_written_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     journal = SearchJournal(path, ABOUT, resume=False)
     journal.add(made_run(Setting(64, 8), 8, 0, 10.0))
@@ -103,7 +103,7 @@ def test_a_line_that_was_being_written_is_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "\n", "{}\n", "[1]\n", "nonsense\n", '{"about": 3}\n', '{"about": {}}\n{"run": 3}\n']
 )
-def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_journal_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(text)
     with pytest.raises(LlmschedError, match="--resume") as problem:
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path, text: str) 
         ('"samples": {', '"samples": ' + 5000 * "[" + "{"),
     ],
 )
-def test_a_run_that_cannot_have_been_is_refused_in_words(tmp_path: Path, old: str, new: str) -> None:
+def test_an_invalid_run_is_refused(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "s.jsonl"
     SearchJournal(path, ABOUT, resume=False).add(made_run(Setting(64, 8), 8, 0, 10.0))
     text = path.read_text()
@@ -133,14 +133,14 @@ def test_a_run_that_cannot_have_been_is_refused_in_words(tmp_path: Path, old: st
         SearchJournal(path, ABOUT, resume=True)
 
 
-def test_a_pipe_is_no_state(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     os.mkfifo(path)
     with pytest.raises(LlmschedError, match="is not a regular file"):
         SearchJournal(path, ABOUT, resume=True)
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_journal_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LlmschedError, match="cannot be written"):
         SearchJournal(tmp_path / "file" / "s.jsonl", ABOUT, resume=False)
@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_does_not_end_the_search(tmp_path: Path, capsys: pyt
     assert len(journal.runs) == 2
 
 
-def test_the_state_lies_beside_the_profile_and_goes_with_the_search(tmp_path: Path) -> None:
+def test_the_journal_lies_beside_the_profile_until_the_search_ends(tmp_path: Path) -> None:
     path = state_path(tmp_path / "chat.toml")
     assert path == tmp_path / "chat.state.jsonl"
     journal = SearchJournal(path, ABOUT, resume=False)

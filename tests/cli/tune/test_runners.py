@@ -1,4 +1,4 @@
-"""Runners: what they note of an engine's steps, and the predictions made from them."""
+"""Runners: their records of an engine's steps, and the predictions from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmsched.engine.progress import silent
 
 
 def served(harness: Harness) -> StepWatch:
-    """A step takes 10 ms, and 0.1 ms for each prefill token."""
+    """Serve requests with steps of 10 ms plus 0.1 ms per prefill token."""
     inner = harness.executor.execute
 
     def timed(plan: StepPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""tune on a virtual clock: as trials of a GPU that is not there, and as predictions."""
+"""tune on a virtual clock: trials on a simulated GPU, and predictions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     assert runner.predict([setting], 40) == {}
 
 
-def test_what_ends_in_its_first_step_is_demand_as_well() -> None:
+def test_requests_that_end_in_their_first_step_count_as_demand() -> None:
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
     load = SyntheticLoad(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
     demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, TrialLoad(load, SLO, 60.0)).demand
@@ -105,7 +105,7 @@ def test_the_winner_of_a_simulation(tune: Callable[..., Outcome], tmp_path: Path
 
 
 def test_every_setting_has_the_figures_that_bench_gives_it(tune: Callable[..., Outcome], command: CommandLine) -> None:
-    """The same load, in full and with the same seed: what tune promises can be seen again."""
+    """The same load in full with the same seed: bench reproduces every trial of tune."""
     report = tune("--json", "--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "128").json
     assert report["runs"] == len(report["trials"]) == 3
     for trial in report["trials"]:
@@ -117,7 +117,7 @@ def test_every_setting_has_the_figures_that_bench_gives_it(tune: Callable[..., O
         assert trial["attainment"] == run["attainment"]
 
 
-def test_steps_for_which_there_is_no_room_are_points_of_the_curve(command: CommandLine) -> None:
+def test_budgets_that_do_not_fit_are_trials(command: CommandLine) -> None:
     room = ("--max-model-len", "2048", "--num-gpu-blocks-override", "2000", "--max-num-batched-tokens", "65536")
     knobs = ("--knobs", "max_num_batched_tokens", "--min-num-batched-tokens", "4096")
     outcome = command("tune", str(CONFIG), "--simulate", "l4", *LOAD_FLAGS, *room, *knobs, "--json")
@@ -130,7 +130,7 @@ def test_steps_for_which_there_is_no_room_are_points_of_the_curve(command: Comma
     assert all(reasons[tokens].startswith("does not fit: ") for tokens in reasons.keys() - set(fits))
 
 
-def test_a_search_does_not_go_on_with_the_steps_of_another_engine(
+def test_a_search_is_not_resumed_with_another_engines_step_times(
     tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: object) -> TrialRun:

@@ -1,4 +1,4 @@
-"""What is kept of a run, and that it survives being written down."""
+"""Runs: the figures they keep, and their JSON form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_many_samples_keep_their_distribution() -> None:
 
 
 def test_a_thinned_run_weighs_what_it_had() -> None:
-    """10,000 samples of 1 and 100 of 3: the median of all is 1, the mean near it."""
+    """10,000 samples of 1 and 100 of 3: the median is 1, the mean slightly above."""
     together = pooled([thinned([1.0] * 10_000), thinned([3.0] * 100)])
     assert together.count == 10_100
     assert together.p50 == 1.0

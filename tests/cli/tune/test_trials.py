@@ -1,4 +1,4 @@
-"""F18: which setting wins, and why the others did not."""
+"""F18: which setting wins, and why the others do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = SyntheticLoad(num_prompts=10, max_concurrency=1)
 
 
 def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05) -> Measurement:
-    """Ten requests, one every 1/rate seconds, each with `tokens` tokens."""
+    """Measure ten requests, one every 1/rate seconds, each with `tokens` tokens."""
     records = []
     for index in range(10):
         start = index / rate
@@ -37,7 +37,7 @@ def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05)
 
 
 class Scripted:
-    """A TrialRunner that measures what is written down."""
+    """TrialRunner with scripted measurements."""
 
     def __init__(self, outcomes: dict[Setting, Callable[[int], Measurement]]) -> None:
         self.outcomes = outcomes
@@ -96,7 +96,7 @@ def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths:
     ]
 
 
-def test_none_feasible_is_said_with_the_reason_of_each() -> None:
+def test_explanation_if_no_setting_is_feasible() -> None:
     """F18, F19."""
     history = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C, D)}))
     assert history.best() is None
@@ -127,7 +127,7 @@ def test_a_limit_that_nothing_meets_has_a_nearest_miss_too() -> None:
     assert nearest.setting == B
 
 
-def test_one_setting_is_not_the_most_of_one() -> None:
+def test_explanation_of_a_single_setting() -> None:
     alone = raced(Scripted({A: lambda n: figures(1.2)}))
     assert explain(alone).endswith("tokens/s, by the only setting tried, which meets the SLOs")
     assert explain(raced(Scripted({A: lambda n: figures(1.2)}), slo=Slo())).endswith("which works (no SLO was given)")
@@ -153,7 +153,7 @@ def test_a_missed_itl_and_a_partly_failed_run_are_infeasible() -> None:
 
 
 def test_the_statistic_of_the_slo_is_the_one_that_counts() -> None:
-    """Every tenth gap is long: the median meets what the P99 misses."""
+    """Every tenth gap is long: the median meets the SLO, the P99 misses it."""
     run = made_run(A, 10, 0, 5.0)
     gaps = sorted([0.1] * 81 + [0.5] * 9)
     run.samples["itl"] = type(run.samples["itl"])(tuple(gaps), 1, sum(gaps), 0.5)  # type: ignore[index]
@@ -173,7 +173,7 @@ def test_more_throughput_beyond_the_noise_wins() -> None:
 
 
 def test_goodput_and_throughput_can_disagree() -> None:
-    """B makes more tokens, but a third of its requests has an ITL that is too long: SLOs of each request, not P99."""
+    """B makes more tokens, but a third of its requests miss the ITL SLO, which applies to each request's median."""
     slo, fast = Slo(itl=0.2, itl_statistic="p50"), made_run(B, 30, 0, 12.0, met={"itl": 20, "all": 20})
     for goal, winner in (("throughput", B), ("goodput", A)):
         history = TrialHistory(slo, goal)  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_goodput_and_throughput_can_disagree() -> None:
     assert TrialHistory(Slo(), "goodput").goal == "throughput"
 
 
-def test_the_sentence_tells_of_a_tie() -> None:
+def test_explanation_of_a_tie() -> None:
     history = raced(Scripted({A: lambda n: figures(1.2), E: lambda n: figures(1.21)}), rounds=3, slo=Slo())
     first = history.trials()[0]
     assert explain(history) == (
@@ -195,7 +195,7 @@ def test_the_sentence_tells_of_a_tie() -> None:
     )
 
 
-def test_the_sentence_tells_of_what_was_faster_but_too_late() -> None:
+def test_explanation_names_a_faster_setting_that_missed_an_slo() -> None:
     history = raced(Scripted({A: lambda n: figures(1.2), D: lambda n: figures(5, ttft=3.0)}))
     best, fast = (trial.output_tokens_per_s for trial in history.trials())
     assert best is not None
@@ -220,7 +220,7 @@ def test_a_setting_that_breaks_in_a_later_round_is_infeasible() -> None:
 
 
 def test_percentiles_are_of_all_runs_together() -> None:
-    """One run of two is slow: its samples are half of all, and P99 is theirs."""
+    """One run of two is slow: half of all samples are its own, so the P99 is too."""
     history = TrialHistory(Slo(), "throughput")
     for index in range(2):
         history.add(run_of(A, index, 10, figures(1.0, ttft=0.1 + 0.5 * index)))
@@ -231,8 +231,8 @@ def test_percentiles_are_of_all_runs_together() -> None:
     assert trial.rounds == 2
 
 
-def test_how_far_runs_lie_apart_is_told() -> None:
-    """99 tokens in 9.4 s (10.5 a second) and in 8.49 s (11.7 a second): 5.1 % to either side."""
+def test_spread_of_the_runs() -> None:
+    """99 tokens in 9.4 s (10.5 a second) and in 8.49 s (11.7 a second): half the range is 5.1 % of the mean."""
     rates = [run_of(A, index, 10, figures(1.0 + 0.1 * index)) for index in range(2)]
     assert judge(A, rates, Slo()).spread == pytest.approx(0.051, abs=0.001)
     assert judge(A, rates[:1], Slo()).spread == 0.0
@@ -263,7 +263,7 @@ def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
 
 
 def test_a_setting_is_judged_by_its_longest_runs() -> None:
-    """Short ones are of another load: P99 is not theirs, and the nearest miss is none that was only run short."""
+    """Short runs serve another load: they give no P99 and no nearest miss."""
     history = TrialHistory(Slo(itl=0.1), "throughput")
     for run in (made_run(A, 8, 0, 20.0, itl=0.05), made_run(A, 32, 1, 10.0, itl=0.5), made_run(B, 8, 0, 20.0, itl=0.2)):
         history.add(run)
@@ -274,7 +274,7 @@ def test_a_setting_is_judged_by_its_longest_runs() -> None:
     assert history.nearest_miss() == trial
 
 
-def test_what_broke_in_a_later_round_is_no_near_miss() -> None:
+def test_a_setting_that_broke_is_not_a_near_miss() -> None:
     history = TrialHistory(SLO, "throughput")
     history.add(made_run(A, 8, 0, 20.0))
     history.add(failed_run(A, 1, 8, MemoryError("no room")))
@@ -282,7 +282,7 @@ def test_what_broke_in_a_later_round_is_no_near_miss() -> None:
     assert history.nearest_miss() is None
 
 
-def test_the_sentence_is_of_runs_that_can_be_compared() -> None:
+def test_explanation_compares_runs_of_the_same_length() -> None:
     """A and C ran in full. B, in short runs only, was ahead of both; D was slower than A in the same round."""
     history = TrialHistory(Slo(itl=0.1), "throughput")
     for run in (made_run(A, 8, 0, 50.0), made_run(B, 8, 0, 60.0), made_run(C, 8, 0, 40.0)):
@@ -295,7 +295,7 @@ def test_the_sentence_is_of_runs_that_can_be_compared() -> None:
     )
 
 
-def test_without_noise_there_is_none_in_the_sentence() -> None:
+def test_explanation_of_exact_runs_does_not_mention_noise() -> None:
     history = TrialHistory(Slo(itl=0.1), "throughput", exact=True)
     history.add(made_run(A, 8, 0, 99.0))
     history.add(made_run(B, 8, 0, 100.0))
@@ -310,7 +310,7 @@ def test_without_noise_there_is_none_in_the_sentence() -> None:
 
 
 def test_relative_scores_are_of_the_same_rounds() -> None:
-    """C ran in a slow round only: its rate is half of what it would be beside the others."""
+    """C ran in a slow round only, so its rate is half of what it would be in the others' rounds."""
     history = TrialHistory(SLO, "throughput")
     for run in (made_run(A, 8, 0, 100.0), made_run(B, 8, 0, 80.0), made_run(A, 8, 1, 50.0), made_run(C, 8, 1, 45.0)):
         history.add(run)
