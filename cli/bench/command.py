@@ -12,8 +12,8 @@ from llmsched.cli import render
 from llmsched.cli.bench.bench_once import bench_once
 from llmsched.cli.bench.compare.bench_compare import bench_compare, refuse_server
 from llmsched.cli.bench.knee.bench_knee import bench_knee
-from llmsched.cli.bench.mode_flags import ModeFlags, with_mode_options
-from llmsched.cli.bench.report.output_flags import OutputFlags, with_output_options
+from llmsched.cli.bench.mode_flags import ModeFlags
+from llmsched.cli.bench.report.output_flags import OutputFlags
 from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
@@ -33,8 +33,8 @@ from llmsched.engine.progress import Progress
 
 @with_engine_options(exclude=("seed",))
 @with_options("server", ServerFlags)
-@with_output_options
-@with_mode_options
+@with_options("outputs", OutputFlags)
+@with_options("modes", ModeFlags)
 @with_slo_options
 @with_load_options(num_prompts=100, input_len=128, output_len=64)
 def bench(
@@ -65,7 +65,7 @@ def bench(
             "--profile",
             metavar="NAME|PATH",
             show_default=False,
-            help="Settings found by `llmsched tune`, of a model in this process or simulated; flags go first.",
+            help="Settings found by `llmsched tune`, for a model in this process or simulated; flags override them.",
         ),
     ] = None,
     *,
@@ -78,10 +78,9 @@ def bench(
 ) -> None:
     """Load a server or a model and measure latency and goodput.
 
-    A trace is sent at its own times; else, with neither --request-rate nor --max-concurrency, all requests are sent
-    at once. Ctrl-C ends one, and what has ended by then is reported. Exit code 1 if a request failed, or (--find-knee)
-    if no rate meets the SLOs, or (--self-check) if a figure is off or this machine was
-    too busy to tell.
+    A trace is replayed at its own times. Without a trace, --request-rate or --max-concurrency, all requests are sent
+    at once. Ctrl-C ends a run and reports the requests completed by then. Exit code 1 if a request failed, if no rate
+    meets the SLOs (--find-knee), or if a figure is wrong or this machine was too busy to tell (--self-check).
 
     \b
     Examples:
@@ -100,7 +99,7 @@ def bench(
     """
     outputs.check(modes, load_options.trace)
     if quantization is not None and simulate is None:
-        raise ConfigError("quantization", "is for --simulate; a model that is served has the weights that it has")
+        raise ConfigError("quantization", "applies only to --simulate; a served model keeps the format of its weights")
     if not modes.find_knee:
         load_options.load.check_shape()
     plan = RunPlan(
@@ -109,7 +108,7 @@ def bench(
     with render.progress_bar() as progress:
         if modes.self_check:
             if extra := set(typed_options(context)) - {"--self-check", "--save", "--json"}:
-                raise LlmschedError(f"--self-check has its own server and load; leave out {', '.join(sorted(extra))}")
+                raise LlmschedError(f"--self-check uses its own server and load; leave out {', '.join(sorted(extra))}")
             result = asyncio.run(bench_self(progress))
         elif target is not None and target.startswith(("http://", "https://")):
             if profile is not None:
@@ -142,9 +141,9 @@ def _bench_model(
     options: EngineOptions,
     progress: Progress,
 ) -> Result:
-    if modes.compare is not None:
-        return asyncio.run(bench_compare(model, simulate, options, modes, plan, progress, quantization))
     config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
+    if modes.compare is not None:
+        return asyncio.run(bench_compare(config, options.given, simulate, modes, plan, progress, quantization))
     if simulate is None:
         opening = open_engine(config, plan, progress)
     else:

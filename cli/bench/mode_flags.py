@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from llmsched.cli.bench.compare.variants import SYNTAX
-from llmsched.cli.options.flags import typed, with_options
+from llmsched.cli.options.flags import typed
 from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
-
-R = TypeVar("R")
 
 _COMPARE = "Comparison"
 _KNEE = "Knee"
@@ -111,8 +108,3 @@ class ModeFlags:
         if given and not self.find_knee:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
             raise LlmschedError(f"{names}: applies only to --find-knee; leave it out, or add --find-knee")
-
-
-def with_mode_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add these options to a Typer command, which takes them as the keyword `modes: ModeFlags`."""
-    return with_options("modes", ModeFlags)(command)

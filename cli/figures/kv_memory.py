@@ -11,6 +11,7 @@ from llmsched.engine.memory.plan import MemoryParts
 
 #: Definitions, printed wherever these figures are.
 DEFINITIONS = {
+    "steps": "forward passes of the engine, however long each took",
     "KV waste": "share of the KV memory allocated to requests that held no KV yet, averaged over steps; for a server, "
     "over samples of its metrics",
     "peak KV": "the most KV memory allocated to requests in any step; for a server, in any sample of its metrics, so "

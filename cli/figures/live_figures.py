@@ -1,4 +1,4 @@
-"""The figures of a run while it is running."""
+"""Figures of a run while it lasts, shown beside its progress."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from llmsched.cli.progress import detail
 from llmsched.engine.latency import RequestLatency, statistic
 from llmsched.engine.units import human_seconds
 
-#: The latest requests, from which the figures are taken.
+#: Number of latest requests that the figures are computed from.
 _LATEST = 100
 
-#: Seconds between two looks, so that telling does not get in the way of measuring.
+#: Seconds between two updates, so that showing figures does not disturb the measurement.
 _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Counts requests as they begin and end, and tells how things stand by `tell`."""
+    """Running count of requests, with rate and latencies of the latest, passed to `tell` as text."""
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now
@@ -32,7 +32,7 @@ class LiveFigures:
         self._start = self._told = now()
 
     def watching(self, send: Send) -> Send:
-        """The same, counted."""
+        """Return `send` with a count of the requests in flight."""
 
         async def counted(request: PlannedRequest, record: RequestRecord) -> None:
             self._running += 1
@@ -44,7 +44,7 @@ class LiveFigures:
         return counted
 
     def ended(self, record: RequestRecord) -> None:
-        """A request has ended, well or not."""
+        """Note that a request has ended, served or failed."""
         now = self._now()
         self._ends.append(now)
         if (one := served(record, None)) is not None:
@@ -54,7 +54,7 @@ class LiveFigures:
             self._tell(self.sentence())
 
     def sentence(self) -> str:
-        """Rate, requests under way, and the medians of the latest requests."""
+        """Return the rate, the requests in flight, and the medians of the latest requests."""
         since = self._ends[0] if len(self._ends) == _LATEST else self._start
         parts = [f"{self._running} running"]
         if (elapsed := self._now() - since) > 0:

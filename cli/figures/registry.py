@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Flag, auto
 from typing import Any, Literal
 
 from llmsched.cli.figures import kv_memory
@@ -16,46 +17,61 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Goodput, Slo, Summary
 from llmsched.engine.units import human_bytes, human_seconds
 
+#: Function that returns the value of a figure; None if the run cannot tell.
+Getter = Callable[[Experiment, Measurement], Any]
+
 #: Unit of a figure. "ms": `Figure.get` returns seconds and JSON has milliseconds. "": JSON has the value as it is.
 Unit = Literal["", "count", "s", "ms", "/s", "share", "bytes"]
 
-#: json: `bench --json`. totals, latencies: rows of a run's tables; own table: a table or sentence of its own, written
-#: in bench/report. csv: columns of --csv; csv object: a column of JSON after all others. ratios: rows of --compare.
-#: comparison, round, attempt: JSON of a compared variant, of one of its rounds, and of a rate tried by --find-knee.
-Place = Literal[
-    "json", "totals", "latencies", "own table", "csv", "csv object", "ratios", "comparison", "round", "attempt"
-]
 
-#: Places where a figure is shown, each with the keys of its JSON value to show there; (): the whole value.
-ShownIn = Mapping[Place, tuple[str, ...]]
+class Place(Flag):
+    """Places where a figure is shown."""
+
+    #: `bench --json`.
+    JSON = auto()
+    #: The table of totals, the table of latencies, or a table or sentence of its own (see bench/report/run_report.py).
+    TOTALS = auto()
+    LATENCIES = auto()
+    OWN_TABLE = auto()
+    #: Columns of --csv, and columns at their end whose cells hold JSON.
+    CSV = auto()
+    CSV_OBJECT = auto()
+    #: Rows of --compare, and JSON of one of its rounds.
+    RATIOS = auto()
+    ROUND = auto()
+    #: JSON of a rate tried by --find-knee.
+    ATTEMPT = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A figure of a run. `name` is its JSON key, `label` its name in tables.
 
-    `get` returns its value, None if the run cannot tell. `text` formats it for the table of totals (None: no row);
-    without `text` the unit decides. `definition` has a sentence for each term that is printed with the figure.
+    `get` returns its value. `text` formats it for the table of totals (None: no row); without it the unit decides.
+    `definition` has a sentence for each term that is printed with the figure. If the JSON value is an object,
+    `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
     """
 
     name: str
     unit: Unit
-    get: Callable[[MeasuredRun], Any]
-    shown_in: ShownIn
+    get: Getter
+    shown_in: Place
     label: str = ""
     definition: Mapping[str, str] = field(default_factory=dict)
-    text: Callable[[MeasuredRun], str | None] | None = None
+    text: Callable[[Experiment, Measurement], str | None] | None = None
+    csv_keys: tuple[str, ...] = ()
+    ratio_keys: tuple[str, ...] = ()
 
     def json(self, run: MeasuredRun) -> Any:
         """Return the value for JSON."""
-        value = self.get(run)
+        value = self.get(*run)
         if isinstance(value, Summary):
             return summary_json(value)
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
         """Return label and value for the table of totals; None if the run has no such row."""
-        text = format_value(self.get(run), self.unit) if self.text is None else self.text(run)
+        text = format_value(self.get(*run), self.unit) if self.text is None else self.text(*run)
         return None if text is None else [self.label, text]
 
 
@@ -104,9 +120,7 @@ def _stall_json(one: RequestStall) -> dict[str, Any]:
     }
 
 
-def _reading_json(reading: ReadingPauses | None) -> dict[str, Any] | None:
-    if reading is None:
-        return None
+def _reading_json(reading: ReadingPauses) -> dict[str, Any]:
     return {
         "tokens_per_s": reading.tokens_per_s,
         "late_tokens": reading.late_tokens,
@@ -115,17 +129,15 @@ def _reading_json(reading: ReadingPauses | None) -> dict[str, Any] | None:
     }
 
 
-def _memory_json(run: MeasuredRun) -> dict[str, Any] | None:
+def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
     """Return the parts of the target's memory in bytes, and how its usage was seen."""
-    if (used := run.figures.memory) is None:
-        return None
     parts = {} if used.parts is None else used.parts._asdict()
     return {**parts, "mean_kv_share": used.mean_kv_share, "looks": used.samples, "steps": used.steps}
 
 
-def _sent_text(run: MeasuredRun) -> str:
+def _sent_text(_: Experiment, figures: Measurement) -> str:
     """Return the rate at which requests were sent, with the rates of the schedule and of the flags."""
-    rates = run.figures.rates
+    rates = figures.rates
     wanted = [
         *([] if rates.scheduled is None else [f"scheduled {rates.scheduled:.2f}"]),
         *([] if rates.asked is None else [f"requested {rates.asked:g}"]),
@@ -133,8 +145,8 @@ def _sent_text(run: MeasuredRun) -> str:
     return format_value(rates.achieved, "/s") + (f" ({', '.join(wanted)})" if wanted else "")
 
 
-def _peak_kv_text(run: MeasuredRun) -> str | None:
-    if (used := run.figures.memory) is None:
+def _peak_kv_text(_: Experiment, figures: Measurement) -> str | None:
+    if (used := figures.memory) is None:
         return None
     if used.parts is None or used.peak_kv is None:
         return f"{used.peak_kv_share:.1%} of KV memory"
@@ -145,223 +157,177 @@ def _define(*terms: str) -> dict[str, str]:
     return {term: {**DEFINITIONS, **kv_memory.DEFINITIONS}[term] for term in terms}
 
 
-_JSON: ShownIn = {"json": ()}
-_CSV: ShownIn = {"json": (), "csv": ()}
-_TOTALS: ShownIn = {**_CSV, "totals": ()}
+_JSON = Place.JSON
+_CSV = Place.JSON | Place.CSV
+_TOTALS = _CSV | Place.TOTALS
+_OWN_TABLE, _RATIOS, _ROUND, _ATTEMPT = Place.OWN_TABLE, Place.RATIOS, Place.ROUND, Place.ATTEMPT
 _STATISTICS = ("mean", "p50", "p95", "p99", "max", "count")
-_SUMMARY: ShownIn = {"json": (), "csv": _STATISTICS}
-_LATENCY: ShownIn = {**_SUMMARY, "latencies": (), "ratios": ("p50", "p95", "p99"), "attempt": ()}
 _SLOS = ("ttft", "itl", "tpot", "e2e")
 
 
-def _latency(label: str, get: Callable[[MeasuredRun], Summary], shown_in: ShownIn, *terms: str) -> Figure:
-    return Figure(f"{label.lower()}_ms", "ms", get, {**_LATENCY, **shown_in}, label, _define(label, *terms))
+def _latency(label: str, get: Callable[[Experiment, Measurement], Summary], shown_in: Place, *terms: str) -> Figure:
+    shown_in |= _CSV | Place.LATENCIES | _RATIOS | _ATTEMPT
+    name, keys = f"{label.lower()}_ms", ("p50", "p95", "p99")
+    return Figure(name, "ms", get, shown_in, label, _define(label, *terms), csv_keys=_STATISTICS, ratio_keys=keys)
 
 
-def _of_goodput(get: Callable[[Goodput], Any]) -> Callable[[MeasuredRun], Any]:
-    """Return a getter that gives None if the run has no goodput."""
-    return lambda r: None if r.figures.goodput is None else get(r.figures.goodput)
+def _goodput(name: str, unit: Unit, get: Callable[[Goodput], Any], shown_in: Place, **more: Any) -> Figure:
+    """Return a figure that is None if the run has no goodput."""
+    return Figure(name, unit, lambda e, m: (good := m.goodput) and get(good), shown_in, **more)
 
 
-def _of_memory(get: Callable[[kv_memory.MemoryUsage], Any]) -> Callable[[MeasuredRun], Any]:
-    """Return a getter that gives None if the target does not report its memory."""
-    return lambda r: None if (used := r.figures.memory) is None else get(used)
+def _memory(
+    name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = "", **more: Any
+) -> Figure:
+    """Return a figure that is None if the target does not report its memory, with the definition of its label."""
+    definition = _define(label) if label else {}
+    return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition, **more)
 
 
 #: Every figure, in the order of CSV columns, which must not change: rows are appended to files of earlier versions.
 FIGURES: tuple[Figure, ...] = (
-    Figure("measured", "", lambda r: r.experiment.provenance.measured, _CSV),
-    Figure("calibration_error", "share", lambda r: r.experiment.provenance.calibration_error, _CSV),
-    Figure("published_error", "share", lambda r: r.experiment.provenance.published_error, _CSV),
-    Figure("refused_by_serve", "", lambda r: r.experiment.provenance.refused_by_serve, _JSON),
-    Figure("target", "", lambda r: r.experiment.name, _CSV),
-    Figure("where", "", lambda r: r.experiment.provenance.where, _CSV),
-    Figure("failures", "", lambda r: r.figures.requests.failures, {"json": (), "csv object": ()}),
-    Figure("failure_examples", "", lambda r: r.figures.requests.failure_examples, _JSON),
+    Figure("measured", "", lambda e, m: e.provenance.measured, _CSV),
+    Figure("calibration_error", "share", lambda e, m: e.provenance.calibration_error, _CSV),
+    Figure("published_error", "share", lambda e, m: e.provenance.published_error, _CSV),
+    Figure("refused_by_serve", "", lambda e, m: e.provenance.refused_by_serve, _JSON),
+    Figure("target", "", lambda e, m: e.name, _CSV),
+    Figure("where", "", lambda e, m: e.provenance.where, _CSV),
+    Figure("failures", "", lambda e, m: m.requests.failures, _JSON | Place.CSV_OBJECT),
+    Figure("failure_examples", "", lambda e, m: m.requests.failure_examples, _JSON),
     Figure(
         "workload",
         "",
-        lambda r: r.experiment.workload.parameters(),
-        {"json": (), "csv": ("load", "seed", "fingerprint"), "csv object": ()},
+        lambda e, m: e.workload.parameters(),
+        _CSV | Place.CSV_OBJECT,
+        csv_keys=("load", "seed", "fingerprint"),
     ),
-    Figure("asked_rate", "/s", lambda r: r.figures.rates.asked, _CSV),
-    Figure("scheduled_rate", "/s", lambda r: r.figures.rates.scheduled, _CSV),
-    Figure("achieved_rate", "/s", lambda r: r.figures.rates.achieved, {**_CSV, "attempt": ()}),
+    Figure("asked_rate", "/s", lambda e, m: m.rates.asked, _CSV),
+    Figure("scheduled_rate", "/s", lambda e, m: m.rates.scheduled, _CSV),
+    Figure("achieved_rate", "/s", lambda e, m: m.rates.achieved, _CSV | _ATTEMPT),
     Figure(
         "completed",
         "count",
-        lambda r: r.figures.requests.completed,
-        {**_TOTALS, "round": (), "attempt": ()},
-        label="completed / failed",
-        text=lambda r: f"{r.figures.requests.completed} / {r.figures.requests.failed}",
+        lambda e, m: m.requests.completed,
+        _TOTALS | _ROUND | _ATTEMPT,
+        "completed / failed",
+        text=lambda e, m: f"{m.requests.completed} / {m.requests.failed}",
     ),
-    Figure("failed", "count", lambda r: r.figures.requests.failed, {**_CSV, "round": (), "attempt": ()}),
-    Figure("valid", "", lambda r: r.figures.valid, {**_CSV, "round": (), "attempt": ()}),
-    Figure("interrupted", "", lambda r: r.figures.run.interrupted, _CSV),
-    Figure("duration_s", "s", lambda r: r.figures.duration, {**_TOTALS, "round": (), "attempt": ()}, label="duration"),
+    Figure("failed", "count", lambda e, m: m.requests.failed, _CSV | _ROUND | _ATTEMPT),
+    Figure("valid", "", lambda e, m: m.valid, _CSV | _ROUND | _ATTEMPT),
+    Figure("interrupted", "", lambda e, m: m.run.interrupted, _CSV),
+    Figure("duration_s", "s", lambda e, m: m.duration, _TOTALS | _ROUND | _ATTEMPT, "duration"),
     Figure(
         "input_tokens",
         "count",
-        lambda r: r.figures.tokens.input,
+        lambda e, m: m.tokens.input,
         _TOTALS,
-        label="tokens in / out",
-        text=lambda r: f"{format_value(r.figures.tokens.input, 'count')} / {r.figures.tokens.output}",
+        "tokens in / out",
+        text=lambda e, m: f"{format_value(m.tokens.input, 'count')} / {m.tokens.output}",
     ),
-    Figure("output_tokens", "count", lambda r: r.figures.tokens.output, _CSV),
+    Figure("output_tokens", "count", lambda e, m: m.tokens.output, _CSV),
     Figure(
         "output_tokens_per_s",
         "/s",
-        lambda r: r.figures.rates.output_tokens,
-        {**_TOTALS, "ratios": (), "round": (), "attempt": ()},
-        label="output tokens/s",
+        lambda e, m: m.rates.output_tokens,
+        _TOTALS | _RATIOS | _ROUND | _ATTEMPT,
+        "output tokens/s",
     ),
     Figure(
         "output_tokens_per_s_steady",
         "/s",
-        lambda r: r.figures.rates.output_tokens_steady,
-        {**_TOTALS, "round": ()},
-        label="  steady-state",
-        definition=_define("steady"),
+        lambda e, m: m.rates.output_tokens_steady,
+        _TOTALS | _ROUND,
+        "  steady-state",
+        _define("steady"),
     ),
-    Figure(
-        "requests_per_s",
-        "/s",
-        lambda r: r.figures.rates.requests,
-        {**_TOTALS, "ratios": (), "attempt": ()},
-        label="requests/s",
-    ),
-    Figure("requests_per_s_steady", "/s", lambda r: r.figures.rates.requests_steady, _TOTALS, label="  steady-state"),
-    Figure("steady_window_s", "", lambda r: r.figures.rates.steady_window, _JSON),
-    Figure("sent", "/s", lambda r: r.figures.rates.achieved, {"totals": ()}, label="sent requests/s", text=_sent_text),
-    _latency("TTFT", lambda r: r.figures.latency.ttft, {"round": ()}),
-    _latency("ITL", lambda r: r.figures.latency.itl, {"round": ()}),
-    _latency("TPOT", lambda r: r.figures.latency.tpot, {}),
-    _latency("E2E", lambda r: r.figures.latency.e2e, {"round": ()}, "percentiles", "P99 interval"),
-    Figure("connect_ms", "ms", lambda r: r.figures.latency.connect, _SUMMARY),
+    Figure("requests_per_s", "/s", lambda e, m: m.rates.requests, _TOTALS | _RATIOS | _ATTEMPT, "requests/s"),
+    Figure("requests_per_s_steady", "/s", lambda e, m: m.rates.requests_steady, _TOTALS, "  steady-state"),
+    Figure("steady_window_s", "", lambda e, m: m.rates.steady_window, _JSON),
+    Figure("sent", "/s", lambda e, m: m.rates.achieved, Place.TOTALS, "sent requests/s", text=_sent_text),
+    _latency("TTFT", lambda e, m: m.latency.ttft, _ROUND),
+    _latency("ITL", lambda e, m: m.latency.itl, _ROUND),
+    _latency("TPOT", lambda e, m: m.latency.tpot, _JSON),
+    _latency("E2E", lambda e, m: m.latency.e2e, _ROUND, "percentiles", "P99 interval"),
+    Figure("connect_ms", "ms", lambda e, m: m.latency.connect, _CSV, csv_keys=_STATISTICS),
     Figure(
         "client_lag_ms",
         "ms",
-        lambda r: r.figures.client.send,
-        {**_SUMMARY, "totals": ()},
-        label="client lag P99",
-        text=lambda r: format_value(r.figures.client.send.p99, "ms"),
+        lambda e, m: m.client.send,
+        _TOTALS,
+        "client lag P99",
+        text=lambda e, m: format_value(m.client.send.p99, "ms"),
+        csv_keys=_STATISTICS,
     ),
-    Figure("loop_lag_ms", "ms", lambda r: r.figures.client.loop, _JSON),
-    Figure("machine_lag_ms", "ms", lambda r: r.figures.client.machine, _JSON),
+    Figure("loop_lag_ms", "ms", lambda e, m: m.client.loop, _JSON),
+    Figure("machine_lag_ms", "ms", lambda e, m: m.client.machine, _JSON),
     Figure(
-        "worst_stall_ms",
-        "ms",
-        lambda r: r.figures.latency.worst_stall,
-        {**_TOTALS, "ratios": ()},
-        label="worst stall",
-        definition=_define("stall"),
+        "worst_stall_ms", "ms", lambda e, m: m.latency.worst_stall, _TOTALS | _RATIOS, "worst stall", _define("stall")
     ),
-    Figure("worst_stalls", "", lambda r: [_stall_json(one) for one in r.figures.latency.stalls], _JSON),
-    Figure(
-        "prefix_hit_rate",
-        "share",
-        lambda r: r.figures.tokens.prefix_hit_rate,
-        {**_TOTALS, "attempt": ()},
-        label="prefix hit rate",
-    ),
-    Figure(
-        "preemptions",
-        "count",
-        lambda r: r.figures.requests.preemptions,
-        {**_TOTALS, "ratios": (), "attempt": ()},
-        label="preemptions",
-    ),
-    Figure(
+    Figure("worst_stalls", "", lambda e, m: [_stall_json(one) for one in m.latency.stalls], _JSON),
+    Figure("prefix_hit_rate", "share", lambda e, m: m.tokens.prefix_hit_rate, _TOTALS | _ATTEMPT, "prefix hit rate"),
+    Figure("preemptions", "count", lambda e, m: m.requests.preemptions, _TOTALS | _RATIOS | _ATTEMPT, "preemptions"),
+    _goodput(
         "goodput_rps",
         "/s",
-        _of_goodput(lambda good: good.requests_per_s),
-        {**_CSV, "own table": (), "ratios": (), "attempt": ()},
+        lambda good: good.requests_per_s,
+        _CSV | _OWN_TABLE | _RATIOS | _ATTEMPT,
         label="goodput, requests/s",
         definition=_define("goodput"),
     ),
-    Figure(
+    _goodput(
         "attainment",
         "",
-        _of_goodput(lambda good: good.attainment),
-        {"json": (), "own table": (), "csv": (*_SLOS, "all"), "attempt": ()},
+        lambda good: good.attainment,
+        _CSV | _OWN_TABLE | _ATTEMPT,
         definition=_define("SLO of ITL"),
+        csv_keys=(*_SLOS, "all"),
     ),
     Figure(
-        "slo",
-        "",
-        lambda r: _slo_json(r.experiment.slo),
-        {"json": (), "csv": (*(f"{name}_ms" for name in _SLOS), "itl_statistic")},
+        "slo", "", lambda e, m: _slo_json(e.slo), _CSV, csv_keys=(*(f"{name}_ms" for name in _SLOS), "itl_statistic")
     ),
-    Figure("slo_missed", "", _of_goodput(lambda good: good.missed), _JSON),
-    Figure("slo_missed_alone", "", _of_goodput(lambda good: good.missed_alone), _JSON),
+    _goodput("slo_missed", "", lambda good: good.missed, _JSON),
+    _goodput("slo_missed_alone", "", lambda good: good.missed_alone, _JSON),
     Figure(
         "reading",
         "",
-        lambda r: _reading_json(r.figures.reading),
-        {"json": (), "own table": (), "csv": ("late_tokens", "interrupted_requests")},
+        lambda e, m: m.reading and _reading_json(m.reading),
+        _CSV | _OWN_TABLE,
         definition=_define("reading"),
+        csv_keys=("late_tokens", "interrupted_requests"),
     ),
-    Figure(
-        "steps",
-        "count",
-        _of_memory(lambda used: used.steps),
-        {"comparison": (), "ratios": ()},
-        label="steps",
-        definition={"steps": "forward passes of the engine, however long each took"},
+    _memory("steps", "count", lambda used: used.steps, _RATIOS, "steps"),
+    _memory(
+        "peak_kv_share", "share", lambda used: used.peak_kv_share, _JSON | Place.TOTALS, "peak KV", text=_peak_kv_text
     ),
-    Figure(
-        "peak_kv_share",
-        "share",
-        _of_memory(lambda used: used.peak_kv_share),
-        {"json": (), "totals": ()},
-        label="peak KV",
-        definition=_define("peak KV"),
-        text=_peak_kv_text,
-    ),
-    Figure(
-        "kv_waste",
-        "share",
-        _of_memory(lambda used: used.kv_waste),
-        {"json": (), "ratios": ()},
-        label="KV waste",
-        definition=_define("KV waste"),
-    ),
-    Figure(
-        "peak_kv_bytes",
-        "bytes",
-        _of_memory(lambda used: used.peak_kv),
-        {"json": (), "ratios": ()},
-        label="peak KV",
-        definition=_define("peak KV"),
-    ),
-    Figure(
+    _memory("kv_waste", "share", lambda used: used.kv_waste, _JSON | _RATIOS, "KV waste"),
+    _memory("peak_kv_bytes", "bytes", lambda used: used.peak_kv, _JSON | _RATIOS, "peak KV"),
+    _memory(
         "peak_memory_bytes",
         "bytes",
-        _of_memory(lambda used: used.peak),
-        {"json": (), "totals": (), "ratios": ()},
-        label="peak memory",
-        definition=_define("peak memory"),
-        text=_of_memory(lambda used: None if used.peak is None else human_bytes(used.peak)),
+        lambda used: used.peak,
+        _JSON | Place.TOTALS | _RATIOS,
+        "peak memory",
+        text=lambda e, m: human_bytes(m.memory.peak) if m.memory and m.memory.peak else None,
     ),
-    Figure("memory", "", _memory_json, _JSON),
-    Figure("token_counts", "", lambda r: r.figures.tokens.source, _CSV),
-    Figure("warnings", "", lambda r: list(r.figures.warnings), _JSON),
-    Figure("warmup", "count", lambda r: r.experiment.warmup, _JSON),
-    Figure("engine", "", lambda r: dict(r.experiment.engine), {"json": (), "csv object": ()}),
+    _memory("memory", "", _memory_json, _JSON),
+    Figure("token_counts", "", lambda e, m: m.tokens.source, _CSV),
+    Figure("warnings", "", lambda e, m: list(m.warnings), _JSON),
+    Figure("warmup", "count", lambda e, m: e.warmup, _JSON),
+    Figure("engine", "", lambda e, m: dict(e.engine), _JSON | Place.CSV_OBJECT),
 )
 
 
-def figures_in(place: Place) -> list[Figure]:
-    """Return the figures shown in a place."""
-    return [figure for figure in FIGURES if place in figure.shown_in]
+def figures_in(places: Place) -> list[Figure]:
+    """Return the figures shown in any of these places."""
+    return [figure for figure in FIGURES if figure.shown_in & places]
 
 
-def paths_in(place: Place) -> list[tuple[Figure, tuple[str, ...]]]:
-    """Return the figures shown in a place, each with the path in the JSON report of every value shown there."""
+def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tuple[str, ...]]]:
+    """Return the figures in a place, each with the path in the JSON report of every value shown there."""
     found: list[tuple[Figure, tuple[str, ...]]] = []
     for figure in figures_in(place):
-        parts = figure.shown_in[place]
-        found += [(figure, (figure.name, part)) for part in parts] if parts else [(figure, (figure.name,))]
+        keys = figure.csv_keys if place is Place.CSV else figure.ratio_keys
+        found += [(figure, (figure.name, key)) for key in keys] if keys else [(figure, (figure.name,))]
     return found
 
 
@@ -378,15 +344,14 @@ def look_up(report: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
     """Return a run's report for JSON. Times are in milliseconds, rates per second; null if the run cannot tell."""
     run = MeasuredRun(experiment, figures)
-    report = {figure.name: figure.json(run) for figure in figures_in("json")}
-    return {**report, "definitions": {**DEFINITIONS, **definitions_in("json")}}
+    report = {figure.name: figure.json(run) for figure in figures_in(Place.JSON)}
+    return {**report, "definitions": {**DEFINITIONS, **definitions_in(Place.JSON)}}
 
 
-def definitions_in(*places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
+def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
     """Return the definitions of the figures shown in these places, without those that `run` (if any) cannot tell."""
-    return {
-        term: sentence
-        for figure in FIGURES
-        if not figure.shown_in.keys().isdisjoint(places) and (run is None or figure.get(run) is not None)
-        for term, sentence in figure.definition.items()
-    }
+    found: dict[str, str] = {}
+    for figure in figures_in(places):
+        if run is None or figure.get(*run) is not None:
+            found.update(figure.definition)
+    return found

@@ -13,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from typing import Any
 
 import torch
 
 from llmsched.cli.bench.compare.bench_compare import bench_compare
 from llmsched.cli.bench.mode_flags import ModeFlags
+from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.interface import RunPlan
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
@@ -30,7 +32,7 @@ LOAD = SyntheticLoad(
     input_len=parse_lengths("32..192", "input_len"),
     output_len=parse_lengths("lognormal:64,1.0,320", "output_len"),
 )
-ENGINE = {"max_model_len": 512, "max_num_seqs": 8, "device": "cpu", "kv_cache_memory_bytes": 1 << 30}
+ENGINE: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "device": "cpu", "kv_cache_memory_bytes": 1 << 30}
 
 
 def main() -> None:
@@ -38,7 +40,8 @@ def main() -> None:
     started = time.monotonic()
     plan = RunPlan(LOAD, Slo(), timeout=600, warmup=1)
     modes = ModeFlags(compare="static, continuous")
-    asyncio.run(bench_compare("demo", None, EngineOptions(ENGINE), modes, plan, silent)).show()
+    result = asyncio.run(bench_compare(EngineConfig("demo", **ENGINE), ENGINE, None, modes, plan, silent))
+    show(result.content)
     print(f"\n{torch.get_num_threads()} thread(s), in {time.monotonic() - started:.0f} s")
 
 

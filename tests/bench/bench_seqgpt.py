@@ -23,17 +23,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
+from typing import Any
+
 import torch
 from tiny_models import build_tokenizer
 from transformers import BloomConfig, BloomForCausalLM
 
 from llmsched.cli.bench.compare.bench_compare import bench_compare
 from llmsched.cli.bench.mode_flags import ModeFlags
+from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.render import human_bytes
 from llmsched.cli.targets.interface import RunPlan
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 
@@ -64,7 +67,7 @@ def compare(model: str, scale: float, simulate: str | None, options: argparse.Na
         prefix_len=scaled(SYSTEM_PROMPT),
         max_concurrency=CLIENTS,
     )
-    engine = {
+    engine: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_num_seqs": CLIENTS,
         "max_model_len": scaled(RESERVED),
@@ -75,8 +78,8 @@ def compare(model: str, scale: float, simulate: str | None, options: argparse.Na
     print(f"static reserves KV for {scaled(RESERVED)} tokens a request", flush=True)
     modes = ModeFlags(compare="static enable_prefix_caching=off, continuous", rounds=options.rounds)
     plan = RunPlan(load, Slo(), timeout=3600, warmup=None)
-    result = asyncio.run(bench_compare(model, simulate, EngineOptions(engine), modes, plan, silent))
-    result.show()
+    result = asyncio.run(bench_compare(EngineConfig(model, **engine), engine, simulate, modes, plan, silent))
+    show(result.content)
     static, ours = (run["peak_memory_bytes"] for run in result.report["runs"])
     print(f"peak memory {human_bytes(static)} -> {human_bytes(ours)}: {1 - ours / static:.0%} less\n", flush=True)
 

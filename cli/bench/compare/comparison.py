@@ -11,19 +11,8 @@ from llmsched.cli.figures.kv_memory import merged
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
-from llmsched.engine.latency import Slo
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.progress import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonPlan:
-    """The work of each variant: `workload` with its own seed in the first round and the next seed in each later one."""
-
-    workload: Load
-    slo: Slo
-    timeout: float
-    warmup: int
-    rounds: int
 
 
 class VariantRun(NamedTuple):
@@ -34,9 +23,9 @@ class VariantRun(NamedTuple):
 
 
 class RunVariant(Protocol):
-    """A function that runs a workload with a variant's settings, on an engine that has served nothing yet."""
+    """A function that runs a workload with the named variant's settings, on an engine that has served nothing yet."""
 
-    async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun: ...
+    async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +39,26 @@ class VariantResult:
 
 
 async def compare(
-    names: Sequence[str], run_variant: RunVariant, plan: ComparisonPlan, progress: Progress
+    names: Sequence[str], run_variant: RunVariant, plan: RunPlan, rounds: int, progress: Progress
 ) -> list[VariantResult]:
-    """Run the load under each of the named variants.
+    """Run the plan's load under each of the named variants, in `rounds` interleaved rounds.
 
-    In each round all variants get the same requests; the next round has new ones, so no figure rests on one draw.
+    In each round all variants get the same requests; the next round has new ones, from the next seed, so that no figure
+    rests on one draw.
     """
     runs: dict[str, list[VariantRun]] = {name: [] for name in names}
-    for number in range(plan.rounds):
+    for number in range(rounds):
         workload = plan.workload.with_seed(plan.workload.seed + number)
         for name, done in runs.items():
 
             def report(_: str, done: int, total: int, name: str = name, number: int = number) -> None:
                 progress(f"{name}, round {number + 1}", done, total)
 
-            done.append(await run_variant(name, workload, plan, report))
+            done.append(await run_variant(name, workload, report))
     return [_result(name, done, plan) for name, done in runs.items()]
 
 
-def _result(name: str, runs: Sequence[VariantRun], plan: ComparisonPlan) -> VariantResult:
+def _result(name: str, runs: Sequence[VariantRun], plan: RunPlan) -> VariantResult:
     records = [run.record for run in runs]
     rounds = tuple(measure(record, plan.workload, plan.slo) for record in records)
     whole = measure(concatenated(records), plan.workload, plan.slo)

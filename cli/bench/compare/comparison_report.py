@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantResult
+from llmsched.cli.bench.compare.comparison import VariantResult
 from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.chart import Chart, Series, distribution
 from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.kv_memory import MemoryUsage
 from llmsched.cli.figures.latency_summary import latency_samples
-from llmsched.cli.figures.registry import Figure, Unit, as_json, definitions_in, figures_in, look_up, paths_in
+from llmsched.cli.figures.registry import Figure, Place, Unit, as_json, definitions_in, figures_in, look_up, paths_in
 from llmsched.engine.latency import DEFINITIONS
 from llmsched.engine.units import human_bytes
 
 
-def comparison_json(variants: Sequence[VariantResult], plan: ComparisonPlan) -> dict[str, Any]:
+def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
     """Return `runs` in the order of the command line, and the `ratios` of all but the first to the first.
 
     Each run has all that `bench --json` has, over all rounds, and `rounds` with the main figures of each. A ratio is
     null if it is undefined.
     """
-    runs = [_run_json(variant, plan) for variant in variants]
+    runs = [_run_json(variant) for variant in variants]
     first, *others = runs
     return {
         "measured": all(run["measured"] for run in runs),
         "baseline": first["policy"],
-        "rounds": plan.rounds,
+        "rounds": len(variants[0].rounds),
         "runs": runs,
         "ratios": {run["policy"]: _ratios(run, first) for run in others},
         "definitions": _own_definitions(),
@@ -37,7 +37,7 @@ def comparison_json(variants: Sequence[VariantResult], plan: ComparisonPlan) -> 
 def comparison_content(document: dict[str, Any], variants: Sequence[VariantResult]) -> ReportContent:
     """Return the report of a comparison whose JSON is `document`."""
     first = MeasuredRun(variants[0].experiment, variants[0].figures)
-    terms = definitions_in("ratios", run=first)
+    terms = definitions_in(Place.RATIOS, first)
     del terms["P99 interval"]
     runs = document["runs"]
     return ReportContent(
@@ -55,10 +55,10 @@ def comparison_content(document: dict[str, Any], variants: Sequence[VariantResul
 
 
 def _own_definitions() -> dict[str, str]:
-    return {term: text for term, text in definitions_in("ratios").items() if term not in DEFINITIONS}
+    return {term: text for term, text in definitions_in(Place.RATIOS).items() if term not in DEFINITIONS}
 
 
-def _run_json(variant: VariantResult, plan: ComparisonPlan) -> dict[str, Any]:
+def _run_json(variant: VariantResult) -> dict[str, Any]:
     experiment, figures = variant.experiment, variant.figures
     # An engine that refused every request took no step.
     used = figures.memory or MemoryUsage(0, 0, 0.0, None, None, figures.run.memory)
@@ -82,8 +82,8 @@ def _run_json(variant: VariantResult, plan: ComparisonPlan) -> dict[str, Any]:
         "definitions": {**report["definitions"], **_own_definitions()},
         "rounds": [
             {
-                "seed": plan.workload.seed + index,
-                **{figure.name: figure.json(MeasuredRun(experiment, each)) for figure in figures_in("round")},
+                "seed": experiment.workload.seed + index,
+                **{figure.name: figure.json(MeasuredRun(experiment, each)) for figure in figures_in(Place.ROUND)},
             }
             for index, each in enumerate(variant.rounds)
         ],
@@ -94,7 +94,7 @@ def _ratios(run: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     pairs = zip(run["rounds"], first["rounds"], strict=True)
     name = "output_tokens_per_s"
     return {
-        **{"_".join(path): _ratio(look_up(run, path), look_up(first, path)) for _, path in paths_in("ratios")},
+        **{"_".join(path): _ratio(look_up(run, path), look_up(first, path)) for _, path in paths_in(Place.RATIOS)},
         f"{name}_by_round": [_ratio(one[name], other[name]) for one, other in pairs],
     }
 
@@ -122,7 +122,7 @@ def _table(document: dict[str, Any]) -> Table:
     first, *others = runs
     columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
     rows = []
-    for figure, path in sorted(paths_in("ratios"), key=lambda row: {"/s": 0, "ms": 1}.get(row[0].unit, 2)):
+    for figure, path in sorted(paths_in(Place.RATIOS), key=lambda row: {"/s": 0, "ms": 1}.get(row[0].unit, 2)):
         values = [look_up(run, path) for run in runs]
         if any(value is not None for value in values):
             relations = [_times(ratios[run["policy"]]["_".join(path)]) for run in others]

@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantRun
+from llmsched.cli.bench.compare.comparison import VariantRun
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import usable_ids
 from llmsched.cli.targets.engine_target import EngineTarget, running
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.load_run import send_workload, warm_up
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import EngineConfig
@@ -32,9 +33,10 @@ class VariantEngines:
     Variants that need the same memory share weights and KV memory, which are loaded once.
     """
 
-    def __init__(self, configs: Mapping[str, EngineConfig], progress: Progress) -> None:
+    def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
         """Raise ConfigError for a device that this machine does not have."""
         self._configs = {name: _with_budget(config) for name, config in configs.items()}
+        self._plan = plan
         self._progress = progress
         self._built: Engine | None = None
         self._built_for: EngineConfig | None = None
@@ -53,17 +55,18 @@ class VariantEngines:
         for config in configs:
             resolve(planner, self._largest(config), device_memory(resolve_device(config.device)))
 
-    async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
-        """Run a workload (see `RunVariant`). Raises ModelError and ConfigError."""
+    async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
+        """Run a workload (see `RunVariant`). Raise ModelError and ConfigError."""
         async with self.running(name) as engine:
             ids, target = usable_ids(engine.core.tokenizer, engine.core.model.vocab_size), EngineTarget(engine)
-            await warm_up(target, workload, plan.warmup, ids=ids, timeout=plan.timeout)
+            plan, warmup = self._plan, 1 if self._plan.warmup is None else self._plan.warmup
+            await warm_up(target, workload, warmup, ids=ids, timeout=plan.timeout)
             await engine.call(lambda core: core.prefixes.reset())
             run = await send_workload(target, workload, ids=ids, timeout=plan.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.core.config).items() if value is not None}
             assert engine.core.plan is not None
             origin = Provenance("in process")
-            experiment = Experiment(target.name, origin, plan.workload, plan.slo, plan.warmup, settings)
+            experiment = Experiment(target.name, origin, plan.workload, plan.slo, warmup, settings)
             return VariantRun(replace(run, memory=_needed_memory(engine.core.plan)), experiment)
 
     @asynccontextmanager
@@ -117,18 +120,24 @@ class SimulatedVariants:
     """Engines of several settings, simulated on the device of that name (see `make_blueprint`)."""
 
     def __init__(
-        self, configs: Mapping[str, EngineConfig], device: str, progress: Progress, quantization: str | None
+        self,
+        configs: Mapping[str, EngineConfig],
+        device: str,
+        plan: RunPlan,
+        progress: Progress,
+        quantization: str | None,
     ) -> None:
         """Raise ModelError, or ConfigError for a variant that does not fit the device."""
+        self._plan = plan
         self._blueprints = {
             name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()
         }
         for note in dict.fromkeys(note for one in self._blueprints.values() for note in one.notes):
             render.warn(note)
 
-    async def __call__(self, name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
+    async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
         """Run a workload on a virtual clock (see `RunVariant`)."""
-        blueprint = self._blueprints[name]
+        plan, blueprint = self._plan, self._blueprints[name]
         run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=render.warn)
         settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
         experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=settings)

@@ -1,4 +1,4 @@
-"""What `--compare` names: settings of the engine that the same work is done under."""
+"""Variants of `--compare`: engine settings under which the same load is run."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from llmsched.cli.options.engine_flags import knob_value
 from llmsched.engine.config import EngineConfig, Policy, check_together
 from llmsched.engine.errors import LlmschedError
 
-#: Names that people have for policies, besides the engine's own.
-_ALSO_CALLED = {"continuous": "fair"}
+#: Other names of scheduling policies.
+_ALIASES = {"continuous": "fair"}
 
-SYNTAX = "a policy, settings of the engine (max_num_batched_tokens=512), or both with blanks between them"
+SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separated by blanks"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Engine settings (`knobs`) under the name that the user gave them."""
+    """Engine settings (`knobs`) with the name that the user gave them."""
 
     name: str
     knobs: Mapping[str, Any]
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """The variants of "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
+    """Parse variants such as "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
 
-    Raises LlmschedError for fewer than two, for what is no setting or no value of it, and for a setting that the policy
-    beside it does not heed.
+    Raise LlmschedError for fewer than two, for an unknown setting or value, and for a setting that its policy ignores.
     """
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:
-        raise LlmschedError(f"--compare {text!r}: write two or more variants with commas between them, each {SYNTAX}")
+        raise LlmschedError(f"--compare {text!r}: name two or more variants separated by commas, each {SYNTAX}")
     return [Variant(part, _knobs(part)) for part in parts]
 
 
 def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, EngineConfig]:
-    """The settings of each variant, by its name; what it does not name is as in `base`.
+    """Return the settings of each variant by name; settings that it does not name are those of `base`.
 
-    Raises ConfigError where settings do not go together, LlmschedError for two variants that are the same.
+    Raise ConfigError for settings that exclude each other, LlmschedError for two equal variants.
     """
     configs: dict[str, EngineConfig] = {}
     for variant in variants:
@@ -53,7 +52,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError for a flag that no variant would leave in force."""
+    """Raise LlmschedError for a flag that every variant overrides."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")
@@ -68,7 +67,7 @@ def _knobs(part: str) -> dict[str, Any]:
         if not equals:
             name, value = "scheduling_policy", _policy(word)
         if name == "seed":
-            raise LlmschedError("--compare: requests are greedy, so a seed of the engine changes nothing; leave it out")
+            raise LlmschedError("--compare: sampling is greedy, so the engine's seed has no effect; leave it out")
         if name in knobs:
             raise LlmschedError(f"--compare {part!r}: {name} is set twice")
         knobs[name] = knob_value(name, value)
@@ -78,8 +77,8 @@ def _knobs(part: str) -> dict[str, Any]:
 
 def _policy(word: str) -> str:
     known = get_args(Policy)
-    policy = _ALSO_CALLED.get(word, word)
+    policy = _ALIASES.get(word, word)
     if policy not in known:
-        names = ", ".join((*known, *_ALSO_CALLED))
-        raise LlmschedError(f"--compare: {word!r} is no scheduling policy ({names}) and no NAME=VALUE")
+        names = ", ".join((*known, *_ALIASES))
+        raise LlmschedError(f"--compare: {word!r} must be a scheduling policy ({names}) or NAME=VALUE")
     return policy

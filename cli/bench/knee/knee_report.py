@@ -9,7 +9,7 @@ from llmsched.cli.bench.knee.knee_exploration import Exploration, RateAttempt
 from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.figures.registry import figures_in
+from llmsched.cli.figures.registry import Place, figures_in
 from llmsched.cli.targets.interface import RunPlan
 
 #: A target keeps up if it serves at least this share of the requests sent; a run's noise is smaller.
@@ -165,7 +165,7 @@ def _attempt_json(attempt: RateAttempt, found: Exploration) -> dict[str, Any]:
 
 
 def _main_figures(report: dict[str, Any]) -> dict[str, Any]:
-    return {figure.name: report[figure.name] for figure in figures_in("attempt")}
+    return {figure.name: report[figure.name] for figure in figures_in(Place.ATTEMPT)}
 
 
 def _row(point: dict[str, Any], judged: Sequence[str]) -> list[str]:

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsched.cli.figures.registry import figures_in, look_up, paths_in
+from llmsched.cli.figures.registry import Place, figures_in, look_up, paths_in
 from llmsched.engine.errors import LlmschedError
 
 
 def csv_columns() -> list[str]:
     """Return the header: paths in the JSON report, then figures whose cells hold JSON."""
-    return [*(".".join(path) for _, path in paths_in("csv")), *(figure.name for figure in figures_in("csv object"))]
+    return [
+        *(".".join(path) for _, path in paths_in(Place.CSV)),
+        *(figure.name for figure in figures_in(Place.CSV_OBJECT)),
+    ]
 
 
 def check_csv(path: Path) -> None:
@@ -40,8 +43,8 @@ def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
         if file.tell() == 0:
             writer.writerow(csv_columns())
         for report in reports:
-            objects = [json.dumps(report.get(figure.name)) for figure in figures_in("csv object")]
-            writer.writerow([*(_cell(look_up(report, path)) for _, path in paths_in("csv")), *objects])
+            objects = [json.dumps(report.get(figure.name)) for figure in figures_in(Place.CSV_OBJECT)]
+            writer.writerow([*(_cell(look_up(report, path)) for _, path in paths_in(Place.CSV)), *objects])
 
 
 def _cell(value: Any) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -15,11 +14,8 @@ from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.bench.report.csv_report import append_csv, check_csv
 from llmsched.cli.bench.report.detailed_file import detailed_lines
 from llmsched.cli.bench.report.report_content import Result, result_page, show
-from llmsched.cli.options.flags import with_options
 from llmsched.cli.output_files import check_file, writing
 from llmsched.engine.errors import LlmschedError
-
-R = TypeVar("R")
 
 _OUTPUT = "Output"
 
@@ -100,8 +96,3 @@ class OutputFlags:
             path.write_text(result_page(result), encoding="utf-8")
         else:
             path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def with_output_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add these options to a Typer command, which takes them as the keyword `outputs: OutputFlags`."""
-    return with_options("outputs", OutputFlags)(command)

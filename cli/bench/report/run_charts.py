@@ -1,4 +1,4 @@
-"""What a run looks like over time and as distributions."""
+"""Charts of a run: figures over time, and distributions of latencies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmsched.engine.memory.plan import MemoryParts
 _TIME = "s after the start"
 _GIB = 1 << 30
 
-#: Stretches of time over which throughput is taken: at most so many, and each as long as so many tokens of a request.
-_STRETCHES, _TOKENS_IN_ONE = 60, 4
+#: Throughput is averaged over at most this many intervals, each long enough for this many tokens of a request.
+_INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """TTFT, TPOT and the worst stall of each request, where it should have been sent, and the failures."""
+    """Return TTFT, TPOT and worst stall of each request, and the failures, by the time each request was due."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
@@ -47,7 +47,7 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distributions(figures: Measurement) -> Chart:
-    """The share of samples up to each latency."""
+    """Return the cumulative distribution of each latency."""
     latencies = figures.latencies
     samples = {
         "TTFT": [one.ttft for one in latencies],
@@ -65,7 +65,7 @@ def distributions(figures: Measurement) -> Chart:
 
 
 def requests_over_time(figures: Measurement) -> Chart:
-    """How many requests wait for their first token and how many are being answered, as the client sees it."""
+    """Return the requests waiting for their first token and those receiving tokens, as the client sees them."""
     waiting: list[Point] = []
     answered: list[Point] = []
     for record in figures.run.records:
@@ -74,18 +74,18 @@ def requests_over_time(figures: Measurement) -> Chart:
             waiting += [(record.scheduled - figures.run.start, 1), (first - figures.run.start, -1)]
             answered += [(first - figures.run.start, 1), (record.end - figures.run.start, -1)]
     return Chart(
-        "requests under way",
+        "requests in flight",
         _TIME,
         "requests",
         (
-            Series("being answered", _counted(answered), "steps"),
+            Series("receiving tokens", _counted(answered), "steps"),
             Series("waiting for their first token", _counted(waiting), "steps"),
         ),
     )
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
-    """How many there are after each change; what changes at one time changes at once."""
+    """Return the count after each change; changes at the same time are one."""
     at_once: defaultdict[float, float] = defaultdict(float)
     for at, change in changes:
         at_once[at] += change
@@ -94,20 +94,22 @@ def _counted(changes: Sequence[Point]) -> list[Point]:
 
 
 def throughput_over_time(figures: Measurement) -> Chart:
-    """Output tokens per second, in stretches of equal length."""
-    fitting = figures.duration / (_TOKENS_IN_ONE * figures.latency.itl.p50) if figures.latency.itl.p50 else _STRETCHES
-    counts = [0] * max(1, min(_STRETCHES, int(fitting)))
+    """Return output tokens per second, averaged over intervals of equal length."""
+    fitting = (
+        figures.duration / (_TOKENS_PER_INTERVAL * figures.latency.itl.p50) if figures.latency.itl.p50 else _INTERVALS
+    )
+    counts = [0] * max(1, min(_INTERVALS, int(fitting)))
     width = figures.duration / len(counts) if figures.duration > 0 else 1.0
     for one in figures.served:
         for arrival in one.arrivals:
             counts[min(len(counts) - 1, max(0, int((arrival.time - figures.run.start) / width)))] += arrival.tokens
     points = [(index * width, count / width) for index, count in enumerate([*counts, counts[-1]])]
-    series = Series("of requests that were served", points if figures.served else [], "steps")
+    series = Series("of served requests", points if figures.served else [], "steps")
     return Chart("throughput", _TIME, "output tokens/s", (series,))
 
 
 def queue_over_time(samples: Sequence[TargetState]) -> Chart:
-    """Who runs and who waits, as the target itself says."""
+    """Return the running and waiting requests, as the target reports them."""
     return Chart(
         "requests in the scheduler",
         _TIME,
@@ -120,9 +122,9 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
-    """What memory is used for: of all that is known to be reserved, or, where only shares are told, of the KV pool.
+    """Return the use of all memory or, if `memory` is None, of KV memory in percent.
 
-    What a target does not tell apart is drawn as one.
+    Parts that the target does not report separately are drawn as one.
     """
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
@@ -144,7 +146,7 @@ def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None)
 
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
-    """All charts of a run that there is something to draw for; those over time have the same axis."""
+    """Return the charts of a run for which there is data; those over time share an axis."""
     charts = [latency_over_time(figures, slo), distributions(figures), throughput_over_time(figures)]
     charts.append(requests_over_time(figures))
     if figures.samples:

@@ -8,7 +8,7 @@ from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.bench.report.run_charts import run_charts
 from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.figures.registry import definitions_in, figures_in
+from llmsched.cli.figures.registry import Place, definitions_in, figures_in
 from llmsched.engine.latency import Slo
 from llmsched.engine.units import human_seconds
 
@@ -35,15 +35,15 @@ def run_content(run: MeasuredRun) -> ReportContent:
 def latency_table(run: MeasuredRun) -> Table:
     columns = ["", "mean", "P50", "P95", "P99", "P99 95% CI", "max", "samples"]
     rows = []
-    for figure in figures_in("latencies"):
-        count, *quantiles, largest, interval = astuple(figure.get(run))
+    for figure in figures_in(Place.LATENCIES):
+        count, *quantiles, largest, interval = astuple(figure.get(*run))
         between = "n/a" if interval is None else " to ".join(map(_ms, interval))
         rows.append([figure.label, *map(_ms, quantiles), between, _ms(largest), str(count)])
     return Table("latency in ms", columns, rows)
 
 
 def totals_table(run: MeasuredRun) -> Table:
-    rows = (figure.row(run) for figure in figures_in("totals"))
+    rows = (figure.row(run) for figure in figures_in(Place.TOTALS))
     return Table("", ["", ""], [row for row in rows if row is not None])
 
 
@@ -94,8 +94,8 @@ def reading_sentence(figures: Measurement) -> list[str]:
 def definitions(run: MeasuredRun) -> dict[str, str]:
     """Return the definitions of what the tables show, and how tokens were counted."""
     figures = run.figures
-    terms = definitions_in("latencies", "totals", "own table", run=run)
-    if not any(figure.get(run).p99_ci95 for figure in figures_in("latencies")):
+    terms = definitions_in(Place.LATENCIES | Place.TOTALS | Place.OWN_TABLE, run)
+    if not any(figure.get(*run).p99_ci95 for figure in figures_in(Place.LATENCIES)):
         del terms["P99 interval"]
     if run.experiment.slo.itl is None:
         terms.pop("SLO of ITL", None)

@@ -11,7 +11,7 @@ import pytest
 from command_line import CommandLine
 
 from llmsched.cli import progress
-from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantRun, compare, concatenated, with_mean_rates
+from llmsched.cli.bench.compare.comparison import VariantRun, compare, concatenated, with_mean_rates
 from llmsched.cli.bench.compare.comparison_report import comparison_json
 from llmsched.cli.bench.compare.variant_engines import VariantEngines
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
@@ -20,11 +20,14 @@ from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import Chunk, LoopLag, RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
+
+PLAN = RunPlan(SyntheticLoad(), Slo(), timeout=60, warmup=0)
 
 
 def test_policies_and_settings() -> None:
@@ -42,13 +45,13 @@ def test_policies_and_settings() -> None:
         ("static", "two or more variants"),
         ("", "two or more variants"),
         ("static,,fair", "two or more variants"),
-        ("static,tidal", "'tidal' is no scheduling policy .* and no NAME=VALUE"),
+        ("static,tidal", "'tidal' must be a scheduling policy .* or NAME=VALUE"),
         ("static,fair fcfs", "scheduling_policy is set twice"),
         ("fair,max_num_seq=2", "max_num_seq: is no setting .* max_num_seqs"),
         ("fair,headroom=200%", "headroom: 2.0 is out of range"),
         ("fair,model=x", "model: is no setting"),
         ("fair,headroom=", "headroom: '' is not a share"),
-        ("fair,seed=3", "a seed of the engine changes nothing"),
+        ("fair,seed=3", "the engine's seed has no effect"),
     ],
 )
 def test_what_is_wrong_is_said(text: str, message: str) -> None:
@@ -96,8 +99,8 @@ def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
 def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
     """Ten requests at 1/s that take 1 s each, and a last one that takes 91 s: twice."""
     times = [(float(n), n + 1.0) for n in range(10)]
-    task = ComparisonPlan(SyntheticLoad(request_rate=1.0), Slo(), timeout=60, warmup=0, rounds=2)
-    runs = [run_of(*times, (10.0, 101.0)) for _ in range(task.rounds)]
+    task = RunPlan(SyntheticLoad(request_rate=1.0), Slo(), timeout=60, warmup=0)
+    runs = [run_of(*times, (10.0, 101.0)) for _ in range(2)]
     rounds = tuple(measure(run, task.workload, task.slo) for run in runs)
     found = with_mean_rates(rounds, measure(concatenated(runs), task.workload, task.slo))
     assert (found.requests.completed, found.duration) == (22, 202.0)
@@ -114,15 +117,15 @@ def test_a_round_that_does_not_tell_its_preemptions_leaves_them_unknown() -> Non
 def test_rounds_are_interleaved_and_each_has_other_requests() -> None:
     asked: list[tuple[str, int]] = []
 
-    async def perform(name: str, workload: Load, plan: ComparisonPlan, progress: Progress) -> VariantRun:
+    async def perform(name: str, workload: Load, progress: Progress) -> VariantRun:
         asked.append((name, workload.seed))
         if len(asked) == 4:
             raise InterruptedError
         return VariantRun(run_of((0, 1)), None)  # type: ignore[arg-type]
 
-    task = ComparisonPlan(SyntheticLoad(seed=3), Slo(), timeout=60, warmup=0, rounds=3)
+    task = RunPlan(SyntheticLoad(seed=3), Slo(), timeout=60, warmup=0)
     with pytest.raises(InterruptedError):
-        asyncio.run(compare(["a", "b"], perform, task, silent))
+        asyncio.run(compare(["a", "b"], perform, task, 3, silent))
     assert asked == [("a", 3), ("b", 3), ("a", 4), ("b", 4)]
 
 
@@ -133,8 +136,8 @@ def tiny_config(tiny_model: Callable[..., Path], **knobs: object) -> EngineConfi
 
 def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     async def plan_of() -> object:
-        async with VariantEngines({"fair": tiny_config(tiny_model)}, silent).running("fair") as engine:
-            return engine.plan
+        async with VariantEngines({"fair": tiny_config(tiny_model)}, PLAN, silent).running("fair") as engine:
+            return engine.core.plan
 
     plan = asyncio.run(plan_of())
     meters = [KVMeter(), KVMeter()]
@@ -154,10 +157,10 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
 def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
     """The same requests for both in every round, others in the next; static holds max_model_len for each."""
     configs = configure(tiny_config(tiny_model), parse_variants("static,continuous"))
-    task = ComparisonPlan(
-        SyntheticLoad(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1, rounds=2
+    task = RunPlan(SyntheticLoad(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1)
+    document = comparison_json(
+        asyncio.run(compare(list(configs), VariantEngines(configs, task, silent), task, 2, silent))
     )
-    document = comparison_json(asyncio.run(compare(list(configs), VariantEngines(configs, silent), task, silent)), task)
     static, continuous = document["runs"]
     assert (static["policy"], continuous["policy"]) == ("static", "continuous")
     assert static["engine"]["scheduling_policy"] == "static"
@@ -184,12 +187,12 @@ def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callab
     """What shares memory is built once, for the largest; what needs other memory is built for itself."""
     base = tiny_config(tiny_model)
     variants = parse_variants("fair, max_num_batched_tokens=512, max_num_seqs=2, block_size=8")
-    engines = VariantEngines(configure(base, variants), silent)
+    engines = VariantEngines(configure(base, variants), PLAN, silent)
 
     async def settings(name: str) -> tuple[int | None, int, int, object]:
         async with engines.running(name) as engine:
-            config = engine.config
-            return config.max_num_batched_tokens, config.max_num_seqs, config.block_size, engine._engine.executor
+            config = engine.core.config
+            return config.max_num_batched_tokens, config.max_num_seqs, config.block_size, engine.core.executor
 
     found = {variant.name: asyncio.run(settings(variant.name)) for variant in variants}
     assert [found[v.name][:3] for v in variants] == [(256, 4, 16), (512, 4, 16), (256, 2, 16), (256, 4, 8)]

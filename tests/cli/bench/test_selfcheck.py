@@ -165,7 +165,7 @@ def test_conclusions_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("http://x",), "has its own server"),
+        (("http://x",), "uses its own server"),
         (("--compare", "fcfs,fair"), "leave out --compare and --find-knee"),
         (("--csv", "x.csv"), "--csv and --report do not apply to --self-check"),
         (("--save-detailed", "x.jsonl"), "saves a single run"),

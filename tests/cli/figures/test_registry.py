@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsched.cli.bench.compare.comparison import ComparisonPlan, VariantResult
+from llmsched.cli.bench.compare.comparison import VariantResult
 from llmsched.cli.bench.compare.comparison_report import comparison_content, comparison_json
 from llmsched.cli.bench.report.csv_report import append_csv, csv_columns
 from llmsched.cli.bench.report.report_content import Result, result_page
@@ -17,7 +17,7 @@ from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.kv_memory import KVMeter
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import Chunk, RequestRecord, RunRecord
-from llmsched.cli.figures.registry import FIGURES, Figure, as_json
+from llmsched.cli.figures.registry import FIGURES, Figure, Place, as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
@@ -26,8 +26,8 @@ from llmsched.engine.provenance import Provenance
 LONGEST = Figure(
     "longest_answer",
     "count",
-    lambda run: max(len(record.chunks) for record in run.figures.run.records),
-    {"json": (), "totals": (), "csv": (), "ratios": ()},
+    lambda _, figures: max(len(record.chunks) for record in figures.run.records),
+    Place.JSON | Place.TOTALS | Place.CSV | Place.RATIOS,
     label="longest answer",
     definition={"longest answer": "the most chunks of one answer"},
 )
@@ -68,8 +68,7 @@ def test_a_new_figure_is_compared() -> None:
         VariantResult(name, run.experiment, run.figures, (run.figures,))
         for name, run in (("a", run_of(2)), ("b", run_of(3)))
     ]
-    plan = ComparisonPlan(variants[0].experiment.workload, Slo(ttft=2.0), timeout=1.0, warmup=0, rounds=1)
-    document = comparison_json(variants, plan)
+    document = comparison_json(variants)
     assert document["ratios"]["b"]["longest_answer"] == 1.5
     content = comparison_content(document, variants)
     assert ["longest answer", "2", "3", "1.5x"] in content.tables[0].rows
