@@ -17,7 +17,7 @@ from llmsched.profiles.calibrated import Calibration, calibration_dir, save_cali
 from llmsched.profiles.toml_files import ProfileError, check_directory
 
 if TYPE_CHECKING:
-    from llmsched.engine.calibration.timing import Measured
+    from llmsched.engine.calibration.timing import DeviceTimings
 
 #: Engine flags that step times depend on; scheduling flags have no effect here.
 FLAGS = (*MEMORY_KNOBS, "swap_space")
@@ -68,7 +68,7 @@ def calibrate(
         render.say(f"saved: {path}, for `llmsched bench {spec} --simulate local`")
 
 
-def _calibration(spec: str, planner: ModelPlanner, measured: Measured) -> Calibration:
+def _calibration(spec: str, planner: ModelPlanner, measured: DeviceTimings) -> Calibration:
     import torch
 
     config, plan = measured.engine.config, measured.engine.plan
@@ -91,7 +91,7 @@ def _calibration(spec: str, planner: ModelPlanner, measured: Measured) -> Calibr
     )
 
 
-def _steps(measured: Measured) -> list[dict[str, Any]]:
+def _steps(measured: DeviceTimings) -> list[dict[str, Any]]:
     """Tabulate measured and predicted step times. Errors are shares; `error_left_out` is of a fit to all others."""
     rows = zip(measured.steps, measured.fit.errors, measured.fit.left_out, strict=True)
     return [
@@ -106,7 +106,7 @@ def _steps(measured: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def _as_json(spec: str, measured: Measured, calibration: Calibration, repeats: int) -> dict[str, Any]:
+def _as_json(spec: str, measured: DeviceTimings, calibration: Calibration, repeats: int) -> dict[str, Any]:
     sizes = np.abs(measured.fit.left_out)
     return {
         "measured": True,
@@ -129,7 +129,7 @@ def _as_json(spec: str, measured: Measured, calibration: Calibration, repeats: i
     }
 
 
-def _show(spec: str, measured: Measured, calibration: Calibration, repeats: int) -> None:
+def _show(spec: str, measured: DeviceTimings, calibration: Calibration, repeats: int) -> None:
     device, engine = calibration.device, calibration.engine
     threads = f", {device['threads']} thread(s)" if device["kind"] == "cpu" else ""
     count = f"{len(measured.steps)} steps, median of {repeats} runs each"

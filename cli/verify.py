@@ -87,7 +87,7 @@ def _as_dict(subject: LoadedModel, report: ParityReport) -> dict[str, Any]:
                 "tokens_equal": check.tokens_equal,
                 "num_positions": len(check.differences),
                 "detail": check.detail,
-                "partings": check.partings,
+                "partings": check.divergences,
                 "problems": check.problems,
             }
             for check in report.checks
@@ -122,7 +122,7 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
 def _remarks(check: CaseResult) -> Iterator[str]:
     """Yield the remarks of a check that the table has no room for, faults first."""
     yield from check.problems
-    partings = sorted(check.partings, key=lambda parting: parting.explained)
+    partings = sorted(check.divergences, key=lambda parting: parting.explained)
     for parting in partings[:MAX_PARTINGS]:
         verdict = "a near tie" if parting.explained else "NOT explained by the logit difference"
         yield (
@@ -134,7 +134,7 @@ def _remarks(check: CaseResult) -> Iterator[str]:
 
 
 def _tokens(check: CaseResult) -> str:
-    return "equal" if check.tokens_equal else f"{len(check.partings)} differ"
+    return "equal" if check.tokens_equal else f"{len(check.divergences)} differ"
 
 
 def _name(subject: LoadedModel) -> str:

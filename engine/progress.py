@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 #: Called with the stage, the units done and the units in total (0: unknown).
 Progress = Callable[[str, int, int], None]
@@ -10,3 +13,11 @@ Progress = Callable[[str, int, int], None]
 
 def silent(stage: str, done: int, total: int) -> None:
     """Ignore all progress."""
+
+
+def tracked(items: Sequence[Item], stage: str, progress: Progress) -> Iterator[Item]:
+    """Yield `items`; report before each of them, and at the end, how many are done."""
+    for done, item in enumerate(items):
+        progress(stage, done, len(items))
+        yield item
+    progress(stage, len(items), len(items))

@@ -1,4 +1,4 @@
-"""Fitting the coefficients of a FittedCost: least squares of relative errors, none below 0, held against itself."""
+"""Fitting a FittedCost to measured steps: least squares of relative errors, no coefficient below 0."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, terms
 
 Array = npt.NDArray[np.float64]
 
-#: Knees that are tried, in tokens; 0 is a straight line.
+#: Knees to try, in tokens; 0 means a straight line.
 KNEES = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
-class Sample(NamedTuple):
-    """One measured step."""
+class MeasuredStep(NamedTuple):
+    """A step and the median of its times."""
 
     shape: StepShape
     seconds: float
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`errors` are (predicted - measured) / measured of the samples, `left_out` the same where each is predicted by a
-    fit to all others.
+    """A fitted cost. `errors` are (predicted - measured) / measured of each step, `left_out` the same for a prediction
+    that is fitted to all other steps.
     """
 
     cost: FittedCost
@@ -37,22 +38,22 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """The median size of an error on a step that was not fitted to."""
+        """Median absolute error on steps left out of the fit."""
         return float(np.median(np.abs(self.left_out)))
 
 
-def fit(samples: Sequence[Sample], window: int | None = None) -> Fit:
-    """The cost that fits best: of all knees the one with the least mean error on steps that are left out."""
-    fits = [_fit(samples, knee, window) for knee in KNEES]
+def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
+    """Fit a cost with each knee; return the one with the least mean error on steps left out of the fit."""
+    fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 
 
-def _fit(samples: Sequence[Sample], knee: float, window: int | None) -> Fit:
-    seconds = np.array([sample.seconds for sample in samples])
-    matrix = np.array([terms(sample.shape, knee, window is not None) for sample in samples])
+def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
+    seconds = np.array([step.seconds for step in steps])
+    matrix = np.array([terms(step.shape, knee, window is not None) for step in steps])
     relative = matrix / seconds[:, None]
     coefficients = non_negative(relative)
-    kept = ~np.eye(len(samples), dtype=bool)
+    kept = ~np.eye(len(steps), dtype=bool)
     left_out = [float(row @ non_negative(relative[keep])) - 1 for row, keep in zip(relative, kept, strict=True)]
     named = dict(zip(LINEAR, coefficients.tolist(), strict=False))
     cost = FittedCost(knee=knee, **named, window=window)
@@ -60,9 +61,9 @@ def _fit(samples: Sequence[Sample], knee: float, window: int | None) -> Fit:
 
 
 def non_negative(matrix: Array) -> Array:
-    """The x >= 0 for which matrix @ x is nearest to all ones: of all subsets of columns the best that needs no sign.
+    """Return the x >= 0 that minimises |matrix @ x - 1|.
 
-    Exact, since the solution is the plain one of the columns that it uses; there are few enough to try them all.
+    Exact: the solution is the unconstrained one for the columns that it uses, and all subsets of columns are tried.
     """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale
@@ -75,7 +76,7 @@ def non_negative(matrix: Array) -> Array:
             try:
                 solution = np.linalg.solve(gram[np.ix_(some, some)], moment[some])
             except np.linalg.LinAlgError:
-                continue  # columns that say the same: one of them alone is tried as well
+                continue  # equal columns: each of them is tried alone as well
             residual = len(matrix) - float(moment[some] @ solution)
             if solution.min() >= 0 and residual < least - 1e-12:
                 best, least = np.zeros(matrix.shape[1]), residual

@@ -1,1 +1,1 @@
-"""Comparing the engine with plain transformers: the same weights, device and type, every way of scheduling."""
+"""Comparison of the engine with plain transformers: same weights, device and type, for each way of scheduling."""

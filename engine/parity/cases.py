@@ -1,4 +1,4 @@
-"""Prompts whose lengths lie where paging goes wrong: around the edges of blocks."""
+"""Cases of the comparison: ways of scheduling, and prompts whose lengths lie around the edges of blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llmsched.engine.kv.prefix_cache import MIN_COPIED
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
 
-#: What is cut up for prompts that read like text: prose, code, numbers, other scripts.
-TEXTS = (
+#: Sources of prompts that are text: prose, code, numbers, other scripts.
+_TEXTS = (
     "The first thing she noticed was the silence. No birds, no wind, only the slow ticking of the cooling engine. ",
     "def merge(left, right):\n    while left and right:\n        yield min(left, right).pop(0)\n",
     "Question: a train leaves at 9:45 and needs 3 hours and 50 minutes. When does it arrive? Let us think. ",
@@ -24,7 +24,7 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class ParityPrompt:
-    """A prompt and what reports call it."""
+    """A prompt and its name in reports."""
 
     name: str
     token_ids: tuple[int, ...]
@@ -32,10 +32,11 @@ class ParityPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """`general` have varied lengths, the first of exactly 3 blocks. `edges` begin with the first one's tokens.
+    """Prompts of all cases.
 
-    `shared` says how many of them each of `edges` shares: block_size -1, +0, +1 and 2 x block_size -1, +0, +1. The
-    first four of `edges` are two blocks long, so each needs one more block for its second output token.
+    `general` prompts have varied lengths; the first is exactly 3 blocks long. Each of the `edges` begins with tokens of
+    that first prompt; `shared` says with how many: 1 and 2 blocks, each -1, +0 and +1 token. The first four `edges` are
+    two blocks long, so that each needs another block for its second output token.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -48,7 +49,7 @@ class PromptSet:
 
 
 def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_size: int, seed: int) -> PromptSet:
-    """`count` general prompts and six at block edges; the same arguments give the same prompts."""
+    """Make `count` general prompts and six at block edges; equal arguments make equal prompts."""
     source = _Source(tokenizer, vocab_size, random.Random(seed))
     lengths = [3 * block_size, 1, *(source.random.randint(2, 4 * block_size) for _ in range(count))][:count]
     general = tuple(
@@ -72,18 +73,20 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
 
 @dataclass(frozen=True, slots=True)
 class _Source:
+    """Random tokens and text."""
+
     tokenizer: Tokenizer
     vocab_size: int
     random: random.Random
 
     def text(self, length: int) -> tuple[int, ...]:
-        """Tokens of real text, repeated as often as it takes."""
-        known = self.tokenizer.encode("".join(self.random.sample(TEXTS, len(TEXTS))), add_special_tokens=True)
+        """Return `length` tokens of text, repeated as needed."""
+        known = self.tokenizer.encode("".join(self.random.sample(_TEXTS, len(_TEXTS))), add_special_tokens=True)
         known = [token_id for token_id in known if token_id < self.vocab_size] or [0]
         return tuple((known * -(-length // len(known)))[:length])
 
     def ids(self, length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Random tokens; the first is not in `other_than`."""
+        """Return `length` random tokens; the first is not in `other_than`."""
         limit = min(self.vocab_size, self.tokenizer.vocab_size)
         ids = [self.random.randrange(limit) for _ in range(length)]
         if ids and ids[0] in other_than:
@@ -91,16 +94,16 @@ class _Source:
         return tuple(ids)
 
 
-#: Chunk sizes besides one block and one block and a token.
+#: Chunk sizes in tokens, besides block_size and block_size + 1.
 ODD_CHUNKS = (1, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """One engine, and the prompts it gets in waves: each wave at once, when the one before has ended.
+    """One engine, and the prompts it gets: all of a wave together, once the wave before has finished.
 
-    `token_budget` and `num_blocks` are the engine's. `num_tokens` bounds the output below what was asked for.
-    `cached_tokens` are the prefix hits that the last wave must have. `preempted` says how somebody must be preempted.
+    `token_budget` and `num_blocks` are the engine's, `num_tokens` is the length of each output. `cached_tokens` are the
+    prefix hits that the prompts of the last wave must have. `preempted` is how at least one request must be preempted.
     """
 
     name: str
@@ -113,27 +116,27 @@ class ParityCase:
     preempted: Literal["recompute", "swap"] | None = None
 
 
-def make_checks(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
-    """Alone, mixed, chunked, with prefix hits, preempted; see the functions below."""
+def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
+    """Yield cases of requests alone, in a mixed batch, in chunks, with prefix hits and with preemption."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     block_size = layout.block_size
     width = sum(layout.width(len(prompt.token_ids) + num_tokens) for prompt in prompts.all)
-    # Twice: a wave leaves its blocks cached, what has left a window among them.
+    # Twice as many, because a wave leaves its blocks cached, those outside the windows included.
     plenty = 2 * layout.num_groups * (width + 1)
     one_by_one = tuple((prompt,) for prompt in prompts.general)
     yield ParityCase("alone", one_by_one, longest, plenty, num_tokens)
-    # The first prompt fills a step; those behind it are chunked around the decodes of those before.
+    # The first prompt fills a step; later ones are split into chunks beside the decodes of earlier ones.
     yield ParityCase("mixed batch", (prompts.all,), 3 * block_size, plenty, num_tokens)
     for size in sorted({*ODD_CHUNKS, block_size, block_size + 1}):
         yield ParityCase(f"chunks of {size}", (prompts.general,), size, plenty, num_tokens)
-    yield _prefix_check(prompts, plenty, num_tokens, block_size)
-    yield from _preemption_checks(prompts, num_tokens, layout)
+    yield _prefix_case(prompts, plenty, num_tokens, block_size)
+    yield from _preemption_cases(prompts, num_tokens, layout)
 
 
-def _prefix_check(prompts: PromptSet, num_blocks: int, num_tokens: int, block_size: int) -> ParityCase:
-    """The first prompt, then the same again beside prompts that share a beginning with it.
+def _prefix_case(prompts: PromptSet, num_blocks: int, num_tokens: int, block_size: int) -> ParityCase:
+    """Return a case with the first prompt, followed by the same prompt beside prompts that share a beginning with it.
 
-    Hits are exact to the token where that is worth a copy, and leave at least the last token to compute.
+    Hits count single tokens where that is worth a copy, and leave at least the last token to compute.
     """
     base = prompts.general[0]
     again = (base, *prompts.edges)
@@ -141,24 +144,24 @@ def _prefix_check(prompts: PromptSet, num_blocks: int, num_tokens: int, block_si
     hits = tuple(
         _hit(min(length, len(prompt.token_ids) - 1), block_size) for length, prompt in zip(shared, again, strict=True)
     )
-    budget = sum(len(prompt.token_ids) for prompt in again)  # all in one step, so none finds another's blocks
+    budget = sum(len(prompt.token_ids) for prompt in again)  # one step for all: no prompt finds another's blocks
     return ParityCase("prefix hits", ((base,), again), budget, num_blocks, num_tokens, caching=True, cached_tokens=hits)
 
 
 def _hit(num_known: int, block_size: int) -> int:
-    """The prefix hit where so many leading tokens are known."""
+    """Return the prefix hit, in tokens, of a prompt whose first `num_known` tokens are cached."""
     return num_known if num_known % block_size >= MIN_COPIED else num_known // block_size * block_size
 
 
-def _preemption_checks(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
-    """Four prompts of two blocks in a pool of eight (of each group of layers): each needs a third for its second
-    token, so somebody must go.
+def _preemption_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
+    """Yield cases with four prompts of two blocks in a pool of eight blocks (per group of layers).
 
-    With prefix caching, the preempted find some of their blocks again; with swap, they get back what they lost.
+    Each needs a third block for its second token, so that a request must be preempted. With prefix caching, preempted
+    requests find some of their blocks again; with swap, their blocks are copied back.
     """
     wave, length = (prompts.edges[:4],), 2 * layout.block_size
     pool, budget = 4 * layout.num_blocks(length), 4 * length
-    most = min(num_tokens, layout.longest(pool) - length + 1)  # what one of them can have: its last token needs no KV
+    most = min(num_tokens, layout.longest(pool) - length + 1)  # the longest output: its last token needs no KV
     yield ParityCase("preemption", wave, budget, pool, most, preempted="recompute")
     yield ParityCase("preemption, prefix cache", wave, budget, pool, most, caching=True, preempted="recompute")
     yield ParityCase("preemption, swap", wave, budget, pool, most, preempted="swap")

@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from llmsched.engine.architecture.fields import read_fields
 from llmsched.engine.model.probe import set_attention
 from llmsched.engine.parity.cases import ParityPrompt
 
-#: Names under which configs say how many experts a token may be sent to.
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-#: The one implementation that honours everything a model asks for: windows, sinks, soft-capping.
+#: The only implementation that supports everything models need: windows, sinks, soft-capping.
 IMPLEMENTATION = "eager"
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """`token_ids` [n] are those of `generate`, greedy; `logits` [n, V], on the CPU, chose them in one full pass.
+    """Greedy output of transformers' `generate`: `token_ids` [n], and their `logits` [n, V] from one full pass.
 
-    `spread` is the largest difference between those logits and the ones that `generate` chose by, token by token with
-    its own KV cache: how far transformers is from itself.
+    `spread` is the largest difference between these logits and those of `generate`, which computes token by token with
+    its own KV cache: how much two correct computations of transformers differ.
     """
 
     token_ids: tuple[int, ...]
@@ -32,13 +31,13 @@ class Continuation:
 
 
 class Reference:
-    """Runs `model` with its eager attention, one prompt at a time. Leaves that attention in it."""
+    """Plain transformers: runs `model` with eager attention, one prompt at a time. The attention stays set."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def continuation(self, prompt: ListLike[int], num_tokens: int) -> Continuation:
-        """`num_tokens` greedy tokens after `prompt`, end-of-sequence tokens or not."""
+        """Generate `num_tokens` greedy tokens after `prompt`, ignoring end-of-sequence tokens."""
         model: Any = self._model
         set_attention(model, IMPLEMENTATION)
         make_settings: Any = GenerationConfig
@@ -49,7 +48,7 @@ class Reference:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        # What the model's own generation_config asks for (penalties, end of sequence) would be added to ours.
+        # generate adds settings of the model's own generation_config (penalties, end of sequence), so it is cleared.
         own, model.generation_config = model.generation_config, make_settings()
         try:
             with torch.inference_mode():
@@ -63,7 +62,7 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Logits [len(token_ids) - start, V], on the CPU, that predict token_ids[start:] in one full pass."""
+        """Compute logits [len(token_ids) - start, V] that predict token_ids[start:], in one full pass; on the CPU."""
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -72,20 +71,20 @@ class Reference:
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """max |one - other| over the last dimension, in float64; equal infinities do not differ, NaN gives NaN."""
+    """Return max |one - other| over the last dimension, in float64; equal infinities differ by 0, NaN gives NaN."""
     return torch.where(one == other, 0.0, (one.double() - other.double()).abs()).amax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart correct logits may be, for one model.
+    """Largest difference of logits that counts as correct, for one model.
 
-    A floating-point sum depends on its order, and the order on the shape of the batch, so correct computations differ,
-    in proportion to the size of the logits. Measured on SmolLM2-135M, whose largest logits are about 40: transformers'
-    own cached generation differs from its own full pass by up to 8e-5 in float32 and 0.75 in bfloat16.
+    The order of a floating-point sum depends on the shape of the batch, so correct computations differ in proportion to
+    the size of the logits. On SmolLM2-135M, whose largest logits are about 40, transformers' cached generation differs
+    from its full pass by up to 8e-5 in float32 and 0.75 in bfloat16.
 
-    `routed` marks a mixture of experts. There rounding may choose another expert, and logits jump; so in types shorter
-    than float32 not every position is held to the limit, but their median: only float32 tells small faults there.
+    `routed` marks a mixture of experts, where rounding may select another expert and change logits abruptly. In types
+    shorter than float32 only the median position of such a model must be within the limit.
     """
 
     dtype: torch.dtype
@@ -97,33 +96,36 @@ class Tolerance:
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> Tolerance:
-        config = model.config.get_text_config()
-        return cls(dtype, any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS))
+        """Return the tolerance for a model that computes in `dtype`."""
+        fields = read_fields(model.config)
+        return cls(dtype, routed=(fields.num_experts or fields.get("moe_num_experts", default=0)) > 1)
 
     def limit(self, largest_logit: float) -> float:
+        """Return the limit for logits of which the largest is `largest_logit`."""
         if self.dtype == torch.float32:
             return max(self.FLOAT32, self.FLOAT32_SHARE * largest_logit)
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Of the differences [n] at a check's positions, the one that must be within the limit."""
+        """Return, of the differences [n] at a case's positions, the one that must be within the limit."""
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
     def rule(self) -> str:
+        """The tolerance in words."""
         name = str(self.dtype).removeprefix("torch.")
         if self.dtype == torch.float32:
-            return f"{name}: {self.FLOAT32:g}, or {self.FLOAT32_SHARE:g} of the largest logit where that is more"
+            return f"{name}: {self.FLOAT32:g}, or {self.FLOAT32_SHARE:g} of the largest logit if that is more"
         share = self.SPACINGS * torch.finfo(self.dtype).eps
-        rule = f"{name}: {share:g} of the largest logit ({self.SPACINGS} spacings of its numbers there)"
+        rule = f"{name}: {share:g} of the largest logit ({self.SPACINGS} spacings of numbers of its size)"
         return (
-            f"{rule}, at each sequence's median position (rounding may choose other experts)" if self.routed else rule
+            f"{rule}, at each sequence's median position (rounding may select other experts)" if self.routed else rule
         )
 
 
 @dataclass(slots=True)
-class Answer:
-    """What the engine made of one prompt: n tokens and the logits [V] that chose each, on the CPU."""
+class EngineOutput:
+    """The engine's output for one prompt: n tokens, and the logits [V] behind each, on the CPU."""
 
     prompt: ParityPrompt
     token_ids: list[int] = field(default_factory=list)
@@ -133,11 +135,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Output token `position` of `prompt` is the first that differs.
+class Divergence:
+    """First output token of `prompt` that differs, at `position`.
 
-    `margin` is by how much the reference's logit of its own token (`expected`) exceeds that of the engine's (`got`);
-    `explained` says that the difference between the two computations at this position is large enough to turn it.
+    `margin` is the reference's logit of its own token (`expected`) minus that of the engine's token (`got`).
+    `explained` says that the logits of the two computations differ enough at this position to reverse the order.
     """
 
     prompt: str
@@ -150,33 +152,38 @@ class Parting:
 
 @dataclass(slots=True)
 class CaseResult:
-    """One way of scheduling, compared. `max_abs_logit_diff` is None where nothing could be compared.
+    """Result of comparing one case. `differences` has the largest difference of logits at each position.
 
-    `judged_logit_diff` is what must be within `tolerance`, see Tolerance.judged. `differences` has the largest at each
-    position.
-    `problems` say what else was wrong: something did not happen that the check is about, or the engine raised.
+    `judged_logit_diff` must be within `tolerance` (see Tolerance.judged); it is None if nothing could be compared.
+    `problems` are other faults: the engine raised, or what the case is about did not happen.
     """
 
     name: str
-    tokens_equal: bool = True
-    max_abs_logit_diff: float | None = None
     judged_logit_diff: float | None = None
     tolerance: float = 0.0
     differences: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     detail: str = ""
-    partings: list[Parting] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
+    def tokens_equal(self) -> bool:
+        return not self.divergences
+
+    @property
+    def max_abs_logit_diff(self) -> float | None:
+        return float(self.differences.max()) if len(self.differences) else None
+
+    @property
     def ok(self) -> bool:
-        """Logits within tolerance, tokens equal or parted at a near tie, and nothing else wrong."""
+        """Whether logits are within tolerance, tokens are equal or diverge at a near tie, and there are no problems."""
         within = self.judged_logit_diff is not None and self.judged_logit_diff <= self.tolerance
-        return within and not self.problems and all(parting.explained for parting in self.partings)
+        return within and not self.problems and all(divergence.explained for divergence in self.divergences)
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """All checks of one model. `spread` is how far transformers' cached generation is from its own full pass."""
+    """Results of all cases of one model, and the largest `spread` of a continuation."""
 
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
@@ -188,38 +195,36 @@ class ParityReport:
 
 
 def compare(
-    result: CaseResult, answer: Answer, expected: Continuation, reference: Reference, tolerance: Tolerance
+    result: CaseResult, output: EngineOutput, expected: Continuation, reference: Reference, tolerance: Tolerance
 ) -> None:
-    """Add to `result` how an answer compares with the reference's continuation of the same prompt.
+    """Compare the engine's output with the reference's continuation of the same prompt; add the outcome to `result`.
 
-    Where tokens part, the reference is computed anew after the engine's own, so that logits are always compared after
+    If tokens diverge, the reference computes logits for the engine's tokens, so that logits are always compared after
     the same history.
     """
-    name, prompt, tokens = answer.prompt.name, answer.prompt.token_ids, answer.token_ids
-    if answer.error is not None or not tokens or len(tokens) != len(answer.logits):
-        fault = answer.error or f"{len(tokens)} tokens from {len(answer.logits)} rows of logits"
+    name, prompt, tokens = output.prompt.name, output.prompt.token_ids, output.token_ids
+    if output.error is not None or not tokens or len(tokens) != len(output.logits):
+        fault = output.error or f"{len(tokens)} tokens from {len(output.logits)} rows of logits"
         result.problems.append(f"{name}: {fault}")
         return
     wanted = expected.logits[: len(tokens)]
     result.tolerance = max(result.tolerance, tolerance.limit(float(wanted[wanted.isfinite()].abs().max())))
-    logits = torch.stack(answer.logits)
-    places = (place for place, token in enumerate(tokens) if token != expected.token_ids[place])
-    if (parted := next(places, None)) is not None:
-        result.tokens_equal = False
-        result.partings.append(_parting(name, parted, expected, tokens[parted], logits[parted]))
+    logits = torch.stack(output.logits)
+    differing = (place for place, token in enumerate(tokens) if token != expected.token_ids[place])
+    if (first := next(differing, None)) is not None:
+        result.divergences.append(_divergence(name, first, expected, tokens[first], logits[first]))
         wanted = reference.logits([*prompt, *tokens], len(prompt))
     by_position = differences(logits, wanted)
     if not by_position.isfinite().all():
         result.problems.append(f"{name}: some logits are not numbers")
         return
     result.differences = torch.cat([result.differences, by_position])
-    result.max_abs_logit_diff = float(result.differences.max())
     result.judged_logit_diff = tolerance.judged(result.differences)
 
 
-def _parting(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Parting:
-    """Judge a parting. A correct choice between logits that are off by d turns a margin of 2 d at most."""
+def _divergence(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Divergence:
+    """Judge a divergence: logits that differ by at most d can reverse the order of tokens up to a margin of 2 d."""
     wanted, own = expected.logits[position].double(), expected.token_ids[position]
     margin = float(wanted[own] - wanted[got])
     explained = margin <= 2 * float(differences(logits.double(), wanted))
-    return Parting(prompt, position, own, got, margin, explained)
+    return Divergence(prompt, position, own, got, margin, explained)

@@ -1,4 +1,4 @@
-"""Running the checks: references first, then one engine per check, all on the one model that is loaded."""
+"""Comparison of the engine with plain transformers: references first, then one engine for each case."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.loader import ModelInfo, open_model
-from llmsched.engine.parity.cases import ParityCase, ParityPrompt, PromptSet, make_checks, make_prompts
+from llmsched.engine.parity.cases import ParityCase, ParityPrompt, PromptSet, make_cases, make_prompts
 from llmsched.engine.parity.logit_comparison import (
-    Answer,
     CaseResult,
-    Continuation,
+    EngineOutput,
     ParityReport,
     Reference,
     Tolerance,
     compare,
 )
-from llmsched.engine.progress import Progress, silent
+from llmsched.engine.progress import Progress, silent, tracked
 from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.stats import EngineStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What the logits that are kept for comparison may take of the host's memory.
+#: Host memory that the logits kept for comparison may take.
 MAX_LOGIT_BYTES = 4 << 30
 
 
@@ -54,12 +54,12 @@ class LoadedModel:
 
     @property
     def layout(self) -> KVLayout:
-        """How the KV cache of a long context would be laid out, unless all layers have a window."""
+        """Layout of the KV cache for a long context."""
         return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 
 def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
-    """Load `config.model` as serving would, in its device and dtype. Raises ModelError, ConfigError."""
+    """Load `config.model` on the device and in the type that serving would use. Raises ModelError and ConfigError."""
     opened = open_model(config, progress)
     model = opened.load(progress)
     return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
@@ -70,31 +70,27 @@ def check_parity(
 ) -> ParityReport:
     """Compare the engine with plain transformers over `num_tokens` greedy tokens of each prompt.
 
-    Raises ConfigError when the model's context or the host's memory is too small for that.
+    Raises ConfigError if the model's context or the host's memory is too small for that.
     """
     prompts = make_prompts(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
     )
     _check_size(loaded, prompts, num_tokens)
     reference, tolerance = Reference(loaded.model), Tolerance.of(loaded.model, loaded.dtype)
-    expected: dict[str, Continuation] = {}
-    for done, prompt in enumerate(prompts.all):
-        progress("plain transformers", done, len(prompts.all))
-        expected[prompt.name] = reference.continuation(prompt.token_ids, num_tokens)
-    progress("plain transformers", len(prompts.all), len(prompts.all))
-    checks = list(make_checks(prompts, num_tokens, loaded.layout))
+    expected = {
+        prompt.name: reference.continuation(prompt.token_ids, num_tokens)
+        for prompt in tracked(prompts.all, "plain transformers", progress)
+    }
     results = []
-    for done, check in enumerate(checks):
-        progress("comparing", done, len(checks))
-        result = CaseResult(check.name)
-        for answer in _answers(loaded, check, result):
-            compare(result, answer, expected[answer.prompt.name], reference, tolerance)
-        results.append(result)
-    progress("comparing", len(checks), len(checks))
+    for case in tracked(list(make_cases(prompts, num_tokens, loaded.layout)), "comparing", progress):
+        results.append(CaseResult(case.name))
+        for output in _run_case(loaded, case, results[-1]):
+            compare(results[-1], output, expected[output.prompt.name], reference, tolerance)
     return ParityReport(tuple(results), tolerance, max(continuation.spread for continuation in expected.values()))
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
+    """Raise ConfigError if the prompts with their outputs exceed the model's context or the host's memory."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -108,49 +104,45 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
         raise ConfigError(
             "num_tokens",
             f"logits of {len(prompts.all)} prompts x {num_tokens} tokens take {kept / 2**30:.1f} GiB of host memory; "
-            f"allowed are {MAX_LOGIT_BYTES >> 30} GiB: ask for fewer tokens or prompts",
+            f"allowed are {MAX_LOGIT_BYTES >> 30} GiB: use fewer tokens or prompts",
         )
 
 
-def _answers(loaded: LoadedModel, check: ParityCase, result: CaseResult) -> list[Answer]:
-    """Run the check on an engine of its own; what went wrong besides the numbers is noted in `result`."""
+def _run_case(loaded: LoadedModel, case: ParityCase, result: CaseResult) -> list[EngineOutput]:
+    """Run a case on a new engine and return its outputs; add problems other than wrong numbers to `result`."""
     try:
-        return _run(loaded, check, result)
-    except Exception as error:  # the other checks may still tell where the fault is
-        logger.exception("check %s", check.name)
+        engine, executor = _engine(loaded, case)
+        waves = [_run_wave(engine, executor, prompts, case.num_tokens) for prompts in case.waves]
+        engine.check_integrity()
+        _check_events(case, result, engine.stats(), waves[-1])
+        executor.close()
+    except Exception as error:  # the other cases may still show where the fault is
+        logger.exception("case %s", case.name)
         result.problems.append(f"the engine failed: {type(error).__name__}: {' '.join(str(error).split())}")
         return []
+    return [output for wave in waves for output in wave]
 
 
-def _run(loaded: LoadedModel, check: ParityCase, result: CaseResult) -> list[Answer]:
-    engine, executor = _engine(loaded, check)
-    answers: list[Answer] = []
-    last: list[Answer] = []
-    for prompts in check.waves:
-        last = _run_wave(engine, executor, prompts, check.num_tokens)
-        answers += last
-    engine.check_integrity()
-    stats = engine.stats()
-    if check.preempted:
+def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
+    """Describe in `result` the preemptions and prefix hits of a case, and whether those that it is about happened."""
+    if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:
-            result.problems.append("nobody was preempted")
-    if check.preempted == "swap":
+            result.problems.append("no request was preempted")
+    if case.preempted == "swap":
         result.detail += f", {stats.num_swapped_in} swapped in"
         if not stats.num_swapped_in:
-            result.problems.append("nobody was swapped in")
-    if check.cached_tokens is not None:
-        found = tuple(answer.num_cached_tokens for answer in last)
+            result.problems.append("no request was swapped in")
+    if case.cached_tokens is not None:
+        found = tuple(output.num_cached_tokens for output in last_wave)
         result.detail = f"{', '.join(map(str, found))} cached tokens"
-        if found != check.cached_tokens:
-            result.problems.append(f"cached tokens should be {', '.join(map(str, check.cached_tokens))}")
-    executor.close()
-    return answers
+        if found != case.cached_tokens:
+            result.problems.append(f"cached tokens should be {', '.join(map(str, case.cached_tokens))}")
 
 
-def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecutor]:
-    longest = max(len(prompt.token_ids) for wave in check.waves for prompt in wave)
-    swap = SwapSpace(check.num_blocks if check.preempted == "swap" else 0)
+def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecutor]:
+    longest = max(len(prompt.token_ids) for wave in case.waves for prompt in wave)
+    swap = SwapSpace(case.num_blocks if case.preempted == "swap" else 0)
     dtype: Any = str(loaded.dtype).removeprefix("torch.")
     device: Any = loaded.device
     config = ResolvedConfig(
@@ -158,18 +150,18 @@ def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecut
         device=device,
         dtype=dtype,
         kv_cache_dtype=dtype,
-        max_model_len=longest + check.num_tokens,
-        max_num_batched_tokens=check.token_budget,
+        max_model_len=longest + case.num_tokens,
+        max_num_batched_tokens=case.token_budget,
         block_size=loaded.block_size,
-        enable_prefix_caching=check.caching,
-        output_prediction="none",  # a pool too small for all is to be filled, not respected
+        enable_prefix_caching=case.caching,
+        output_prediction="none",  # the requests shall fill a pool that is too small for them
         headroom=0.0,
-        preemption_mode=check.preempted or "auto",
-        swap_space=swap.num_blocks,  # only the slots themselves count from here on
+        preemption_mode=case.preempted or "auto",
+        swap_space=swap.num_blocks,  # any size above 0: the number of host blocks is given already
     )
     executor = TorchExecutor(
         loaded.model,
-        num_blocks=check.num_blocks,
+        num_blocks=case.num_blocks,
         block_size=loaded.block_size,
         device=loaded.device,
         kv_dtype=loaded.dtype,
@@ -177,16 +169,16 @@ def _engine(loaded: LoadedModel, check: ParityCase) -> tuple[Engine, TorchExecut
         num_host_blocks=swap.num_blocks,
         layout=loaded.layout,
     )
-    engine = Engine(config, loaded.info, loaded.tokenizer, executor, check.num_blocks, swap=swap, layout=loaded.layout)
+    engine = Engine(config, loaded.info, loaded.tokenizer, executor, case.num_blocks, swap=swap, layout=loaded.layout)
     return engine, executor
 
 
 def _run_wave(
     engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
-) -> list[Answer]:
-    """Hand in all prompts at once and step until they have ended."""
-    answers = {prompt.name: Answer(prompt) for prompt in prompts}
-    by_sequence = {f"{name}/0": answer for name, answer in answers.items()}
+) -> list[EngineOutput]:
+    """Add all prompts as requests and step until they have finished."""
+    outputs = {prompt.name: EngineOutput(prompt) for prompt in prompts}
+    by_sequence = {f"{name}/0": output for name, output in outputs.items()}
 
     def keep(sequences: ListLike[Sequence], logits: torch.Tensor) -> None:
         for sequence, row in zip(sequences, logits.to("cpu", copy=True), strict=True):
@@ -197,9 +189,9 @@ def _run_wave(
     for prompt in prompts:
         engine.add_request(prompt.name, list(prompt.token_ids), sampling)
     while engine.has_work():
-        for output in engine.step():
-            answer = answers[output.request_id]
-            answer.token_ids += output.token_ids
-            answer.num_cached_tokens = output.num_cached_tokens
-            answer.error = output.error
-    return list(answers.values())
+        for step in engine.step():
+            output = outputs[step.request_id]
+            output.token_ids += step.token_ids
+            output.num_cached_tokens = step.num_cached_tokens
+            output.error = step.error
+    return list(outputs.values())

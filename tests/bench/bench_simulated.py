@@ -28,8 +28,8 @@ from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_target import simulate_run
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
-from llmsched.engine.calibration.fit import Fit, Sample, fit
-from llmsched.engine.calibration.timing import Measured, Serving, measure_engine, while_serving
+from llmsched.engine.calibration.fit import Fit, MeasuredStep, fit
+from llmsched.engine.calibration.timing import DeviceTimings, ServingOverhead, measure_engine, while_serving
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.latency import Slo
@@ -88,14 +88,14 @@ def measured(engine: Engine, workload: SyntheticLoad) -> Measurement:
     return asyncio.run(run())
 
 
-def simulated(engine: Engine, before: Measured, after: Measured, workload: SyntheticLoad) -> tuple[Measurement, Fit]:
+def simulated(engine: Engine, before: DeviceTimings, after: DeviceTimings, workload: SyntheticLoad) -> tuple[Measurement, Fit]:
     """Simulate the load with the cost fitted to the mean of two calibrations."""
     samples = [
-        Sample(one.shape, (one.seconds + two.seconds) / 2)
-        for one, two in zip(before.samples, after.samples, strict=True)
+        MeasuredStep(one.shape, (one.seconds + two.seconds) / 2)
+        for one, two in zip(before.steps, after.steps, strict=True)
     ]
     serving = [
-        Serving(one.num_seqs, (one.between + two.between) / 2, (one.slowdown + two.slowdown) / 2)
+        ServingOverhead(one.num_seqs, (one.between + two.between) / 2, (one.slowdown + two.slowdown) / 2)
         for one, two in zip(before.serving, after.serving, strict=True)
     ]
     assert engine.plan is not None
@@ -111,9 +111,9 @@ def simulated(engine: Engine, before: Measured, after: Measured, workload: Synth
     return measure(simulate_run(blueprint, workload), workload, Slo()), found
 
 
-def speed(one: Measured, first: Measured) -> float:
+def speed(one: DeviceTimings, first: DeviceTimings) -> float:
     """Return the ratio of a calibration's step times to those of the first calibration."""
-    pairs = zip(one.samples, first.samples, strict=True)
+    pairs = zip(one.steps, first.steps, strict=True)
     return statistics.median(sample.seconds / before.seconds for sample, before in pairs)
 
 

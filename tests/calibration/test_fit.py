@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from llmsched.engine.calibration.fit import KNEES, Sample, fit, non_negative
-from llmsched.engine.calibration.sample_steps import Room, Rows, choose_steps, describe
-from llmsched.engine.calibration.timing import Serving, while_serving
+from llmsched.engine.calibration.fit import KNEES, MeasuredStep, fit, non_negative
+from llmsched.engine.calibration.sample_steps import Rows, StepLimits, choose_steps, describe
+from llmsched.engine.calibration.timing import ServingOverhead, while_serving
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, fitted_cost, shape_of, terms
 from llmsched.engine.request import SamplingParams, Sequence
 
-ROOM = Room(max_num_batched_tokens=256, max_num_seqs=64, max_model_len=8192, kv_tokens=1 << 18)
+LIMITS = StepLimits(max_num_batched_tokens=256, max_num_seqs=64, max_model_len=8192, kv_tokens=1 << 18)
 COST = FittedCost(
     knee=16.0,
     step=5e-3,
@@ -33,12 +33,12 @@ def shape(rows: Rows, window: int | None = None) -> StepShape:
     return shape_of(StepPlan([ScheduledRow(sequence, start, count, table, True) for start, count in rows]), window)
 
 
-def samples(cost: FittedCost, noise: float = 0.0) -> list[Sample]:
+def samples(cost: FittedCost, noise: float = 0.0) -> list[MeasuredStep]:
     rng = random.Random(1)
     found = []
-    for rows in choose_steps(ROOM).values():
+    for rows in choose_steps(LIMITS).values():
         measured = shape(rows, cost.window)
-        found.append(Sample(measured, cost.seconds(measured) * (1 + noise * rng.uniform(-1, 1))))
+        found.append(MeasuredStep(measured, cost.seconds(measured) * (1 + noise * rng.uniform(-1, 1))))
     return found
 
 
@@ -69,7 +69,7 @@ def test_noise_shows_in_the_error() -> None:
 
 def test_no_coefficient_is_negative_whatever_the_times_are() -> None:
     rng = random.Random(2)
-    found = fit([Sample(sample.shape, rng.uniform(1e-3, 1.0)) for sample in samples(COST)])
+    found = fit([MeasuredStep(sample.shape, rng.uniform(1e-3, 1.0)) for sample in samples(COST)])
     assert min(getattr(found.cost, name) for name in LINEAR) >= 0
     assert found.cost.knee in KNEES
 
@@ -111,23 +111,29 @@ def test_a_cost_survives_as_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    "room",
-    [ROOM, Room(2048, 256, 131072, 400_000), Room(64, 4, 512, 2048), Room(16, 16, 128, 320), Room(1, 1, 16, 16)],
+    "limits",
+    [
+        LIMITS,
+        StepLimits(2048, 256, 131072, 400_000),
+        StepLimits(64, 4, 512, 2048),
+        StepLimits(16, 16, 128, 320),
+        StepLimits(1, 1, 16, 16),
+    ],
 )
-def test_steps_are_within_the_limits(room: Room) -> None:
-    steps = choose_steps(room)
+def test_steps_are_within_the_limits(limits: StepLimits) -> None:
+    steps = choose_steps(limits)
     for name, rows in steps.items():
         assert describe(rows) == name
-        assert len(rows) <= room.max_num_seqs
-        assert sum(tokens for _, tokens in rows) <= room.max_num_batched_tokens
-        assert max(context + tokens for context, tokens in rows) <= room.max_model_len
-        assert sum(context + tokens for context, tokens in rows) <= room.kv_tokens
+        assert len(rows) <= limits.max_num_seqs
+        assert sum(tokens for _, tokens in rows) <= limits.max_num_batched_tokens
+        assert max(context + tokens for context, tokens in rows) <= limits.max_model_len
+        assert sum(context + tokens for context, tokens in rows) <= limits.kv_tokens
 
 
 def test_steps_cover_what_an_engine_plans() -> None:
-    steps = choose_steps(ROOM)
+    steps = choose_steps(LIMITS)
     assert 18 <= len(steps) <= 30
-    assert any(len(rows) == ROOM.max_num_seqs for rows in steps.values())
+    assert any(len(rows) == LIMITS.max_num_seqs for rows in steps.values())
     assert ((0, 256),) in steps.values()
     kinds = {(any(t == 1 for _, t in rows), any(t > 1 for _, t in rows)) for rows in steps.values()}
     assert kinds == {(True, False), (False, True), (True, True)}
@@ -137,7 +143,9 @@ def test_steps_cover_what_an_engine_plans() -> None:
 
 
 def test_serving_slows_steps_down_and_comes_between_them() -> None:
-    found = while_serving(COST, [Serving(1, 1.1e-3, 1.02), Serving(8, 1.8e-3, 1.1), Serving(32, 4.2e-3, 1.3)])
+    found = while_serving(
+        COST, [ServingOverhead(1, 1.1e-3, 1.02), ServingOverhead(8, 1.8e-3, 1.1), ServingOverhead(32, 4.2e-3, 1.3)]
+    )
     for count in (1, 20):
         step = shape(((100, 1),) * count)
         assert found.seconds(step) == pytest.approx(1.1 * COST.seconds(step) + 1e-3 + 1e-4 * count)
@@ -145,6 +153,6 @@ def test_serving_slows_steps_down_and_comes_between_them() -> None:
 
 
 def test_serving_never_makes_steps_faster() -> None:
-    found = while_serving(COST, [Serving(1, 1e-3, 0.9), Serving(8, 1e-3, 0.8)])
+    found = while_serving(COST, [ServingOverhead(1, 1e-3, 0.9), ServingOverhead(8, 1e-3, 0.8)])
     step = shape(((100, 1),) * 4)
     assert found.seconds(step) == pytest.approx(COST.seconds(step) + 1e-3)

@@ -11,7 +11,7 @@ from command_line import CommandLine
 
 from llmsched.cli import progress, verify
 from llmsched.engine.model import paged
-from llmsched.engine.parity.logit_comparison import CaseResult, Parting
+from llmsched.engine.parity.logit_comparison import CaseResult, Divergence
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_help_has_examples(command: CommandLine) -> None:
 
 
 def test_remarks_put_faults_first_and_stay_short() -> None:
-    partings = [Parting(f"p{index}", 3, 10, 11, 0.02, explained=index != 5) for index in range(6)]
-    lines = list(verify._remarks(CaseResult("alone", partings=partings, problems=["nobody was preempted"])))
-    assert lines[0] == "nobody was preempted"
+    partings = [Divergence(f"p{index}", 3, 10, 11, 0.02, explained=index != 5) for index in range(6)]
+    lines = list(verify._remarks(CaseResult("alone", divergences=partings, problems=["no request was preempted"])))
+    assert lines[0] == "no request was preempted"
     assert lines[1].startswith("p5, token 3 is 11 instead of 10, margin 0.02: NOT explained")
     assert lines[2].endswith("margin 0.02: a near tie")
     assert lines[-1] == "2 more sequences differ"

@@ -22,7 +22,14 @@ from llmsched.engine.model import paged
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.parity import verification as run
 from llmsched.engine.parity.cases import make_prompts
-from llmsched.engine.parity.logit_comparison import Continuation, ParityReport, Parting, Reference, Tolerance, _parting
+from llmsched.engine.parity.logit_comparison import (
+    Continuation,
+    Divergence,
+    ParityReport,
+    Reference,
+    Tolerance,
+    _divergence,
+)
 from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.scheduler.scheduler import Scheduler
 
@@ -75,7 +82,7 @@ def test_tokens_and_logits_are_those_of_transformers(arch: str) -> None:
 def test_bfloat16_outputs_are_equal_up_to_rounding(arch: str) -> None:
     report = compare(arch, torch.bfloat16)
     assert report.ok
-    assert all(parting.explained for check in report.checks for parting in check.partings)
+    assert all(parting.explained for check in report.checks for parting in check.divergences)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
@@ -125,7 +132,7 @@ def test_a_check_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"context of 512; allowed is 4\d\d or less"):
         check_parity(subject("llama"), num_prompts=3, num_tokens=500)
     monkeypatch.setattr(run, "MAX_LOGIT_BYTES", 1 << 10)
-    with pytest.raises(ConfigError, match="ask for fewer"):
+    with pytest.raises(ConfigError, match="use fewer"):
         check_parity(subject("llama"), num_prompts=3, num_tokens=8)
 
 
@@ -243,8 +250,8 @@ def test_a_wrong_token_is_not_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> Non
     the_second_best_token_is_chosen(monkeypatch)
     alone = compare("llama").checks[0]
     assert not alone.tokens_equal
-    assert [parting.position for parting in alone.partings] == [0, 0, 0]
-    assert not any(parting.explained for parting in alone.partings)
+    assert [parting.position for parting in alone.divergences] == [0, 0, 0]
+    assert not any(parting.explained for parting in alone.divergences)
     assert alone.max_abs_logit_diff is not None
     assert alone.max_abs_logit_diff < 1e-4, "logits are compared after the engine's own tokens"
 
@@ -257,9 +264,9 @@ def test_a_check_fails_if_its_subject_did_not_happen(monkeypatch: pytest.MonkeyP
     problems = {check.name: check.problems for check in compare("llama").checks if not check.ok}
     assert problems == {
         "prefix hits": ["cached tokens should be 47, 15, 16, 16, 31, 32, 32"],
-        "preemption": ["nobody was preempted"],
-        "preemption, prefix cache": ["nobody was preempted"],
-        "preemption, swap": ["nobody was preempted", "nobody was swapped in"],
+        "preemption": ["no request was preempted"],
+        "preemption, prefix cache": ["no request was preempted"],
+        "preemption, swap": ["no request was preempted", "no request was swapped in"],
     }
 
 
@@ -311,9 +318,9 @@ def test_tolerance() -> None:
 
 def test_a_divergence_is_explained_only_by_a_logit_difference_as_large() -> None:
     expected = Continuation((1,), torch.tensor([[0.0, 5.0, 4.9, 1.0]]), 0.0)
-    near = _parting("p", 0, expected, 2, torch.tensor([0.0, 4.94, 4.96, 1.0]))
-    assert near == Parting("p", 0, 1, 2, pytest.approx(0.1, abs=1e-6), True)
-    far = _parting("p", 0, expected, 2, torch.tensor([0.0, 5.01, 4.9, 1.0]))
+    near = _divergence("p", 0, expected, 2, torch.tensor([0.0, 4.94, 4.96, 1.0]))
+    assert near == Divergence("p", 0, 1, 2, pytest.approx(0.1, abs=1e-6), True)
+    far = _divergence("p", 0, expected, 2, torch.tensor([0.0, 5.01, 4.9, 1.0]))
     assert not far.explained
 
 

@@ -32,7 +32,7 @@ def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: To
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
     report = check_parity(LoadedModel(model, info, tokenizer, device, dtype), num_prompts=2, num_tokens=6)
     worst = max((check.max_abs_logit_diff or 0.0) for check in report.checks)
-    parted = sum(len(check.partings) for check in report.checks)
+    parted = sum(len(check.divergences) for check in report.checks)
     failed = [check.name for check in report.checks if not check.ok]
     found = f"{worst:.2g}, {f'{parted} near ties' if parted else 'tokens equal'}"
     if failed:
