@@ -1,4 +1,4 @@
-"""Chat messages to the token ids of a prompt, by the model's own template."""
+"""Rendering chat messages to the token ids of a prompt with the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmsched.engine.text.tokenizer import Tokenizer, check_unicode
 
 Message = Mapping[str, Any]
 
-#: Arguments of apply_chat_template that are not the template's own: a request may not set them.
+#: Arguments of apply_chat_template that do not reach the template. Requests may not set them.
 _RESERVED = frozenset(
     {"conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -18,12 +18,12 @@ _RESERVED = frozenset(
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
-    """Token ids of `messages` with the opening of the assistant's turn.
+    """Return the token ids of `messages`, followed by the opening of the assistant's turn.
 
-    The template writes every special token itself, so none is added when its text is tokenised. It runs in
-    transformers' sandbox. `template_kwargs` (tools, enable_thinking, ...) reach the template.
+    `template_kwargs` (tools, enable_thinking, ...) are passed to the template, which runs in transformers' sandbox. The
+    template writes all special tokens, so tokenising its text adds none.
 
-    Raises RequestError when the model has no template, the template refuses the messages, or a keyword is reserved.
+    Raises RequestError if the model has no template, the template refuses the messages, or a keyword is reserved.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -54,7 +54,7 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], template_kwarg
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """The message with a list of text parts joined into one string. Other kinds of parts are refused."""
+    """Return the message with its list of text parts joined. Raises RequestError for parts of other types."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)

@@ -1,15 +1,14 @@
-"""Stop strings: where the text of an output ends, and what must be held back until that is certain."""
+"""Stop strings: where the text of an output ends, and which text must be held back until that is certain."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Cuts a text, arriving in pieces of any size, at the first stop string.
+    """Matcher that ends a text, which arrives in pieces of any size, at the first stop string.
 
-    The first match is the one that is complete first; of several that end at the same character the longest counts, so
-    the result does not depend on how the text is cut into pieces. Text is held back only while it is the beginning of
-    some stop string. Each stop string is matched with its own Knuth-Morris-Pratt automaton: the cost per character does
-    not depend on the lengths of the stop strings.
+    The match that is complete first counts, and of several that end at the same character the longest, so the result
+    does not depend on the pieces. Text is held back only while it may be the beginning of a stop string. Each stop
+    string has a Knuth-Morris-Pratt automaton, so the cost per character does not depend on the strings' lengths.
     """
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
@@ -20,9 +19,9 @@ class StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what is now certain to be emitted and the stop string that was met, if any.
+        """Add text; return the text that is certain to be part of the output, and the stop string found, if any.
 
-        After a match nothing may be pushed any more.
+        After a match `push` must not be called again.
         """
         if not self._stops:
             return text, None
@@ -36,13 +35,13 @@ class StopMatcher:
         return buffer[:certain], None
 
     def flush(self) -> str:
-        """The text held back, at the end of an output that met no stop string."""
+        """Return the text held back, at the end of an output without a stop string."""
         held, self.held = self.held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Feed one character to every automaton; return the longest stop string that it completes."""
+        """Pass one character to every automaton; return the longest stop string that it completes."""
         met = ""
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             matched = self._matched[i]
@@ -57,7 +56,7 @@ class StopMatcher:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the tokenizers library."""
+"""Converting text to token ids and back with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SPIECE_SPACE = "\u2581"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: Byte-fallback token of SentencePiece.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """The tokenizer of one model; thread-safe.
+    """Tokenizer of one model; thread-safe.
 
-    `vocab_size` is one more than the largest id it can name. A model's vocabulary may be larger (padding): such ids,
-    and ids without a name in between, have no text. `eos_token_ids` are the tokenizer's own; ModelInfo has all.
-    `byte_level` says that tokens stand for bytes through the byte-level alphabet of GPT-2.
+    `vocab_size` is the largest id with a token, plus 1. The model's vocabulary may be larger (padding); ids without a
+    token have no text. `eos_token_ids` are those of the tokenizer; ModelInfo has all. `byte_level` says that tokens are
+    written in GPT-2's byte-level alphabet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerBase) -> None:
         self.fast = fast
         self.backend: tokenizers.Tokenizer = fast.backend_tokenizer
-        # tokenizer.json may carry truncation and padding from training: a prompt must not be cut in silence.
+        # tokenizer.json may have truncation and padding from training, which would silently cut a prompt.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size: int = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -43,31 +44,31 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template for chats; where the model brings several, the one called default."""
+        """Jinja template for chats; the one called default if the model has several."""
         template = self.fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised. With `add_special_tokens`, those that
-        the tokenizer puts around a text (often one BOS) are added.
+        """Return the token ids of `text`, in which special tokens are recognised.
 
-        Raises RequestError for text that is no valid Unicode (a lone surrogate).
+        `add_special_tokens` adds those that the tokenizer puts around a text, often one BOS. Raises RequestError for
+        text that is not valid Unicode (a lone surrogate).
         """
         check_unicode(text, "prompt")
-        # Unlike `encode`, the batch call lets other threads run meanwhile, and it does not work out offsets.
+        # Unlike `encode`, this call releases the interpreter lock and computes no offsets.
         ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, exactly as the tokens spell it (spaces before punctuation stay). Ids without a name add
-        nothing; bytes that form no character become U+FFFD."""
+        """Return the text of `ids`, without cleaning up spaces. Ids without a token are skipped; bytes that form no
+        character become U+FFFD."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special tokens included; b"" for an id without a name.
+        """Return the bytes of one token, special tokens included; b"" for an id without a token.
 
-        Byte-level decoding reads added tokens through the byte alphabet too, unless a character is not in it.
+        In byte-level tokenizers added tokens are read in the byte alphabet too, unless a character is not in it.
         """
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
@@ -77,12 +78,12 @@ class Tokenizer:
             return bytes(alphabet[char] for char in token) if alphabet.keys() >= set(token) else str(token).encode()
         if token_id in self._added:
             return str(token).encode()
-        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+        if self._byte_fallback and (match := BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
     def is_special(self, token_id: int) -> bool:
-        """Whether decode(skip_special_tokens=True) leaves this id out though it has a name."""
+        """Return whether the id has a token that decode(skip_special_tokens=True) leaves out."""
         added = self._added.get(token_id)
         return added is not None and bool(added.special)
 
@@ -100,7 +101,7 @@ def check_unicode(text: str, param: str) -> None:
 
 
 def _decoder_parts(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The steps of the tokenizer's decoder, as tokenizer.json writes them."""
+    """Return the steps of the tokenizer's decoder, as in tokenizer.json."""
     if backend.decoder is None:
         return []
     decoder = json.loads(backend.decoder.__getstate__())
@@ -110,7 +111,7 @@ def _decoder_parts(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet (GPT-2): printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    """Return GPT-2's byte-level alphabet: printable Latin-1 means itself, U+0100 and on mean the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
