@@ -88,7 +88,9 @@ def measured(engine: Engine, workload: SyntheticLoad) -> Measurement:
     return asyncio.run(run())
 
 
-def simulated(engine: Engine, before: DeviceTimings, after: DeviceTimings, workload: SyntheticLoad) -> tuple[Measurement, Fit]:
+def simulated(
+    engine: Engine, before: DeviceTimings, after: DeviceTimings, workload: SyntheticLoad
+) -> tuple[Measurement, Fit]:
     """Simulate the load with the cost fitted to the mean of two calibrations."""
     samples = [
         MeasuredStep(one.shape, (one.seconds + two.seconds) / 2)
