@@ -64,7 +64,7 @@ class KVManager:
 
     Between two steps a request holds blocks for all its tokens in full-attention groups, and in sliding-window groups
     what KVLayout says of its computed tokens, or less where it has fewer. During a step window groups must also hold
-    the tokens of a chunk (`reach`). The default layout is one full-attention group.
+    the tokens of a chunk (`reach`).
 
     Pins hold at most `max_pinned_blocks` blocks; all others are available to a request that runs alone.
     """
@@ -72,21 +72,18 @@ class KVManager:
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
+        layout: KVLayout,
+        *,
         enable_prefix_caching: bool = True,
         max_pinned_blocks: int = 0,
         swap: SwapSpace | None = None,
-        layout: KVLayout | None = None,
     ) -> None:
-        self.block_size = block_size
-        self.layout = layout or KVLayout(block_size)
-        assert self.layout.block_size == block_size
+        self.layout = layout
+        self.block_size = layout.block_size
         self.swap = swap or SwapSpace()
-        self.prefix_cache = PrefixCache(self.layout, num_blocks, enable_prefix_caching)
+        self.prefix_cache = PrefixCache(layout, num_blocks, enable_prefix_caching)
         self.pool = self.prefix_cache.pool
-        self.pins = Pins(
-            self.layout, self.pool, self.prefix_cache.tree, max_pinned_blocks if enable_prefix_caching else 0
-        )
+        self.pins = Pins(layout, self.pool, self.prefix_cache.tree, max_pinned_blocks if enable_prefix_caching else 0)
         self.copies = BlockCopies(self.swap)
         self.static_batch = StaticBatchBlocks(self.pool)
 
@@ -269,4 +266,10 @@ def make_kv(
     """Return the KV memory of an engine with these settings."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
-    return KVManager(num_blocks, config.block_size, config.enable_prefix_caching, pinned, swap, layout)
+    return KVManager(
+        num_blocks,
+        layout,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_pinned_blocks=pinned,
+        swap=swap,
+    )

@@ -88,12 +88,12 @@ class Pins:
         pin = next((p for p in self._pins.values() if p.tokens == tokens and p.salt == salt), None)
         if pin is not None:
             pin.expires_at = expires_at
-            return _state(pin, self._prefixes.block_size)
+            return self._state(pin)
         pin = _Pin(f"pin-{next(self._names)}", tokens, salt, num_blocks, expires_at)
         self._check_room(pin)
         self._pins[pin.pin_id] = pin
         self.advance()
-        return _state(pin, self._prefixes.block_size)
+        return self._state(pin)
 
     def advance(self) -> None:
         """Pin blocks that have been written since the last call; call it before any request can release them."""
@@ -131,7 +131,7 @@ class Pins:
 
     def states(self) -> list[PinState]:
         """Return the state of every pin, oldest first."""
-        return [_state(pin, self._prefixes.block_size) for pin in self._pins.values()]
+        return [self._state(pin) for pin in self._pins.values()]
 
     def ref_counts(self) -> Counter[int]:
         """Return how many references pins hold to each block."""
@@ -141,7 +141,7 @@ class Pins:
         if not self._layout.full_groups and len(pin.nodes) <= self._window_start(pin):
             pin.nodes.clear()  # no block of these nodes is held, so they may have been evicted
         last = pin.nodes[-1] if pin.nodes else None
-        new = self._prefixes.follow(last, pin.salt, pin.tokens, len(pin.nodes), pin.num_blocks)
+        new = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks, len(pin.nodes), last)
         if self._layout.window_groups:
             new = self._complete(pin, new)
         blocks = self._blocks(pin, new, len(pin.nodes))
@@ -184,6 +184,6 @@ class Pins:
         windowed = self._layout.window_groups * (pin.num_blocks - self._window_start(pin))
         return self._layout.full_groups * pin.num_blocks + windowed
 
-
-def _state(pin: _Pin, block_size: int) -> PinState:
-    return PinState(pin.pin_id, pin.salt, pin.num_blocks * block_size, len(pin.nodes) * block_size, pin.expires_at)
+    def _state(self, pin: _Pin) -> PinState:
+        size = self._prefixes.block_size
+        return PinState(pin.pin_id, pin.salt, pin.num_blocks * size, len(pin.nodes) * size, pin.expires_at)

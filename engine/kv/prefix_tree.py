@@ -74,14 +74,13 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._node_of_block)
 
-    def match(self, tokens: bytes, salt: str, max_blocks: int) -> list[PrefixNode]:
-        """Return the nodes of the longest known prefix of the encoded tokens, at most `max_blocks` of them."""
-        return self.follow(None, salt, tokens, 0, max_blocks)
-
-    def follow(
-        self, node: PrefixNode | None, salt: str, tokens: bytes, first: int, max_blocks: int
+    def match(
+        self, tokens: bytes, salt: str, max_blocks: int, first: int = 0, node: PrefixNode | None = None
     ) -> list[PrefixNode]:
-        """Return what `match` would from block `first` on; `node` is the node of the block before it."""
+        """Return the nodes of the longest known prefix of the encoded tokens, at most its first `max_blocks` blocks.
+
+        With `first`, only nodes from that block on; `node` is then the node of the block before it.
+        """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
         path: list[PrefixNode] = []

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request, SamplingParams
 
@@ -28,10 +29,10 @@ def main() -> None:
 
 
 def lookups(prompt: list[int]) -> None:
-    kv = KVManager(NUM_BLOCKS, BLOCK)
+    kv = KVManager(NUM_BLOCKS, KVLayout(BLOCK))
     write(kv, make(prompt))
     waiting = make(prompt)
-    on_its_way = KVManager(NUM_BLOCKS, BLOCK)
+    on_its_way = KVManager(NUM_BLOCKS, KVLayout(BLOCK))
     on_its_way.admit(writer := make([*prompt, 1]), on_its_way.prefix_cache.find(writer))
     show("find_prefix, all cached, first look", median(kv.prefix_cache.find, prompt))
     show("find_prefix, all cached, looked up before", median(lambda _: kv.prefix_cache.find(waiting), prompt))
@@ -77,7 +78,7 @@ def median(action: Callable[[Request], object], prompt: list[int], repeats: int 
 
 def rewriting(prompt: list[int]) -> float:
     """Use a new prompt each time in a full pool, so that every block is evicted, written and cached again."""
-    kv = KVManager(2 * len(prompt) // BLOCK, BLOCK)
+    kv = KVManager(2 * len(prompt) // BLOCK, KVLayout(BLOCK))
     samples = []
     for i in range(21):
         request = make([i, *prompt[1:]])
@@ -89,7 +90,7 @@ def rewriting(prompt: list[int]) -> float:
 
 def crowded_root() -> None:
     """Cache thousands of prompts that begin alike and diverge within the first block."""
-    kv = KVManager(NUM_BLOCKS, BLOCK)
+    kv = KVManager(NUM_BLOCKS, KVLayout(BLOCK))
     for i in range(4_000):
         write(kv, make([*range(8), i, *range(23)]))
     show(
@@ -99,7 +100,7 @@ def crowded_root() -> None:
 
 def decode_steps() -> None:
     """Do the KV part of a step in which 256 requests decode."""
-    kv = KVManager(NUM_RUNNING * 64, BLOCK)
+    kv = KVManager(NUM_RUNNING * 64, KVLayout(BLOCK))
     running = [make(random.Random(i).choices(range(100_000), k=500 + i % BLOCK)) for i in range(NUM_RUNNING)]
     for request in running:
         kv.admit(request, kv.prefix_cache.find(request))

@@ -21,6 +21,7 @@ from configs import resolved
 from simulated_run import LinearCost, SimulatedTimes, simulate
 
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import Request, SamplingParams
@@ -43,7 +44,7 @@ class SimRun:
         settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": 32768} | knobs
         settings["swap_space"] = swap_blocks * BLOCK_BYTES
         clock = VirtualClock()
-        kv = KVManager(num_blocks, BLOCK, swap=SwapSpace(swap_blocks, BLOCK_BYTES))
+        kv = KVManager(num_blocks, KVLayout(BLOCK), swap=SwapSpace(swap_blocks, BLOCK_BYTES))
         self.scheduler = make_scheduler(kv, resolved(**settings), clock)
         executor = SimulatedExecutor(
             COST, clock, lambda sequence: lengths.get(sequence.request_id), BLOCK_BYTES / COPY_RATE

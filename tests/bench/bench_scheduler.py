@@ -23,6 +23,7 @@ from configs import resolved
 from fakes import make_request
 
 from llmsched.engine.executor.base import RowResult, StepResult
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request
 from llmsched.engine.scheduler.policies import make_scheduler
@@ -40,7 +41,7 @@ def loaded_scheduler(
     Prompt lengths differ by up to `spread` tokens. The pool has `blocks_each` blocks for each running request.
     """
     config = resolved(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)  # type: ignore[arg-type]
-    kv = KVManager(running * blocks_each, 16)
+    kv = KVManager(running * blocks_each, KVLayout(16))
     scheduler = make_scheduler(kv, config, time.monotonic)
     for length in range(100, 400, 3):
         ended = chat("ended", length, 0.0)
@@ -119,7 +120,7 @@ def main() -> None:
             print(f" {schedule + update:>8.3f}")
         ratio = sums[256, 10_000] / sums[256, 100]
         print(f"{kind.__name__:>10}: 10,000 against 100 waiting {ratio:.2f} times (aim: under 1.5)")
-    kv, prompt = KVManager(NUM_BLOCKS, BLOCK), [i * 31 % 50_000 for i in range(LONG_PROMPT)]
+    kv, prompt = KVManager(NUM_BLOCKS, KVLayout(BLOCK)), [i * 31 % 50_000 for i in range(LONG_PROMPT)]
     write(kv, make(prompt))
     print(f"prefix match of {LONG_PROMPT:,} tokens: {1e3 * median(kv.prefix_cache.find, prompt):.2f} ms (aim: under 3)")
 

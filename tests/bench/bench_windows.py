@@ -61,7 +61,7 @@ def requests(count: int = 60) -> list[Request]:
 def serve(layout: KVLayout, num_blocks: int) -> WindowResult:
     clock = VirtualClock()
     config = resolved(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=16_384)
-    scheduler = make_scheduler(KVManager(num_blocks, BLOCK, layout=layout), config, clock)
+    scheduler = make_scheduler(KVManager(num_blocks, layout), config, clock)
     seen: list[int] = []
     work = requests()
     simulate(work, scheduler, SimulatedExecutor(COST, clock), clock, lambda _: seen.append(len(scheduler.running)))

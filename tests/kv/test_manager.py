@@ -8,6 +8,7 @@ import pytest
 from fakes import make_request, tokens
 from kv_driver import KVDriver
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.prefix_cache import MIN_COPIED
 from llmsched.engine.kv.prefix_tree import NO_HIT
@@ -82,7 +83,7 @@ def test_prompt_logprobs_skip_the_cache() -> None:
 
 
 def test_without_caching_nothing_is_found_and_nothing_is_kept() -> None:
-    kv = KVManager(16, 16, enable_prefix_caching=False, max_pinned_blocks=4)
+    kv = KVManager(16, KVLayout(16), enable_prefix_caching=False, max_pinned_blocks=4)
     request = make_request("a", tokens(40))
     kv.admit(request, kv.prefix_cache.find(request))
     request.num_computed_tokens = 40

@@ -43,7 +43,7 @@ def test_follow_goes_on_where_a_match_ended() -> None:
     tree = PrefixTree(2)
     fill(tree, list(range(8)), [0, 1, 2, 3])
     first = tree.match(encode(range(8)), "", 2)
-    assert [node.blocks[0] for node in tree.follow(first[-1], "", encode(range(8)), 2, 4)] == [2, 3]
+    assert [node.blocks[0] for node in tree.match(encode(range(8)), "", 4, 2, first[-1])] == [2, 3]
 
 
 def test_second_writer_gets_the_first_ones_node() -> None:

@@ -130,7 +130,13 @@ class Harness:
         config = resolved(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, swap_space=swap_blocks * BLOCK_BYTES, **knobs
         )
-        kv = KVManager(num_blocks, BLOCK, caching, max_pinned_blocks, SwapSpace(swap_blocks, BLOCK_BYTES), layout)
+        kv = KVManager(
+            num_blocks,
+            layout or KVLayout(BLOCK),
+            enable_prefix_caching=caching,
+            max_pinned_blocks=max_pinned_blocks,
+            swap=SwapSpace(swap_blocks, BLOCK_BYTES),
+        )
         self.scheduler = make_scheduler(kv, config, lambda: self.time)
         self.executor = FakeExecutor(num_blocks, BLOCK, swap_blocks, layout)
 

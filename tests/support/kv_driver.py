@@ -24,7 +24,7 @@ class KVDriver:
         layout: KVLayout | None = None,
     ) -> None:
         swap = SwapSpace(num_host_blocks)
-        self.kv = KVManager(num_blocks, block_size, max_pinned_blocks=max_pinned_blocks, swap=swap, layout=layout)
+        self.kv = KVManager(num_blocks, layout or KVLayout(block_size), max_pinned_blocks=max_pinned_blocks, swap=swap)
         self.executor = FakeExecutor(num_blocks, block_size, num_host_blocks, layout)
         self.running: list[Request] = []
         self.swapped: list[Request] = []

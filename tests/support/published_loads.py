@@ -134,7 +134,7 @@ class _Run:
             config = replace(config, max_num_seqs=max(1, min(config.max_num_seqs, fitting)))
         if row.static:  # it was measured, so it did fit
             blocks = max(blocks, 1 << 20)
-        kv = KVManager(blocks, config.block_size, config.enable_prefix_caching, layout=plan.layout)
+        kv = KVManager(blocks, plan.layout, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = make_scheduler(kv, config, self.clock)
         self.pending = list(reversed(load_of(row)))
         self.most = row.concurrency if row.concurrency is not None else len(self.pending)
