@@ -20,7 +20,7 @@ from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.generation import Generation, engine_ids
 from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
-from llmsched.cli.serve.prefix_cache import prefix_cache_routes
+from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
     CLASS_HEADER,

@@ -88,7 +88,7 @@ def serve(
     """
     from llmsched.cli.profiles.apply import found_for_others, store_ratios, with_profile
     from llmsched.cli.serve.lifecycle import listen
-    from llmsched.cli.serve.prefix_cache import pin_prefixes, read_prefixes
+    from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
 
     if api_key == "":

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class TokenUsage:
-    """Token counts of one HTTP request. A prompt counts once, however many choices it has."""
+class UsageCounter:
+    """Counter of the tokens of one HTTP request. A prompt counts once, however many choices it has."""
 
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Generation:
         self.id = f"{choice_format.id_prefix}-{uuid.uuid4().hex}"
         self._format = choice_format
         self._head = {"created": int(time.time()), "model": model_name}
-        self._usage = TokenUsage()
+        self._usage = UsageCounter()
         self._streams: list[RequestStream] = []
         request = choice_format.request
         options = request.stream_options

@@ -14,7 +14,7 @@ from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import Detail, Ledger, SchedulerCounters
 from llmsched.engine.scheduler.peak_forecast import forecast_peak
 from llmsched.engine.scheduler.prediction import OutputPredictor
-from llmsched.engine.scheduler.step import StepBuilder
+from llmsched.engine.scheduler.token_budget import StepBuilder
 from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, is_short
 
 #: Requests considered for admission in one step beyond the number of free places.

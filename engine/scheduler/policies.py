@@ -9,7 +9,7 @@ from llmsched.engine.config import BASELINE, ResolvedConfig
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
-from llmsched.engine.scheduler.step import StepBuilder
+from llmsched.engine.scheduler.token_budget import StepBuilder
 from llmsched.engine.scheduler.waiting import WaitReason
 
 

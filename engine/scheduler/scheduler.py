@@ -15,7 +15,7 @@ from llmsched.engine.scheduler.admission import Admission
 from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
-from llmsched.engine.scheduler.step import Pacer, StepBuilder
+from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
 from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, initial_rank
 
 

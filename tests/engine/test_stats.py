@@ -9,7 +9,7 @@ from engines import Collector, make_engine, prompt, sampling
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmsched.engine.core import Engine
-from llmsched.engine.scheduler.step import LEAST_PREFILL
+from llmsched.engine.scheduler.token_budget import LEAST_PREFILL
 
 
 def metric(engine: Engine, name: str) -> float:

@@ -19,7 +19,7 @@ from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.peak_forecast import expected_peak, future_peak, saturating_peak
 from llmsched.engine.scheduler.prediction import MIN_SAMPLES, WINDOW, OutputPredictor
-from llmsched.engine.scheduler.step import LEAST_PREFILL, WARN_AFTER, Pacer
+from llmsched.engine.scheduler.token_budget import LEAST_PREFILL, WARN_AFTER, Pacer
 
 
 class Growth(NamedTuple):

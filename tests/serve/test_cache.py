@@ -10,7 +10,7 @@ import httpx
 import pytest
 from scripted import LiveServer
 
-from llmsched.cli.serve.prefix_cache import pin_prefixes, read_prefixes
+from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine

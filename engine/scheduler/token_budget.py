@@ -1,4 +1,4 @@
-"""One step: how many tokens it may compute, and which requests get them."""
+"""Token budget of a step: how large it is, and which requests get its tokens."""
 
 from __future__ import annotations
 
