@@ -32,7 +32,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenUsage:
+class ReportedUsage:
     """Token counts of a request as stated by the target; None if not stated."""
 
     prompt_tokens: int | None = None
@@ -58,7 +58,7 @@ class RequestRecord:
     connected: float | None = None
     end: float | None = None
     chunks: list[Chunk] = field(default_factory=list)
-    usage: TokenUsage = field(default_factory=TokenUsage)
+    usage: ReportedUsage = field(default_factory=ReportedUsage)
     failure: RequestFailed | None = None
     asked_tokens: int | None = None
     request_id: str | None = None

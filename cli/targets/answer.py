@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord
 from llmsched.cli.targets.sse import Event, EventParser
 
 #: Seconds to wait after [DONE] for the response to end, so that its connection can be reused.
@@ -190,13 +190,13 @@ def _joined(content: Any) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _usage(usage: dict[str, Any], before: TokenUsage) -> TokenUsage:
+def _usage(usage: dict[str, Any], before: ReportedUsage) -> ReportedUsage:
     """Return the counts of a usage object; a missing count stays as it was `before`."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MAX_TOKENS:
         raise RequestFailed("not understood", f"a usage of {output} completion_tokens")
-    return TokenUsage(
+    return ReportedUsage(
         prompt_tokens=_count(usage.get("prompt_tokens"), before.prompt_tokens),
         cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None, before.cached_tokens),
         output_tokens=output,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
 from llmsched.cli.load.prompts import TextEncoder, TokenizerEncoder, usable_ids
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
@@ -72,7 +72,7 @@ class EngineTarget:
             async with stream:
                 async for output in stream:
                     record.chunks.append(Chunk(now(), output.text, len(output.token_ids)))
-                    record.usage = TokenUsage(
+                    record.usage = ReportedUsage(
                         output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens
                     )
                     record.finish_reason = output.finish_reason

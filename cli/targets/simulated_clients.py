@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
@@ -142,7 +142,7 @@ class SimulatedClients:
     def _end(self, name: str, now: float, failure: RequestFailed | None) -> None:
         record, request = self._running.pop(name)
         record.end, record.failure = now, failure
-        record.usage = TokenUsage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
+        record.usage = ReportedUsage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
         record.finish_reason = request.finish_reason
         if entries := self._engine.scheduler.ledger.entries(name):
             record.timeline = Timeline(0, entries[0].time, entries)

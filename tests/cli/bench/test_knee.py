@@ -15,7 +15,7 @@ from llmsched.cli.bench.knee.knee_exploration import SLACK, Exploration, KneeLim
 from llmsched.cli.bench.knee.knee_report import knee_content, knee_json, verdict
 from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
@@ -43,7 +43,7 @@ class Queue:
             begin = max(due, free)
             free = begin + SERVICE_S
             chunks = [Chunk(begin + SERVICE_S / 2, "x", 1), Chunk(free, "y", 1)]
-            usage = TokenUsage(8, 8 if self.remembers and len(self.loads) > 3 else 0, 2)
+            usage = ReportedUsage(8, 8 if self.remembers and len(self.loads) > 3 else 0, 2)
             records.append(RequestRecord(request.index, due, ready=due, sent=due, end=free, chunks=chunks, usage=usage))
         return measure(RunRecord(records), workload, slo)
 

@@ -16,7 +16,7 @@ from llmsched.cli.bench.report.csv_report import append_csv, csv_columns
 from llmsched.cli.bench.report.detailed_file import detailed_lines
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestRecord, RunRecord
 from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
@@ -124,7 +124,7 @@ def test_csv_with_other_columns_is_left_alone(tmp_path: Path) -> None:
 
 def test_detailed_lines_are_exact_to_the_microsecond() -> None:
     chunks = [Chunk(101.1234567, "x", 1), Chunk(101.2345678, "x", 1)]
-    record = RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks, usage=TokenUsage(8, 3, 2))
+    record = RequestRecord(0, 100.0, 100.0, 100.0, end=101.3, chunks=chunks, usage=ReportedUsage(8, 3, 2))
     figures = measure(RunRecord([record]), WORK, SLO)
     request = json.loads(list(detailed_lines(report_of(figures), measured_run(figures)))[1])
     assert request["chunks"] == [[1.123457, 1], [1.234568, 1]]

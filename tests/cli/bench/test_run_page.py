@@ -23,7 +23,7 @@ from llmsched.cli.chart import Series, axes
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.kv.pool import KVUsage
@@ -38,7 +38,7 @@ SAMPLES = [TargetState(100.5, 1, 2, 0.5, 0.1, 0.25), TargetState(101.0, 2, 0, 1.
 
 def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
     chunks = [Chunk(time, "x", 1) for time in times]
-    usage = TokenUsage(8, 0, len(times))
+    usage = ReportedUsage(8, 0, len(times))
     return RequestRecord(index, scheduled, scheduled, scheduled, None, times[-1], chunks, usage)
 
 

@@ -14,7 +14,7 @@ from llmsched.cli.bench.selfcheck.probes import PROBES, FigureCheck, Probe, Prob
 from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
 from llmsched.cli.bench.selfcheck.self_check import tried
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.engine.latency import Slo
 
 BY_NAME = {probe.name: probe for probe in PROBES}
@@ -36,7 +36,7 @@ def served(
     records = []
     for index, (_, written) in enumerate(log):
         chunks = [Chunk(at + read_late, "x" if tokens else "", tokens) for at, tokens in written]
-        usage = TokenUsage(8, 0, script.tokens)
+        usage = ReportedUsage(8, 0, script.tokens)
         records.append(RequestRecord(index, 50.0, 50.0, 50.001, None, chunks[-1].time, chunks, usage))
     return measure(RunRecord(records), probe.load, Slo()), log
 

@@ -12,16 +12,16 @@ import pytest
 
 from llmsched.cli.figures.client_lag import loop_lags, settled_heap
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, LoopLag, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, LoopLag, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.figures.throughput import steady_window
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, arrivals, served
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.latency import Slo
 
 
-def record(chunks: list[Chunk], usage: TokenUsage | None = None, **times: float) -> RequestRecord:
+def record(chunks: list[Chunk], usage: ReportedUsage | None = None, **times: float) -> RequestRecord:
     known = {"scheduled": 0.0, "ready": 0.0, "sent": 0.0, "end": chunks[-1].time, **times}
-    return RequestRecord(0, chunks=chunks, usage=usage or TokenUsage(), **known)  # type: ignore[arg-type]
+    return RequestRecord(0, chunks=chunks, usage=usage or ReportedUsage(), **known)  # type: ignore[arg-type]
 
 
 def texts(count: int) -> list[Chunk]:
@@ -39,19 +39,19 @@ def texts(count: int) -> list[Chunk]:
     ],
 )
 def test_tokens_are_spread_evenly_and_none_is_lost(chunks: int, tokens: int, shares: list[int]) -> None:
-    placed, source = arrivals(record(texts(chunks), TokenUsage(output_tokens=tokens)), None)
+    placed, source = arrivals(record(texts(chunks), ReportedUsage(output_tokens=tokens)), None)
     assert [arrival.tokens for arrival in placed] == shares
     assert source == USAGE
 
 
 def test_usage_with_only_the_last_chunk_is_a_total() -> None:
     chunks = [*texts(3), Chunk(4.0, "x", tokens=8)]
-    placed, source = arrivals(record(chunks, TokenUsage(output_tokens=8)), None)
+    placed, source = arrivals(record(chunks, ReportedUsage(output_tokens=8)), None)
     assert ([arrival.tokens for arrival in placed], source) == ([2, 2, 2, 2], USAGE)
 
 
 def test_a_usage_of_zero_beside_text_is_no_count() -> None:
-    placed, source = arrivals(record([Chunk(1.0, "x", 0), Chunk(2.0, "y", 0)], TokenUsage(output_tokens=0)), None)
+    placed, source = arrivals(record([Chunk(1.0, "x", 0), Chunk(2.0, "y", 0)], ReportedUsage(output_tokens=0)), None)
     assert ([arrival.tokens for arrival in placed], source) == ([1, 1], CHUNKS)
 
 

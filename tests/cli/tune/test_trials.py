@@ -9,7 +9,7 @@ import pytest
 from simulated_machine import made_run
 
 from llmsched.cli.figures.measure import Measurement, measure
-from llmsched.cli.figures.record import Chunk, RequestFailed, RequestRecord, RunRecord, TokenUsage
+from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import Race, RaceRules
@@ -31,7 +31,7 @@ def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05)
         chunks = [Chunk(start + ttft + gap * number, "x", 1) for number in range(tokens)]
         end = start + 1 / rate
         failure = None if tokens else RequestFailed("empty stream", "the request ended without a token")
-        usage = TokenUsage(8, 0, tokens)
+        usage = ReportedUsage(8, 0, tokens)
         records.append(RequestRecord(index, start, start, start, None, end, chunks, usage, failure))
     return measure(RunRecord(records), WORK, SLO)
 
@@ -141,7 +141,7 @@ def test_explanation_of_a_single_setting() -> None:
 
 def test_a_missed_itl_and_a_partly_failed_run_are_infeasible() -> None:
     def half(round_index: int) -> Measurement:
-        records = [RequestRecord(0, 0.0, 0.0, 0.0, None, 1.0, [Chunk(1.0, "x", 1)], TokenUsage(8, 0, 1))]
+        records = [RequestRecord(0, 0.0, 0.0, 0.0, None, 1.0, [Chunk(1.0, "x", 1)], ReportedUsage(8, 0, 1))]
         broken = RequestRecord(1, 0.0, 0.0, 0.0, None, 1.0, failure=RequestFailed("timeout", "no end after 5 s"))
         return measure(RunRecord([*records, broken]), WORK, SLO)
 
@@ -243,7 +243,7 @@ def test_capacity_is_not_taken_from_the_ramp() -> None:
 
     def slow_start(round_index: int) -> Measurement:
         records = [
-            RequestRecord(n, 0.0, 0.0, 0.0, None, end, [Chunk(end, "x", 1)], TokenUsage(8, 0, 1))
+            RequestRecord(n, 0.0, 0.0, 0.0, None, end, [Chunk(end, "x", 1)], ReportedUsage(8, 0, 1))
             for n, end in enumerate([10.0, 10.5, 11.0, 11.5])
         ]
         return measure(RunRecord(records), WORK, SLO)
