@@ -1,4 +1,4 @@
-"""What --help prints: every command explains itself, and every example is understood as it stands."""
+"""Help: every command and option is explained, and every example can be parsed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = Path(__file__).parent.parent / "data/model_configs/meta-llama--Meta-Lla
 
 
 def helps() -> Iterator[tuple[str, str]]:
-    """Every command, also those within another, with the text above its options."""
+    """Yield every command and subcommand with the text above its options."""
     yield "", EPILOG
     for name in COMMANDS:
         command = load(name)
@@ -41,13 +41,13 @@ def examples() -> list[str]:
 
 
 def reached(*arguments: Any, **settings: Any) -> NoReturn:
-    """Stands where the work would begin."""
+    """Replace the function where the work would begin."""
     raise SystemExit(0)
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    """The command line in a directory that has what the examples name, without models, servers and time."""
+    """Return the command line in a directory with the files that the examples name, without models and servers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path))
     for name in ("demo", "night-shift"):
@@ -92,6 +92,6 @@ def test_help_explains_every_option(command: CommandLine, name: str) -> None:
         assert parameter.help, f"{name}: {parameter.opts} has no help"
 
 
-def test_what_takes_a_model_says_where_it_comes_from_otherwise(command: CommandLine) -> None:
+def test_help_states_the_default_model(command: CommandLine) -> None:
     for name in ("serve", "bench", "kv-budget", "tune", "calibrate", "verify"):
         assert re.search(r"default:\s+\(?\$?LLMSCHED_MODEL,\s+else\s+demo", command(name, "--help").out), name

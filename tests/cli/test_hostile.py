@@ -1,4 +1,4 @@
-"""Every option that takes a value, given what nobody can have meant: one line that names it, or it is legal."""
+"""Every option that takes a value, with hostile values: they are valid, or one line on stderr names the option."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def options() -> Iterator[tuple[str, str]]:
 
 
 def reached(*arguments: Any, **settings: Any) -> NoReturn:
-    """Stands where the work would begin."""
+    """Replace the function where the work would begin."""
     raise SystemExit(0)
 
 
@@ -79,7 +79,7 @@ def test_all_commands_with_numbers_are_called() -> None:
 
 
 @pytest.mark.parametrize(("name", "flag"), list(options()))
-def test_what_nobody_can_have_meant(command: CommandLine, name: str, flag: str) -> None:
+def test_hostile_values(command: CommandLine, name: str, flag: str) -> None:
     for value in VALUES:
         call = CALLS[name]
         if flag in call:

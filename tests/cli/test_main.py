@@ -1,4 +1,4 @@
-"""The console entry: what becomes of output that nobody can take. Real processes, as only they have real streams."""
+"""The console entry with output that cannot be written. Uses real processes, because only they have real streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_full_disk_is_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("arguments", [("workload", "chat", "--json"), ("workload", "chat")])
-def test_a_reader_that_left_is_no_traceback(arguments: tuple[str, ...]) -> None:
+def test_a_closed_pipe_prints_no_traceback(arguments: tuple[str, ...]) -> None:
     process = subprocess.Popen([*CALL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -33,7 +33,7 @@ def test_a_reader_that_left_is_no_traceback(arguments: tuple[str, ...]) -> None:
     assert (process.wait(), said) == (1, "")
 
 
-def test_closed_streams_are_no_traceback() -> None:
+def test_closed_streams_print_no_traceback() -> None:
     command = f"{sys.executable} -c 'from llmsched.cli.main import main; main()' workload chat --json >&-"
     outcome = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, "", "")

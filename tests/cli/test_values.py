@@ -39,13 +39,13 @@ def test_sizes_keep_binary_and_decimal_units_apart(text: str, count: int) -> Non
 
 
 @pytest.mark.parametrize("text", ["24", "24G", "-1GiB", "0GiB", "GiB", "24 chickens", "inf"])
-def test_a_size_that_must_be_guessed_is_refused(text: str) -> None:
+def test_a_size_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(LlmschedError, match="GiB"):
         values.size(text)
 
 
 @pytest.mark.parametrize("text", ["1e30", "1e30GiB", "0.1B", "1e-320GiB"])
-def test_a_size_that_cannot_be_meant_is_refused(text: str) -> None:
+def test_a_size_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(LlmschedError, match="allowed is 1B to 1048576TiB"):
         values.size(text)
 
@@ -66,6 +66,6 @@ def test_tokens(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-8k", "1.5", "8q", "k", "nan", "auto", "1e30", "17M"])
-def test_what_is_no_number_of_tokens(text: str) -> None:
+def test_an_invalid_number_of_tokens_is_refused(text: str) -> None:
     with pytest.raises(LlmschedError, match="tokens"):
         values.tokens(text)

@@ -1,4 +1,4 @@
-"""Schedules: each shape has the rate it promises, at every moment."""
+"""Arrival times: every schedule has the rate that it should have over time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_gamma_of_one_is_poisson() -> None:
     assert offsets(100, rate=2.0, process="gamma").tolist() == offsets(100, rate=2.0).tolist()
 
 
-def test_a_duration_holds_what_comes_before_its_end() -> None:
+def test_a_duration_limits_the_offsets() -> None:
     times = offsets(duration=100, rate=50.0)
     assert len(times) == pytest.approx(5000, rel=0.05)
     assert times[-1] < 100
@@ -41,14 +41,14 @@ def test_a_duration_holds_what_comes_before_its_end() -> None:
     assert offsets(duration=1e-9, rate=2.0).tolist() == [0]
 
 
-def test_with_both_the_fewer_are_sent() -> None:
+def test_count_and_duration_both_limit_the_requests() -> None:
     assert len(offsets(7, 100, rate=50.0)) == 7
     assert len(offsets(7, 0.02, rate=50.0, process="constant")) == 1 < 7
     assert offsets(7, 1e12, rate=50.0).tolist() == offsets(7, rate=50.0).tolist()
 
 
 def test_a_ramp_takes_the_duration() -> None:
-    """From 2/s to 10/s in 1,000 s: 6,000 requests, of which 2 x 500 + 8 x 500^2 / 2000 = 2,000 in the first half."""
+    """A ramp from 2/s to 10/s in 1,000 s: 6,000 requests, 2 x 500 + 8 x 500^2 / 2000 = 2,000 in the first half."""
     times = offsets(duration=1000, rate=2.0, process="ramp", ramp_to=10.0)
     assert len(times) == pytest.approx(6000, rel=0.05)
     assert np.count_nonzero(times < 500) == pytest.approx(2000, rel=0.08)

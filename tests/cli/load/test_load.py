@@ -1,4 +1,4 @@
-"""When requests are sent: schedules, slots, seeds."""
+"""When requests are sent: schedules, concurrency, seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def offsets(**settings: Any) -> list[float]:
 
 
 def run(workload: SyntheticLoad, seconds: float = 0.0, timeout: float | None = None) -> list[RequestRecord]:
-    """The records of a load on a target that takes `seconds` for everything."""
+    """Return the records of a load on a target that takes `seconds` for each request."""
 
     async def send(request: PlannedRequest, record: RequestRecord) -> None:
         record.sent = asyncio.get_running_loop().time()
@@ -61,7 +61,7 @@ def test_prompts_do_not_depend_on_the_rate() -> None:
 
 
 def test_constant_arrivals_keep_the_schedule() -> None:
-    """F08: the last of 1,000 requests at 200/s leaves at 4.995 s, however long the others take."""
+    """F08: the last of 1,000 requests at 200/s is sent at 4.995 s, however long the others take."""
     records = run(SyntheticLoad(num_prompts=1000, input_len=1, request_rate=200, arrivals="constant"), seconds=0.7)
     assert [record.sent for record in records] == pytest.approx([index / 200 for index in range(1000)])
     assert [record.scheduled for record in records] == pytest.approx([record.sent for record in records])
@@ -83,13 +83,13 @@ def test_all_at_once(rate: float | None) -> None:
     assert {record.end for record in records} == {1.0}
 
 
-def test_closed_loop_schedules_when_a_slot_is_free() -> None:
+def test_closed_loop_schedules_a_request_when_another_ends() -> None:
     records = run(SyntheticLoad(num_prompts=7, input_len=1, max_concurrency=3), seconds=1)
     assert [record.scheduled for record in records] == [0, 0, 0, 1, 1, 1, 2]
     assert all(record.sent == record.ready == record.scheduled for record in records)
 
 
-def test_a_capped_open_loop_does_not_hide_the_wait_for_a_slot() -> None:
+def test_latency_in_a_capped_open_loop_includes_the_wait() -> None:
     records = run(
         SyntheticLoad(num_prompts=4, input_len=1, request_rate=10, arrivals="constant", max_concurrency=1), seconds=1
     )
@@ -98,7 +98,7 @@ def test_a_capped_open_loop_does_not_hide_the_wait_for_a_slot() -> None:
     assert [record.ready for record in records] == pytest.approx([0, 1, 2, 3])
 
 
-def test_one_that_hangs_ends_by_the_timeout_and_frees_its_slot() -> None:
+def test_a_timeout_ends_a_request_and_lets_the_next_start() -> None:
     records = run(SyntheticLoad(num_prompts=2, input_len=1, max_concurrency=1), seconds=1e9, timeout=2)
     assert [record.end for record in records] == [2, 4]
     assert [record.failure.reason for record in records if record.failure] == ["timeout", "timeout"]
@@ -108,10 +108,10 @@ def test_one_that_hangs_ends_by_the_timeout_and_frees_its_slot() -> None:
     ("problem", "reason", "detail"),
     [
         (RequestFailed("http 500", "broken"), "http 500", "broken"),
-        (LookupError("nobody thought of it"), "fault of the bench", "LookupError: nobody thought of it"),
+        (LookupError("unexpected"), "fault of the bench", "LookupError: unexpected"),
     ],
 )
-def test_a_failure_is_kept_and_the_others_go_on(problem: Exception, reason: str, detail: str) -> None:
+def test_a_failure_is_recorded_and_the_other_requests_continue(problem: Exception, reason: str, detail: str) -> None:
     async def send(request: PlannedRequest, record: RequestRecord) -> None:
         if request.index == 1:
             raise problem
@@ -173,25 +173,25 @@ def test_the_load_in_words() -> None:
     assert SyntheticLoad(request_rate=float("inf"), max_concurrency=4).describe() == "all at once, at most 4 at a time"
 
 
-def test_a_closed_loop_of_a_duration_sends_until_it_is_over() -> None:
+def test_a_duration_ends_a_closed_loop() -> None:
     records = run(SyntheticLoad(num_prompts=None, input_len=1, max_concurrency=2, duration=2.5), seconds=1)
     assert [record.scheduled for record in records] == [0, 0, 1, 1, 2, 2]
     assert len(run(SyntheticLoad(num_prompts=3, input_len=1, max_concurrency=2, duration=2.5), seconds=1)) == 3
 
 
-def test_an_open_loop_of_a_duration() -> None:
+def test_a_duration_ends_an_open_loop() -> None:
     workload = SyntheticLoad(num_prompts=None, input_len=1, request_rate=4, arrivals="constant", duration=2)
     assert workload.num_requests == 8
     assert [record.scheduled for record in run(workload)] == pytest.approx([n / 4 for n in range(8)])
     assert workload.describe() == "constant arrivals at 4 requests/s for 2 s"
 
 
-def test_a_request_does_not_depend_on_how_many_there_are() -> None:
+def test_a_request_does_not_depend_on_the_number_of_requests() -> None:
     work = {"input_len": parse_lengths("8..64", "input_len"), "output_len": parse_lengths("lognormal:64,1", "o")}
     assert plan(num_prompts=50, request_rate=3.0, **work)[:20] == plan(num_prompts=20, request_rate=3.0, **work)
 
 
-def test_prompts_shorter_than_the_prefix_are_its_beginning() -> None:
+def test_a_prompt_shorter_than_the_prefix_is_a_part_of_it() -> None:
     prompts = [
         request.prompt.token_ids or []
         for request in plan(num_prompts=40, input_len=parse_lengths("lognormal:20,1", "input_len"), prefix_len=16)
@@ -206,7 +206,7 @@ def test_a_load_that_would_fill_the_memory_is_refused() -> None:
         SyntheticLoad(num_prompts=None, request_rate=1e9, duration=60)
 
 
-def test_the_fingerprint_is_that_of_all_settings() -> None:
+def test_the_fingerprint_depends_on_every_setting() -> None:
     def fingerprint(**settings: Any) -> str:
         return str(SyntheticLoad(**settings).parameters()["fingerprint"])
 

@@ -1,4 +1,4 @@
-"""Prompts that are made when they are sent."""
+"""Prompts that are drawn when they are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ids(*parts: Part, seed: int = 0) -> list[int]:
     return found
 
 
-def test_the_same_every_time_and_another_for_another_seed_number_or_family() -> None:
+def test_symbols_depend_only_on_seed_family_and_number() -> None:
     first = ids(Part(OWN, 7, 100))
     assert first == ids(Part(OWN, 7, 100))
     others = [ids(Part(OWN, 7, 100), seed=1), ids(Part(OWN, 8, 100)), ids(Part(BLOCK, 7, 100))]

@@ -1,4 +1,4 @@
-"""RandomLengths as they are written and drawn."""
+"""Random lengths: parsing and drawing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_lognormal_has_the_mean_and_the_spread() -> None:
     assert np.log(drawn).std() == pytest.approx(0.5, rel=0.02)
 
 
-def test_lognormal_is_held_within_one_and_max() -> None:
+def test_lognormal_is_clipped_to_one_and_max() -> None:
     drawn = draw("lognormal:10,3,100")
     assert (drawn.min(), drawn.max()) == (1, 100)
 
@@ -46,6 +46,6 @@ def test_lognormal_is_held_within_one_and_max() -> None:
         *("lognormal:9,1,0", "normal:5,1", "16777217", "1..99999999999", "²", "lognormal:1e9999,1"),
     ],
 )
-def test_what_is_no_length_is_refused_with_the_syntax(text: str) -> None:
+def test_an_invalid_length_is_refused_with_the_syntax(text: str) -> None:
     with pytest.raises(LlmschedError, match=r"input_len: .* allowed are tokens, 1 to 16777216: 128, 64\.\.512"):
         parse_lengths(text, "input_len")

@@ -39,7 +39,7 @@ def offsets(of: TraceLoad) -> list[float]:
 
 
 def blocks(*hash_ids: int, length: int | None = None, seed: int = 0) -> list[int]:
-    """The prompt that consists of blocks."""
+    """Return the prompt that consists of blocks."""
     request = TraceRequest(1, 0.0, length or 512 * len(hash_ids), 1, hash_ids)
     made = TraceLoad(trace=Trace("m", "mooncake", (request,), timed=True), seed=seed)
     return made.plan(COMMON_IDS)[0].prompt.token_ids or []
@@ -95,7 +95,7 @@ def test_nothing_is_cut_unless_asked_for() -> None:
 
 
 def test_equal_blocks_are_equal_tokens() -> None:
-    """Mooncake: two prompts share exactly the blocks they name, whatever comes after."""
+    """Mooncake: two prompts share exactly the blocks that both name."""
     one, two = blocks(0, 1, 2), blocks(0, 1, 7, 8, length=1800)
     assert one[:1024] == two[:1024]
     assert sum(a == b for a, b in itertools.islice(zip(one, two, strict=False), 1024, None)) < 10
@@ -147,7 +147,7 @@ def test_texts_stay_texts_without_ids_but_answers_are_counted() -> None:
     assert (request.prompt.text, request.output_len) == ("a b", 6)
 
 
-def test_texts_become_tokens_where_those_are_wanted() -> None:
+def test_texts_become_tokens_for_targets_that_take_tokens() -> None:
     made = TraceLoad(
         trace=texts(Content("a b a"), answer="x y z"), max_concurrency=1, max_input_len=2, max_output_len=2
     )
@@ -157,7 +157,7 @@ def test_texts_become_tokens_where_those_are_wanted() -> None:
     assert (request.prompt.token_ids, request.output_len) == (ids[:2], 2)
 
 
-def test_answers_of_no_stated_length() -> None:
+def test_answers_without_a_stated_length() -> None:
     made = texts(Content("a b"), Content("c"))
     with pytest.raises(LlmschedError, match=r"t.jsonl, line 0: no max_tokens; give output_len"):
         TraceLoad(trace=made, max_concurrency=1).plan(COMMON_IDS)
@@ -167,7 +167,7 @@ def test_answers_of_no_stated_length() -> None:
     assert [r.output_len for r in TraceLoad(trace=made, max_concurrency=1, output_len=4).plan(None)] == [4, 4]
 
 
-def test_warm_up_is_of_the_usual_length() -> None:
+def test_warm_up_has_the_median_lengths() -> None:
     warm = load().head(3, seed=9, output_len=2)
     assert [(len(r.prompt.token_ids or ()), r.output_len) for r in warm.plan(COMMON_IDS)] == [(305, 2)] * 3
     assert load().one_by_one(2, seed=1).describe() == "closed loop, 1 at a time"

@@ -63,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  #
     return call
 
 
-def test_every_knob_becomes_a_flag_with_its_reason(run) -> None:  # type: ignore[no-untyped-def]
+def test_every_knob_becomes_a_flag_with_help(run) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = run("sample", "--help")
     assert code == 0
     shown = " ".join(out.split())
@@ -74,7 +74,7 @@ def test_every_knob_becomes_a_flag_with_its_reason(run) -> None:  # type: ignore
     assert "--enable-prefix-caching / --no-enable-prefix-caching" in shown
 
 
-def test_automatic_beats_a_profile() -> None:
+def test_auto_overrides_a_profile() -> None:
     profile = {"max_model_len": 4096, "max_num_seqs": 7}
     assert EngineOptions().config("m", profile).max_model_len == 4096
     automatic = EngineOptions(automatic=frozenset({"max_model_len"})).config("m", profile)

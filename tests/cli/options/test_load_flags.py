@@ -1,4 +1,4 @@
-"""From the flags of a load to the load."""
+"""Loads made from flags."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(defaults: dict[str, Any] = DEFAULTS, **flags: Any) -> Load:
     return make_load(LoadFlags(**flags), defaults)
 
 
-def test_nothing_given() -> None:
+def test_defaults() -> None:
     assert make() == SyntheticLoad()
     assert make(TUNE) == SyntheticLoad(max_concurrency=4)
     assert make(TUNE, request_rate=2.0) == SyntheticLoad(request_rate=2.0)
@@ -105,13 +105,13 @@ def test_a_shipped_shape_can_be_changed() -> None:
         ({"trace": Path("/no/input_len/file")}, r"/no/input_len/file: No such file"),
     ],
 )
-def test_flags_that_mean_nothing_together_are_refused(flags: dict[str, Any], message: str) -> None:
+def test_flags_that_contradict_each_other_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(LlmschedError) as refused:
         make(**flags)
     assert re.search(message, refused.value.text(flag))
 
 
-def test_no_times_at_all_must_be_made_up_for(lengths: Path, timed: Path) -> None:
+def test_a_trace_without_times_needs_a_rate_or_concurrency(lengths: Path, timed: Path) -> None:
     with pytest.raises(LlmschedError, match=r"lengths.csv has no timestamps .* request_rate .* or max_concurrency"):
         make(trace=lengths)
     with pytest.raises(LlmschedError, match=r"input_len.jsonl has no timestamps to go by"):

@@ -17,7 +17,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Ten requests, one a second, behind the same 40 words."""
+    """Ten requests, one per second, that begin with the same 40 words."""
     system = " ".join(f"rule{number}" for number in range(40))
     lines = [
         {

@@ -1,4 +1,4 @@
-"""F14 and the formats: what a trace file means, and what is wrong with it."""
+"""F14: formats of trace files, and errors in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(tmp_path: Path) -> Any:
 
 
 def mooncake(*stamps: Any) -> str:
-    """A line per timestamp; one of None has none."""
+    """Return a line per timestamp, without the field for None."""
     lines = []
     for stamp in stamps:
         fields = {"timestamp": stamp, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
@@ -125,20 +125,20 @@ def test_equal_timestamps_keep_the_order_of_the_file(write: Any) -> None:
         ('[{"conversations":[]}]', "contains no request"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(write: Any, text: str, message: str) -> None:
-    """F14: missing, negative and NaN are refused; a result without a request is an error; a unit is never guessed."""
+def test_errors_name_the_line(write: Any, text: str, message: str) -> None:
+    """F14: missing, negative and NaN values, traces without requests and ambiguous units are refused."""
     with pytest.raises(TraceError, match=message):
         read_trace(write(text))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"nowhere: No such file"):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(TraceError, match=r"directory"):
         read_trace(tmp_path)
 
 
-def test_the_unit_may_be_said(write: Any) -> None:
+def test_the_unit_can_be_given(write: Any) -> None:
     assert offsets(read_trace(write(log(27482, 27492)), timestamp_unit="ms")) == [0, 0.01]
     assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), timestamp_unit="s")) == [0, 60]
     assert offsets(read_trace(write(mooncake(1_700_000_000, 1_700_000_060)), timestamp_unit="ms")) == [0, 0.06]
@@ -158,13 +158,13 @@ def test_azure(write: Any) -> None:
     assert [request.line for request in trace.requests] == [2, 4]
 
 
-def test_burstgpt_is_in_seconds_and_keeps_answers_of_no_tokens(write: Any) -> None:
+def test_burstgpt_is_in_seconds_and_keeps_empty_answers(write: Any) -> None:
     trace = read_trace(write(BURST + "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,0,1087,API log\n"))
     assert (trace.format, lengths(trace), offsets(trace)) == ("burstgpt", [(472, 18), (1087, 0)], [0, 40.5])
 
 
 def test_burstgpt_with_sessions_as_a_spreadsheet_saves_it(write: Any) -> None:
-    """The columns of the second release, a byte order mark, CRLF, quotes, a line break within them, a failed row."""
+    """Columns of the second release; byte order mark, CRLF, quotes with a line break inside, a failed row."""
     header = (
         '"Timestamp","Session ID","Elapsed time","Model","Request tokens","Response tokens","Total tokens","Log Type"'
     )
@@ -195,12 +195,12 @@ def test_lengths_have_no_times(write: Any) -> None:
         "Input_Len,other,Output_Len\n8,x,7\n3,,4\n",
     ],
 )
-def test_lengths_go_by_many_names_or_none(write: Any, text: str) -> None:
+def test_lengths_have_many_names_or_none(write: Any, text: str) -> None:
     trace = read_trace(write(text))
     assert (trace.format, trace.timed, trace.of_text, lengths(trace)) == ("lengths", False, False, [(8, 7), (3, 4)])
 
 
-def test_what_does_not_tell_answers_apart(write: Any) -> None:
+def test_files_with_one_length_per_request(write: Any) -> None:
     assert lengths(read_trace(write("15\n7\n"))) == [(15, None), (7, None)]
     assert lengths(read_trace(write("total_tokens\n15\n"))) == [(15, None)]
 
@@ -218,7 +218,7 @@ def test_blocks_of_another_size(write: Any) -> None:
         read_trace(path)
 
 
-def test_what_has_no_meaning_for_a_format_is_refused(write: Any) -> None:
+def test_options_of_other_formats_are_refused(write: Any) -> None:
     with pytest.raises(TraceError, match="turns 2 is given, but mooncake traces have no conversations"):
         read_trace(write(mooncake(1)), turns=2)
     with pytest.raises(TraceError, match="trace_block_size 16 is given, but log traces have no blocks"):
@@ -251,8 +251,8 @@ def test_sharegpt(write: Any, layout: Any) -> None:
     assert (request.words_in, request.answer_len()) == (4, 1)
 
 
-def test_sharegpt_as_its_dumps_are(write: Any) -> None:
-    """Parts of long talks begin with an answer, some talks are empty, assistants go by their product's name."""
+def test_quirks_of_sharegpt_dumps(write: Any) -> None:
+    """Parts of long conversations begin with an answer, some are empty, assistants have product names."""
     entries: list[dict[str, Any]] = [
         {"id": "QWJhYvA_0", "conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c\r\nd"}]},
         {"id": "QWJhYvA_1", "conversations": TALK[2:]},
@@ -272,21 +272,21 @@ def test_sharegpt_as_its_dumps_are(write: Any) -> None:
     assert read_trace(write("\r\n".join(map(json.dumps, entries[3:])))).format == "sharegpt"
 
 
-def test_who_speaks_is_not_guessed(write: Any) -> None:
+def test_an_unknown_speaker_is_refused(write: Any) -> None:
     with pytest.raises(TraceError, match="entry 1: from is tool; allowed are human, user, gpt"):
         read_trace(write(json.dumps([{"conversations": [{"from": "tool", "value": "x"}]}])))
     with pytest.raises(TraceError, match="entry 1: from is missing"):
         read_trace(write(json.dumps([{"items": [{"value": "x"}]}])))
 
 
-def test_more_turns_of_a_conversation_are_more_requests(write: Any) -> None:
+def test_turns_of_a_conversation_become_requests(write: Any) -> None:
     path = write(json.dumps([{"conversations": TALK}, {"conversations": TALK[3:4]}, {"conversations": TALK[3:]}]))
     assert [request.words_in for request in read_trace(path, turns=9).requests] == [4, 6, 1]
     assert [request.answer for request in read_trace(path, turns=9).requests] == ["three", "five six", "five six"]
     assert [request.line for request in read_trace(path).requests] == [1, 3]
 
 
-def test_a_long_array_is_read_as_far_as_asked(write: Any) -> None:
+def test_a_long_array_is_read_only_as_far_as_needed(write: Any) -> None:
     entry = json.dumps({"conversations": [{"from": "human", "value": "x" * 9000}, {"from": "gpt", "value": "y"}]})
     path = write("[\n" + ",\n".join([entry] * 500) + ", {broken ]")
     assert len(read_trace(path, limit=400).requests) == 400
@@ -295,7 +295,7 @@ def test_a_long_array_is_read_as_far_as_asked(write: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk", [5, 64, 1000])
-def test_an_array_may_be_cut_anywhere_while_it_is_read(write: Any, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_chunks_may_end_anywhere_in_an_array(write: Any, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     talk = [{"from": "human", "value": 'é "\\ \n \u00e9 -1.5e3 true'}, {"from": "gpt", "value": "]} , {["}]
     path = write("  \n" * 9 + json.dumps([{"n": -1.5e-7, "ok": None, "conversations": talk}] * 7, indent=1))
     whole = read_trace(path).requests
@@ -336,7 +336,7 @@ def test_packed_files(write: Any) -> None:
         read_trace(write(gzip.compress(mooncake(*range(500)).encode())[:-30]))
 
 
-def test_the_digest_is_that_of_the_content(write: Any) -> None:
+def test_the_digest_depends_on_the_content_alone(write: Any) -> None:
     def of(text: str, **settings: Any) -> str:
         return digest(read_trace(write(text), **settings).requests)
 

@@ -1,4 +1,4 @@
-"""Figures of loads that are small enough to be worked out by hand."""
+"""Figures of loads that are small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_arrivals() -> None:
     assert found.peak_over_mean == pytest.approx(3 / (10 * 5 / 30))
 
 
-def test_arrivals_that_say_little() -> None:
+def test_arrivals_too_few_for_figures() -> None:
     assert arrival_figures([0, 0]).rate is None
     assert arrival_figures([0]).rate is None
     short = arrival_figures([0, 1, 3])
     assert (short.rate, short.peak_over_mean) == (pytest.approx(2 / 3), None)
 
 
-def test_coverage_is_the_share_of_the_most_frequent_beginning() -> None:
+def test_coverage_is_the_share_of_the_most_frequent_prefix() -> None:
     shared, other = list(range(64)), list(range(100, 164))
     sample = tokens(shared + [1] * 64, [*shared, 2], shared[:40], other)
     found = coverage(sample)
@@ -80,7 +80,7 @@ def test_coverage_of_blocks() -> None:
 
 
 def test_the_ideal_hit_rate_counts_whole_blocks_of_earlier_prompts() -> None:
-    """The second shares 20 tokens with the first, the third all 24 of its own; the last token is always computed."""
+    """The second prompt shares 20 tokens with the first, the third all its 24; the last token is always computed."""
     first, second = list(range(24)), [*range(20), 99, 98, 97, 96]
     sample = tokens(first, second, first)
     assert hit_rate(sample, 16) == (16 + 16) / 72
@@ -95,25 +95,25 @@ def test_a_prompt_of_whole_blocks_that_is_all_cached_still_computes_one_token() 
 
 
 def test_blocks_of_a_trace_are_divided_by_the_block_size() -> None:
-    """1,000 tokens are a whole block of 512 and 488 of another; 40 tokens of a third are no whole block of 64."""
+    """1,000 tokens are a block of 512 and 488 of another; 40 tokens of a third are less than a block of 64."""
     sample = blocks((1000, [0, 1]), (1000, [0, 1]), (552, [0, 5]), (552, [0, 5]))
     assert hit_rate(sample, 16) == (992 + 512 + 544) / 3104
     assert hit_rate(sample, 64) == (960 + 512 + 512) / 3104
     assert hit_rate(sample, 1024) == 0
 
 
-def test_the_same_block_elsewhere_is_no_prefix() -> None:
+def test_an_equal_block_after_another_prefix_is_not_a_hit() -> None:
     assert hit_rate(blocks((1024, [0, 1]), (1024, [1, 0]), (1024, [2, 1])), 16) == 0
 
 
-def test_a_cache_without_limits_holds_each_beginning_once() -> None:
+def test_an_unlimited_cache_holds_each_prefix_once() -> None:
     found = shared_prefixes(blocks((1024, [0, 1]), (700, [0, 2]), (1024, [0, 1])), 16)
     assert found is not None
     assert found.distinct_tokens == 512 + 512 + 188
 
 
-def test_the_pin_is_the_beginning_that_saves_the_most() -> None:
-    """Three of 16 tokens are less than two of 48."""
+def test_the_pin_is_the_prefix_that_saves_the_most_tokens() -> None:
+    """Three prompts that share 16 tokens save less than two that share 48."""
     long, short = list(range(48)), list(range(16))
     found = shared_prefixes(tokens([7] * 20, [*short, *[9] * 8], [*long, 1], [*long, 2], [5]), 16)
     assert found is not None
@@ -123,19 +123,19 @@ def test_the_pin_is_the_beginning_that_saves_the_most() -> None:
     assert alone.pin is None
 
 
-def test_a_beginning_of_few_requests_is_no_pin() -> None:
+def test_a_prefix_of_few_requests_is_not_pinned() -> None:
     prompts = [[number] * 16 for number in range(58)] + [[99] * 16] * 2
     assert shared_prefixes(tokens(*prompts), 16).pin is None  # type: ignore[union-attr]
     assert shared_prefixes(tokens(*prompts, [99] * 16, [99] * 16), 16).pin == Pin(16, 4, 58)  # type: ignore[union-attr]
 
 
-def test_prompts_that_are_not_known() -> None:
+def test_unknown_prompts() -> None:
     sample = replace(tokens([1]), prompts=None)
     assert shared_prefixes(sample, 16) is None
     assert advise(sample, None).prefix_caching is None
 
 
-def test_max_model_len_holds_the_longest() -> None:
+def test_max_model_len_fits_the_longest_request() -> None:
     sample = RequestSample("s", "azure", "t", [10, 250, 600], [5, 6, 100])
     advice = advise(sample, None)
     assert (advice.max_model_len, advice.refused_by_half) == (768, pytest.approx(1 / 3))
@@ -143,7 +143,7 @@ def test_max_model_len_holds_the_longest() -> None:
     assert advise(replace(sample, inputs=[0, 0, 0], outputs=[0, 0, 0]), None).max_model_len == 256
 
 
-def test_headroom_is_what_answers_exceed_their_mean_by() -> None:
+def test_headroom_covers_answers_longer_than_the_mean() -> None:
     """Outputs 10 and 30: deviation 10; a running request holds (10 x 105 + 30 x 115) / 40 = 112.5 tokens."""
     excess = 2.326 * 10 / (4 * 112.5)
     assert headroom([(100, 10), (100, 30)], 16) == pytest.approx(excess / (1 + excess))
@@ -154,7 +154,7 @@ def test_headroom_is_what_answers_exceed_their_mean_by() -> None:
     assert advise(RequestSample("s", "log", "t", [5], [None]), None).headroom_by_running is None
 
 
-def test_caching_pays_where_something_comes_again() -> None:
+def test_caching_is_advised_if_prefixes_repeat() -> None:
     same = list(range(64))
     for prompts, pays in (((same, same), True), (([1] * 64, [2] * 64), False)):
         sample = tokens(*prompts)
