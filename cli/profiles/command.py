@@ -9,6 +9,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.profiles import profile_views
 from llmsched.engine.errors import LlmschedError
+from llmsched.profiles.tuned import profile_dir
 
 profiles = typer.Typer(
     help="""List, show and compare profiles.
@@ -36,7 +37,7 @@ def _list(context: typer.Context, as_json: Json = False) -> None:
         return
     found = profile_views.list_entries()
     if as_json:
-        render.emit_json(profile_views.entries_json(found))
+        render.emit_json({"directory": str(profile_dir()), "profiles": found})
     else:
         profile_views.show_entries(found)
 

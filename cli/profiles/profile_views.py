@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 from llmsched.cli import render
 from llmsched.engine.errors import LlmschedError
-from llmsched.profiles.calibrated import calibration_dir, list_calibrations, load_calibration
+from llmsched.profiles.calibrated import Calibration, calibration_dir, list_calibrations, load_calibration
 from llmsched.profiles.toml_files import ProfileError, Scalar
 from llmsched.profiles.tuned import TunedProfile, list_profiles, load_profile, profile_dir, profile_path
 
@@ -21,63 +21,60 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 # -- list --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileEntry:
-    """One file: a "tuned" profile or a "calibrated" cost model; `summary` gives its settings or its error in words.
+def list_entries() -> list[dict[str, Any]]:
+    """List the files of profile_dir() by name, tuned profiles first, as JSON.
 
-    `problem` says why the file cannot be read; all other fields are then None.
+    `summary` gives the settings of a "tuned" profile or the error of a "calibrated" cost model in words. `problem` says
+    why a file cannot be read; all that it would state is then None.
     """
-
-    name: str
-    kind: str
-    model: str | None = None
-    device: str | None = None
-    measured: bool | None = None
-    summary: str | None = None
-    created: datetime | None = None
-    problem: str | None = None
-
-
-def list_entries() -> list[ProfileEntry]:
-    """List the files of profile_dir() by name, tuned profiles first."""
     return [*map(_profile_entry, list_profiles()), *map(_calibration_entry, list_calibrations())]
 
 
-def _profile_entry(name: str) -> ProfileEntry:
+def _profile_entry(name: str) -> dict[str, Any]:
     try:
         found = load_profile(name)
     except ProfileError as problem:
-        return ProfileEntry(name, "tuned", problem=str(problem))
-    model, device = (str(table.get("name", "")) or None for table in (found.model, found.device))
+        return _entry(name, "tuned", problem=str(problem))
     summary = ", ".join(f"{knob} {found.engine[knob]}" for knob in _KNOBS if knob in found.engine)
-    return ProfileEntry(name, "tuned", model, device, found.measured, summary or None, _known(found.created))
+    return _entry(name, "tuned", found, found.measured, summary)
 
 
-def _calibration_entry(name: str) -> ProfileEntry:
+def _calibration_entry(name: str) -> dict[str, Any]:
     try:
         found = load_calibration(name)
     except ProfileError as problem:
-        return ProfileEntry(name, "calibrated", problem=str(problem))
+        return _entry(name, "calibrated", problem=str(problem))
     if found is None:
-        path = f"{calibration_dir() / name}.toml"
-        return ProfileEntry(name, "calibrated", problem=f"calibration {path} has just been removed")
-    model, device = str(found.model["name"]), str(found.device["name"])
-    summary = f"median error of step times {found.error:.1%}"
-    return ProfileEntry(name, "calibrated", model, device, True, summary, _known(found.created))
+        return _entry(name, "calibrated", problem=f"calibration {calibration_dir() / name}.toml has just been removed")
+    return _entry(name, "calibrated", found, True, f"median error of step times {found.error:.1%}")
 
 
-def _known(created: datetime) -> datetime | None:
-    """Return the time, or None if the file does not state it."""
-    return created if created.timestamp() else None
+def _entry(
+    name: str,
+    kind: str,
+    found: TunedProfile | Calibration | None = None,
+    measured: bool | None = None,
+    summary: str | None = None,
+    problem: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": kind,
+        "model": (found and str(found.model.get("name", ""))) or None,
+        "device": (found and str(found.device.get("name", ""))) or None,
+        "measured": measured,
+        "summary": summary or None,
+        "created": None if found is None else _iso(found.created),
+        "problem": problem,
+    }
 
 
-def entries_json(entries: Sequence[ProfileEntry]) -> dict[str, Any]:
-    """Return the list as JSON."""
-    profiles = [asdict(entry) | {"created": entry.created and entry.created.isoformat()} for entry in entries]
-    return {"directory": str(profile_dir()), "profiles": profiles}
+def _iso(created: datetime) -> str | None:
+    """Return the time as text, or None if the file does not state it."""
+    return created.isoformat() if created.timestamp() else None
 
 
-def show_entries(entries: Sequence[ProfileEntry]) -> None:
+def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
     """Print the list as a table, and a warning for each file that cannot be read."""
     if not entries:
         render.say(f"no profiles in {profile_dir()}; create them with `llmsched tune` or `llmsched calibrate`")
@@ -85,21 +82,18 @@ def show_entries(entries: Sequence[ProfileEntry]) -> None:
     columns = ["name", "kind", "model", "device", "", "", "created"]
     rows = [
         [
-            entry.name,
-            entry.kind,
-            entry.model or "",
-            entry.device or "",
-            _origin(entry.measured),
-            entry.summary or "",
-            f"{entry.created:%Y-%m-%d %H:%M}" if entry.created else "",
+            *(entry[key] or "" for key in ("name", "kind", "model", "device")),
+            _origin(entry["measured"]),
+            entry["summary"] or "",
+            (entry["created"] or "")[:16].replace("T", " "),
         ]
         for entry in entries
-        if entry.problem is None
+        if entry["problem"] is None
     ]
     render.table("", columns, rows, text_columns=len(columns))
     for entry in entries:
-        if entry.problem is not None:
-            render.warn(entry.problem)
+        if entry["problem"] is not None:
+            render.warn(entry["problem"])
     render.say(f"in {profile_dir()}; for details run `llmsched profiles show NAME`")
 
 
@@ -117,8 +111,7 @@ def load_content(name: str) -> dict[str, Any]:
             content = {"kind": "tuned", "path": str(profile_path(name)), **asdict(load_profile(name))}
     except ProfileError as problem:
         raise LlmschedError(str(problem)) from problem
-    created = _known(content["created"])
-    return content | {"created": created and created.isoformat()}
+    return content | {"created": _iso(content["created"])}
 
 
 def show_content(name: str, content: Mapping[str, Any]) -> None:

@@ -45,7 +45,8 @@ def hopeless(
     rates = {setting: _log(run.throughput) + bias.shift for setting, run in predicted.items()}
     rates |= {setting: table.effects[setting] for setting in known}
     # A fast setting that misses an SLO must not rule out a slower one.
-    rivals = [trial for s in predicted if (trial := _as_known(s, trials, history)).feasible and s not in late]
+    judged = [history.trial(s) if history.runs.get(s) else trials[s] for s in predicted]
+    rivals = [trial for trial in judged if trial.feasible and trial.setting not in late]
     best = max((rates[t.setting] + _log(t.attainment.get("all", 1.0)) for t in rivals), default=-math.inf)
     found = dict(late)
     for setting in settings:
@@ -71,11 +72,6 @@ def _late(
                 figure = f"predicted {figure_name(name, history.slo)} {said * 1e3:.0f} ms"
                 found.setdefault(setting, f"not measured: {figure} is far above {limit * 1e3:g} ms")
     return found
-
-
-def _as_known(setting: Setting, predicted: Mapping[Setting, Trial], history: TrialHistory) -> Trial:
-    """Return the measured trial of a setting, else the predicted one."""
-    return history.trial(setting) if history.runs.get(setting) else predicted[setting]
 
 
 def _log(value: float | None) -> float:

@@ -219,18 +219,15 @@ async def _search(
     journal = SearchJournal(state_path(task.destination), _identity(task, subject, space), resume=task.resume)
     runner = ResumableRunner(runner, journal)
     lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
-    if exact and await _fast_enough(runner, space.start, lengths, task.time_limit):
-        lengths = lengths[-1:]
+    if exact:
+        # Short runs only save time: if a simulation is fast enough, every setting runs in full.
+        pilot = await runner.run(space.start, lengths[0], 0)
+        if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= task.time_limit:
+            lengths = lengths[-1:]
     history = TrialHistory(task.slo, task.goal, exact=exact)
     notes += await search(space, Race(runner, history, RaceRules(lengths, task.rounds, task.time_limit), progress))
     journal.delete()
     return TuneOutcome(subject, task, history, tuple(notes), now() - start)
-
-
-async def _fast_enough(runner: TrialRunner, start: Setting, lengths: tuple[int, ...], time_limit: float) -> bool:
-    """Tell whether a simulation is fast enough to run every setting in full; short runs only save time."""
-    pilot = await runner.run(start, lengths[0], 0)
-    return pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= time_limit
 
 
 def _search_space(
