@@ -1,4 +1,4 @@
-"""`llmsched kv-budget` as it is typed: the JSON contract, the report, exit codes, and what it does not import."""
+"""`llmsched kv-budget` on the command line: JSON document, report, exit codes, and light imports."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_bad_configs_are_one_line(command: CommandLine, tmp_path: Path, content:
     assert len(outcome.err.strip().splitlines()) == 1
 
 
-def test_what_is_no_model_is_one_line(command: CommandLine, tmp_path: Path) -> None:
+def test_a_wrong_model_is_one_line(command: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     for path in (tmp_path / "config.json", tmp_path, tmp_path / "model.gguf", tmp_path / "notes.txt"):
         outcome = command("kv-budget", str(path))
@@ -181,9 +181,7 @@ def test_a_bare_attention_config_is_an_estimate(command: CommandLine, tmp_path: 
     assert sized["available_kv_bytes"] == answer["available_kv_bytes"] - 10 * GIB
 
 
-def test_windows_alone_without_a_context_length_keep_all_tokens_and_it_is_said_why(
-    command: CommandLine, tmp_path: Path
-) -> None:
+def test_windows_alone_without_a_context_length_keep_all_tokens(command: CommandLine, tmp_path: Path) -> None:
     config = {
         **{"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"], "hidden_size": 64},
         **{"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"], "num_attention_heads": 4},

@@ -1,4 +1,4 @@
-"""kv-budget --lengths: every format that is read, and one clear line for what is not."""
+"""kv-budget --lengths: every format, and one-line errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_totals_alone(tmp_path: Path, text: str) -> None:
         ("ContextTokens,GeneratedTokens\n5,x\n", "line 2: output tokens is x"),
     ],
 )
-def test_what_is_no_length_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_length_names_its_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as problem:
         read(tmp_path, text)
     assert str(problem.value).startswith("lengths: ")

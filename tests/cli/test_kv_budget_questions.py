@@ -1,4 +1,4 @@
-"""kv-budget's questions as they are typed: users, lengths, several GPUs, other types of KV and other engines."""
+"""Questions to kv-budget: users, lengths, all GPUs, KV dtypes and other engines."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_mean_and_variation(command: CommandLine) -> None:
 # Types of KV.
 
 
-def test_fp8_kv_doubles_tokens_and_is_said_to_be_for_others(command: CommandLine) -> None:
+def test_fp8_kv_doubles_tokens_with_a_note(command: CommandLine) -> None:
     arguments = ("kv-budget", LLAMA, "--gpu-memory", "24GiB", "--kv-cache-memory-bytes", "4GiB", "--json")
     wide, narrow = command(*arguments).json, command(*arguments, "--kv-cache-dtype", "fp8").json
     assert (wide["kv_cache_dtype"], narrow["kv_cache_dtype"]) == ("bfloat16", "fp8")
@@ -169,7 +169,7 @@ def test_fp8_kv_doubles_tokens_and_is_said_to_be_for_others(command: CommandLine
 
 
 @pytest.mark.parametrize(("scheme", "wanted"), [({"num_bits": 8, "type": "float"}, "fp8"), (None, "bfloat16")])
-def test_the_checkpoint_decides_where_nothing_is_said(
+def test_the_checkpoint_decides_the_default_kv_dtype(
     command: CommandLine, tmp_path: Path, scheme: Any, wanted: str
 ) -> None:
     content = json.loads(Path(LLAMA).read_text())
@@ -248,7 +248,7 @@ def test_steps_processes_and_headroom(command: CommandLine, monkeypatch: pytest.
     assert "other programs 20.0 GiB" in text
 
 
-def test_mla_is_told_both_ways(command: CommandLine) -> None:
+def test_mla_reports_latent_and_cached_bytes(command: CommandLine) -> None:
     deepseek = str(CONFIGS / "deepseek-ai--DeepSeek-V3_config.json")
     answer = command("kv-budget", deepseek, "--gpu", "b200", "--json").json
     assert answer["kv_bytes_per_token"] == 70272

@@ -1,4 +1,4 @@
-"""`llmsched kv-budget --simulate`: the plan of a GPU, and how fast what fits would be served."""
+"""`llmsched kv-budget --simulate`: the plan for a GPU and its simulated speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_it_tells_what_gpu_tells_and_the_speed(command: CommandLine, llama: str) -> None:
+def test_simulate_adds_the_speed_to_the_report(command: CommandLine, llama: str) -> None:
     plain = command("kv-budget", llama, "--gpu", "l4", "--max-model-len", "4096", "--json").json
     found = command("kv-budget", llama, "--simulate", "l4", "--max-model-len", "4096", "--json").json
     served = found.pop("simulated")

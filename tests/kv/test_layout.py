@@ -1,4 +1,4 @@
-"""How layers are grouped, and what a sequence then holds."""
+"""Groups of layers that share blocks, and the blocks that a sequence holds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_layer_has_a_place(full: int, windowed: int) -> None:
         (geometry(12, 12, window=4096), 8192, None),
     ],
 )
-def test_all_layers_share_a_table_where_groups_cannot_be_or_are_of_no_use(
+def test_all_layers_share_a_table_if_groups_are_impossible_or_save_nothing(
     model: Geometry, longest: int | None, reason: str | None
 ) -> None:
     found = group_layers(model, 16, longest)
@@ -105,14 +105,14 @@ LAYOUTS = st.builds(KVLayout, st.integers(1, 32), st.integers(1, 3), st.integers
 
 
 @given(LAYOUTS, st.integers(0, 500))
-def test_what_is_kept_is_what_the_next_token_sees(layout: KVLayout, num_tokens: int) -> None:
+def test_windows_keep_what_the_next_token_attends_to(layout: KVLayout, num_tokens: int) -> None:
     first = layout.first_kept(num_tokens) * layout.block_size
     assert first <= max(0, num_tokens - layout.window + 1)
     assert first + (layout.num_behind + 1) * layout.block_size > num_tokens, "the next token has room"
 
 
 @given(LAYOUTS, st.integers(1, 500))
-def test_blocks_are_those_of_each_group_by_itself(layout: KVLayout, num_tokens: int) -> None:
+def test_num_blocks_is_the_sum_over_groups(layout: KVLayout, num_tokens: int) -> None:
     width = -(-num_tokens // layout.block_size)
     kept = min(width, -(-max(1, layout.window - 1) // layout.block_size) + 1)
     assert layout.num_blocks(num_tokens) == layout.full_groups * width + layout.window_groups * kept
@@ -121,7 +121,7 @@ def test_blocks_are_those_of_each_group_by_itself(layout: KVLayout, num_tokens: 
 
 
 @given(LAYOUTS, st.integers(0, 400))
-def test_the_longest_sequence_fits_and_none_longer(layout: KVLayout, num_blocks: int) -> None:
+def test_longest_is_the_longest_sequence_that_fits(layout: KVLayout, num_blocks: int) -> None:
     longest = layout.longest(num_blocks)
     assert layout.num_blocks(longest) <= num_blocks
     assert layout.num_blocks(longest + 1) > num_blocks

@@ -142,7 +142,7 @@ def test_copy_for_a_request_that_leaves_before_the_step_does_not_hit_the_next_on
     driver.step({request: 1, held: 16})
 
 
-def test_used_source_is_evicted_after_what_nobody_used() -> None:
+def test_a_copied_source_is_evicted_after_unused_blocks() -> None:
     driver = KVDriver(6)
     driver.serve(tokens(16))
     driver.serve(tokens(16, seed=1))
@@ -164,7 +164,7 @@ def in_flight(driver: KVDriver, prompt: list[int]) -> tuple[int, int]:
     return hit.num_tokens, driver.kv.prefix_cache.num_coming(probe, hit)
 
 
-def test_what_another_is_about_to_write_is_seen_and_then_found() -> None:
+def test_a_prefix_in_flight_is_counted_and_later_found() -> None:
     driver = KVDriver(64)
     writer = driver.come(tokens(200))
     assert in_flight(driver, tokens(200)) == (0, 192)
@@ -179,7 +179,7 @@ def test_what_another_is_about_to_write_is_seen_and_then_found() -> None:
     assert in_flight(driver, tokens(193)) == (192, 0)
 
 
-def test_what_is_on_its_way_is_gone_with_its_writer() -> None:
+def test_a_prefix_in_flight_is_gone_with_its_request() -> None:
     driver = KVDriver(64)
     writer = driver.come(tokens(200))
     driver.step({writer: 64})
@@ -200,7 +200,7 @@ def test_block_that_a_running_request_is_filling_is_copied() -> None:
     assert driver.kv.pool.num_used == 2 + 3, "two whole blocks shared, one of their own each"
 
 
-def test_what_was_only_promised_to_a_block_is_not_copied_from_it() -> None:
+def test_blocks_that_still_wait_for_a_copy_are_no_source() -> None:
     driver = KVDriver(64)
     first = driver.come(tokens(40), name="first")
     driver.step({first: 40})
@@ -214,7 +214,7 @@ def test_what_was_only_promised_to_a_block_is_not_copied_from_it() -> None:
 # -- block boundaries -----------------------------------------------------------------------------------------
 
 
-def test_two_comparisons_tell_that_a_decode_has_nothing_to_do() -> None:
+def test_decodes_inside_a_block_change_nothing() -> None:
     driver = KVDriver(64)
     request = driver.come(tokens(40))
     for _ in range(60):
@@ -240,7 +240,7 @@ def test_prefix_that_another_request_used_outlives_newer_private_history() -> No
     assert find(driver, system + tokens(16, seed=3)) == 32
 
 
-def test_return_of_a_preempted_request_shares_nothing() -> None:
+def test_a_preempted_request_that_returns_shares_no_blocks() -> None:
     driver = KVDriver(12)
     request = driver.come(tokens(48))
     driver.step({request: 48})

@@ -26,7 +26,7 @@ def test_everything_that_could_be_found_was() -> None:
     assert classify(driver, [*tokens(32), 5, 6]) == Miss(MissKind.HIT, 32), "what is new is less than a block"
 
 
-def test_first_of_its_kind() -> None:
+def test_cold_prompt() -> None:
     driver = KVDriver(32)
     assert classify(driver, tokens(40)) == Miss(MissKind.COLD, 0)
     driver.serve(tokens(32))
@@ -102,7 +102,7 @@ def test_still_being_computed() -> None:
     assert classify(driver, tokens(40) + tokens(60, seed=1)) == Miss(MissKind.COLD, 32)
 
 
-def test_not_asked() -> None:
+def test_prompts_with_logprobs_are_counted_as_skipped() -> None:
     driver = KVDriver(32)
     driver.serve(tokens(48))
     request = make_request("probe", tokens(48))
@@ -159,7 +159,7 @@ def test_values_of_different_length_that_begin_with_equal_digits() -> None:
     assert list(report.examples[1][:17]) == [*tokens(20)[4:], 7]
 
 
-def test_different_questions_behind_the_same_system_prompt_are_none_of_it() -> None:
+def test_different_questions_behind_the_same_system_prompt_are_not_reported() -> None:
     watch = PromptWatch()
     for i in range(WINDOW):
         watch.add([*tokens(40), *words(i)], 40)
@@ -188,7 +188,7 @@ def test_late_divergences_and_short_rests_do_not_matter() -> None:
     assert watch.report() is None
 
 
-def test_a_stranger_among_them_does_not_hide_the_others() -> None:
+def test_a_different_prompt_in_between_hides_nothing() -> None:
     watch = PromptWatch()
     for i in range(WINDOW):
         watch.add([*tokens(40), *words(i)] if i % 5 == 0 else [*tokens(40), 5000 + i, *REST], 40)

@@ -1,4 +1,4 @@
-"""Pinned prefixes stay, within a cap and for their time; nothing else changes for anybody."""
+"""Pinned prefixes stay in the cache until they expire, up to a cap, without effect on other requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsched.engine.kv.pins import most_pinned_blocks
 
 
 def filled(driver: KVDriver) -> None:
-    """Push everything out of the cache that can be pushed out."""
+    """Evict every block that can be evicted."""
     for seed in range(10, 20):
         driver.serve(tokens(driver.kv.pool.num_available * 16, seed=seed))
 
@@ -61,7 +61,7 @@ def test_pin_is_for_its_salt_alone() -> None:
     assert (found(driver, tokens(17), "a"), found(driver, tokens(17), "b")) == (16, 0)
 
 
-def test_pin_ends_with_its_time_and_its_blocks_go_like_others() -> None:
+def test_pin_expires_and_its_blocks_become_evictable() -> None:
     driver = KVDriver(16, max_pinned_blocks=4)
     driver.serve(tokens(32))
     driver.kv.pins.pin(tokens(32), "", 10.0, now=5.0)
@@ -75,7 +75,7 @@ def test_pin_ends_with_its_time_and_its_blocks_go_like_others() -> None:
     assert found(driver, tokens(33)) == 0
 
 
-def test_pinning_again_sets_the_time_anew() -> None:
+def test_pinning_again_sets_a_new_ttl() -> None:
     driver = KVDriver(16, max_pinned_blocks=2)
     first = driver.kv.pins.pin(tokens(32), "", 10.0, now=0.0)
     again = driver.kv.pins.pin(tokens(35), "", 10.0, now=5.0)
@@ -83,7 +83,7 @@ def test_pinning_again_sets_the_time_anew() -> None:
     assert len(driver.kv.pins.states()) == 1
 
 
-def test_pins_that_share_blocks_hold_them_once_and_let_go_one_by_one() -> None:
+def test_pins_that_share_blocks_count_them_once() -> None:
     driver = KVDriver(16, max_pinned_blocks=3)
     driver.serve(tokens(48))
     short, long = (driver.kv.pins.pin(tokens(count), "", None, now=0.0) for count in (32, 48))
@@ -109,7 +109,7 @@ def test_unwritten_pins_that_overlap_are_counted_once_they_are_written() -> None
     driver.kv.pins.pin(tokens(16, seed=1), "", None, now=0.0)
 
 
-def test_what_is_refused_changes_nothing() -> None:
+def test_a_refused_pin_changes_nothing() -> None:
     driver = KVDriver(16, max_pinned_blocks=2)
     with pytest.raises(RequestError, match="pinning 48 tokens takes 3 more blocks of 16; 0 are pinned, and at most 2"):
         driver.kv.pins.pin(tokens(48), "", None, now=0.0)
@@ -134,7 +134,7 @@ def test_deleting_a_pin_that_waits() -> None:
     driver.check()
 
 
-def test_pins_leave_what_one_request_may_need() -> None:
+def test_pins_leave_room_for_one_request() -> None:
     driver = KVDriver(16, max_pinned_blocks=4)
     driver.kv.pins.pin(tokens(64), "", None, now=0.0)
     driver.serve(tokens(64))

@@ -1,4 +1,4 @@
-"""Blocks are in one place at a time, and leave in the right order."""
+"""Each block is in one state at a time, and blocks are evicted in the right order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmsched.engine.kv.pool import MAX_SHARED, BlockPool
 
 
 def pool_of(num_blocks: int, evicted: list[int]) -> BlockPool:
-    """A pool that notes what it evicts."""
+    """Return a pool that appends each block it evicts to `evicted`."""
 
     def on_evict(block: int) -> list[int]:
         evicted.append(block)
@@ -18,7 +18,7 @@ def pool_of(num_blocks: int, evicted: list[int]) -> BlockPool:
 
 
 def cached_pool(num_blocks: int, evicted: list[int]) -> BlockPool:
-    """A pool whose blocks are all taken and findable: 0, 1, 2 ... in the order of allocation."""
+    """Return a pool like `pool_of`, with all blocks used and findable."""
     pool = pool_of(num_blocks, evicted)
     assert pool.allocate(num_blocks) == list(range(num_blocks))
     pool.set_findable(range(num_blocks))

@@ -39,7 +39,7 @@ def test_match_is_the_longest_prefix_of_whole_blocks() -> None:
     assert found(tree, list(range(12)), salt="other") == []
 
 
-def test_follow_goes_on_where_a_match_ended() -> None:
+def test_match_goes_on_where_another_ended() -> None:
     tree = PrefixTree(2)
     fill(tree, list(range(8)), [0, 1, 2, 3])
     first = tree.match(encode(range(8)), "", 2)

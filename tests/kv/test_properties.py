@@ -1,4 +1,4 @@
-"""Random lives of the KV manager, wilder than a scheduler's: nothing leaks, and every block holds what it should."""
+"""Random operations on the KV manager: no block leaks, and every block holds the KV it should."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsched.engine.request import Request
 BLOCK = 8
 TTL = 10.0
 
-#: Texts that begin alike; a prompt is the beginning of one and some tokens of its own, so prompts part anywhere.
+#: Texts with common prefixes. A prompt is the start of a text and some random tokens, so prompts diverge anywhere.
 TEXTS = [[1] * common + [seed * 50 + i for i in range(50)] for seed, common in enumerate((0, 8, 20, 24))]
 PROMPTS = st.tuples(st.sampled_from(TEXTS), st.integers(1, 50), st.lists(st.integers(1, 2), max_size=6)).map(
     lambda drawn: drawn[0][: drawn[1]] + drawn[2]
@@ -29,7 +29,7 @@ SALTS = st.sampled_from(["", "", "tenant"])
 
 
 class KVLife(RuleBasedStateMachine):
-    """Admissions, steps over any of those that run, preemption and return, pins and resets, in any order.
+    """Admissions, steps of any running requests, preemption and return, pins and resets, in any order.
 
     Several requests come and go between two steps, so that blocks change hands while copies from and to them wait.
     """
@@ -62,7 +62,7 @@ class KVLife(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, salt=SALTS)
     def ask(self, prompt: list[int], salt: str) -> None:
-        """Hit, what is on its way, and the reason for a miss agree."""
+        """Check that the hit, the prefix in flight and the reason for a miss agree."""
         request = make_request("probe", prompt, cache_salt=salt)
         hit = self.kv.prefix_cache.find(request)
         coming = self.kv.prefix_cache.num_coming(request, hit)
@@ -71,7 +71,7 @@ class KVLife(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32), rounds=st.integers(1, 12))
     def traffic(self, seed: int, rounds: int) -> None:
-        """Rounds of random arrivals, departures and steps."""
+        """Run rounds of random arrivals, departures and steps."""
         random = Random(seed)
         for _ in range(rounds):
             for _ in range(random.randint(0, 3)):
@@ -88,7 +88,7 @@ class KVLife(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32), most=st.sampled_from([1, 8, 30, 60]))
     def step(self, seed: int, most: int) -> None:
-        """Some of those that run compute some tokens; a request that cannot grow, or is long enough, has to go."""
+        """Compute tokens of some running requests; release a request that cannot grow or is long enough."""
         random, chunks = Random(seed), {}
         for request in list(self.driver.running):
             if request.num_tokens > 70 or request.table.num_growing(request.num_tokens) > self.kv.pool.num_available:

@@ -1,4 +1,4 @@
-"""KV of preempted requests in host memory: it comes back as it was, and every slot is somebody's or free."""
+"""KV of preempted requests in host memory: it is restored unchanged, and no host block is lost."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def started(driver: KVDriver, prompt: list[int], steps: int = 5) -> Request:
 
 
 def use_up(driver: KVDriver) -> None:
-    """Write something else into every block that can be had, and forget it."""
+    """Overwrite every available block, and drop the prefix cache."""
     driver.serve(tokens(driver.kv.pool.num_available * 16, seed=50))
     driver.kv.pool.drop_cached()
 
 
-def test_all_of_it_comes_back_after_its_blocks_were_overwritten() -> None:
+def test_kv_is_restored_after_its_blocks_were_overwritten() -> None:
     driver = KVDriver(8, num_host_blocks=8)
     request = started(driver, tokens(40))
     computed = request.num_computed_tokens
@@ -69,7 +69,7 @@ def test_blocks_that_others_hold_are_not_copied() -> None:
     generated(driver, other, 3)
 
 
-def test_if_they_have_gone_since_all_is_computed_again() -> None:
+def test_if_shared_blocks_were_evicted_all_is_computed_again() -> None:
     driver = KVDriver(12, num_host_blocks=8)
     other = started(driver, tokens(40))
     request = started(driver, [*tokens(32), *tokens(20, seed=1)])
@@ -84,7 +84,7 @@ def test_if_they_have_gone_since_all_is_computed_again() -> None:
     generated(driver, request, 5)
 
 
-def test_a_cache_that_has_it_all_makes_the_slots_needless() -> None:
+def test_host_blocks_are_freed_if_the_cache_has_all() -> None:
     driver = KVDriver(12, num_host_blocks=8)
     request = driver.come(tokens(64))
     driver.step({request: 32})
@@ -96,7 +96,7 @@ def test_a_cache_that_has_it_all_makes_the_slots_needless() -> None:
     generated(driver, request, 5)
 
 
-def test_slots_of_those_that_never_come_back_are_free_at_once() -> None:
+def test_host_blocks_of_aborted_requests_are_free_at_once() -> None:
     driver = KVDriver(8, num_host_blocks=4)
     request = started(driver, tokens(40))
     driver.swap_out(request)
@@ -108,7 +108,7 @@ def test_slots_of_those_that_never_come_back_are_free_at_once() -> None:
     driver.check()
 
 
-def test_a_slot_that_is_read_in_a_step_is_not_written_in_it() -> None:
+def test_a_host_block_that_is_read_in_a_step_is_not_written_in_it() -> None:
     driver = KVDriver(12, num_host_blocks=3)
     first = started(driver, tokens(40))
     second = started(driver, tokens(40, seed=1))
@@ -123,8 +123,8 @@ def test_a_slot_that_is_read_in_a_step_is_not_written_in_it() -> None:
     generated(driver, first, 3)
 
 
-def test_a_block_that_changes_hands_before_it_was_restored() -> None:
-    """What goes to a block last is what it holds: a copy that was noted after a restoration goes before it."""
+def test_a_block_given_to_another_request_before_its_restore() -> None:
+    """The last copy to a block wins: a block copy noted after a restore replaces it."""
     driver = KVDriver(6, num_host_blocks=6)
     source = started(driver, tokens(24), 1)
     request = started(driver, tokens(24, seed=1), 1)
@@ -140,7 +140,7 @@ def test_a_block_that_changes_hands_before_it_was_restored() -> None:
     generated(driver, heir, 3)
 
 
-def test_what_was_not_written_is_not_saved() -> None:
+def test_unwritten_blocks_are_not_saved() -> None:
     driver = KVDriver(8, num_host_blocks=8)
     request = driver.come(tokens(40))
     assert not driver.may_swap(request)
@@ -148,7 +148,7 @@ def test_what_was_not_written_is_not_saved() -> None:
         driver.swap_out(request)
 
 
-def test_a_lost_slot_is_found() -> None:
+def test_a_lost_host_block_is_detected() -> None:
     driver = KVDriver(8, num_host_blocks=4)
     request = started(driver, tokens(40))
     driver.swap_out(request)
@@ -157,7 +157,7 @@ def test_a_lost_slot_is_found() -> None:
         driver.check()
 
 
-def test_what_the_cache_will_still_hold() -> None:
+def test_num_kept_is_what_the_cache_still_holds() -> None:
     driver = KVDriver(10, num_host_blocks=8)
     request = started(driver, tokens(80))
     assert driver.kv.num_kept(request, None) == 0, "nobody else holds anything of it"

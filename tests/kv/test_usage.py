@@ -1,4 +1,4 @@
-"""How KV memory is used: held, empty, cached; by policy."""
+"""Use of KV memory: held, empty and cached tokens, by scheduling policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def use(harness: Harness) -> KVUsage:
 
 
 def test_continuous_batching_holds_what_the_tokens_need() -> None:
-    """Blocks of 16: a prompt of 20 has two, 12 of whose places are empty; another token fills one more."""
+    """A prompt of 20 tokens holds two blocks of 16 with 12 places empty; each further token fills one."""
     harness = Harness(40, budget=256)
     harness.add(make_request("a", tokens(20), 3))
     assert use(harness) == KVUsage(0, 0, 0, 640)
@@ -35,8 +35,8 @@ def test_a_shared_block_counts_once_and_is_full() -> None:
     assert use(harness).empty == (48 - 41) + (48 - 36)
 
 
-def test_what_has_left_a_window_is_cached_and_its_end_is_as_empty_as_that_of_other_layers() -> None:
-    """Of 100 tokens in 7 blocks, two groups with a window of 40 keep the last 4."""
+def test_blocks_outside_a_window_are_cached() -> None:
+    """Two groups with a window of 40 keep the last 4 of the 7 blocks of 100 tokens."""
     harness = Harness(64, budget=256, layout=KVLayout(16, 1, 2, 40))
     harness.add(make_request("a", tokens(100), 9))
     harness.step()

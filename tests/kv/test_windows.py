@@ -1,4 +1,4 @@
-"""Blocks of layers with a window: who holds them, how they are found again, and how they go."""
+"""Blocks of sliding-window layers: how they are held, found again and evicted."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def hit(driver: KVDriver, prompt: list[int]) -> int:
 
 
 def held(request: Request) -> tuple[int, int]:
-    """Blocks that each group that keeps all tokens holds, and each with a window."""
+    """Return the blocks held by each full-attention group and by each sliding-window group."""
     table = request.table
     return len(table), table.window_end - table.window_start
 
 
 def forget_windows(driver: KVDriver, prompt: list[int], first: int, end: int) -> None:
-    """Evict what the cache has of a prompt's blocks `first` to before `end` in groups with a window, and all else."""
+    """Evict all cached blocks but the prompt's, and the prompt's window blocks `first` to before `end`."""
     pool, nodes = driver.kv.pool, driver.kv.prefix_cache.tree.match(encode(prompt), "", len(prompt) // 16)
     kept = blocks_of(nodes, nodes[:first] + nodes[end:])
     pool.acquire(kept)
@@ -155,7 +155,7 @@ def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() 
 
 @pytest.mark.parametrize("full_groups", [0, 1])
 def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_groups: int) -> None:
-    """Nothing else of the prefix is left: what was in front of the window has no blocks in its groups."""
+    """Only the window is left of the prefix: its nodes in front of the window have no window blocks."""
     driver = KVDriver(200, num_host_blocks=100, layout=KVLayout(16, full_groups, 2, 40))
     request = driver.come(tokens(400))
     driver.step({request: 320})
@@ -262,7 +262,7 @@ def test_with_windows_alone_nodes_without_blocks_stay_while_there_are_any_behind
 
 
 def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_gone() -> None:
-    """It holds the last three blocks of its ten; the four that are there are in front of them."""
+    """The pin holds the last three blocks of its ten; the four that exist are in front of them."""
     driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
     driver.serve(tokens(64))
     assert driver.kv.pins.pin(tokens(160), "", None, now=0.0).num_written_tokens == 64
@@ -273,7 +273,7 @@ def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_go
 
 
 def test_sources_that_become_destinations_change_places() -> None:
-    """With no other blocks left, those of the source become those of the copy, each in the group where it was."""
+    """If no other blocks are left, the source's blocks become the copy's, each in its own group."""
     driver = driver_of(3)
     driver.serve(tokens(16))
     request = driver.come([*tokens(12), 1])

@@ -1,4 +1,4 @@
-"""The memory model against what is really taken: activations by torch's own count, the whole by the process's."""
+"""The memory model against measurements: activations as torch counts them, the total as the process grows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llmsched.kernels.cpu.prefill_attention import QUERY_TILE
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that were allocated at one time while `work` ran, beyond those at its start."""
+    """Return the peak of bytes allocated while `work` ran, beyond those at its start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     kineto = profiler.profiler
@@ -69,7 +69,7 @@ def test_steps_stay_within_the_plan_and_near_it(
 
 
 def chunk(start: int, num_tokens: int) -> StepPlan:
-    """The last `num_tokens` of a long prompt, everything before them computed."""
+    """Return a step that computes the last `num_tokens` of a long prompt."""
     end = start + num_tokens
     sequence = Sequence("r", [0] * end, end, SamplingParams(temperature=0), seed=0, stop_ids=frozenset())
     return StepPlan(

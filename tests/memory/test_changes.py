@@ -1,4 +1,4 @@
-"""Inverse questions: whether so many users fit, and changes that really make them fit."""
+"""Changes that make a demand fit, and the longest context of so many users."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def first(found: list[Change], name: str) -> Change:
 
 
 def check(found: list[Change], device: DeviceMemory, users: int, context: int, **knobs: Any) -> None:
-    """Every change that keeps the demand meets it when it is really made."""
+    """Check that every change that keeps the demand meets it when it is made."""
     demand = MemoryDemand(users, context)
     config = config_for_demand(EngineConfig(**knobs), knobs, users, context)
     for change in found:
@@ -211,7 +211,7 @@ def test_contradictions_are_refused() -> None:
     st.sampled_from(["auto", "float32"]),
     st.booleans(),
 )
-def test_whatever_is_proposed_works(
+def test_every_proposed_change_works(
     gib: float, users: int, context: int, utilisation: float, dtype: str, on_gpu: bool
 ) -> None:
     device = gpu(gib) if on_gpu else cpu(min(gib, 64))

@@ -1,4 +1,4 @@
-"""The probability that running sequences outgrow the pool: by enumeration, by simulation, and what always holds."""
+"""Preemption probability of mixed lengths, against enumeration and simulation, and its invariants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def totals(*values: int) -> LengthDistribution:
 
 
 def held_blocks(mix: LengthDistribution, block_size: int = BLOCK) -> list[int]:
-    """What a sequence holds at each step of each request's life: p, p + 1, ... p + o - 1 tokens."""
+    """Return the blocks held at each step of each request: of p, p + 1, ... p + o - 1 tokens."""
     assert mix.outputs is not None
     pairs = zip(mix.prompts.tolist(), mix.outputs.tolist(), strict=True)
     return [-(-(prompt + step) // block_size) for prompt, output in pairs for step in range(output)]

@@ -1,4 +1,4 @@
-"""The memory plan: arithmetic, refusals that help, and what must hold for any numbers."""
+"""The memory plan: arithmetic, error messages with remedies, and invariants."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_arithmetic_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3)])
-def test_the_last_token_needs_no_slot(length: int, blocks: int) -> None:
+def test_the_last_token_needs_no_kv(length: int, blocks: int) -> None:
     assert planned(gpu(24)).blocks_for(length) == blocks
 
 
@@ -78,7 +78,7 @@ def test_every_block_is_usable() -> None:
     assert plan.num_seqs_at(162) == 0
 
 
-def test_a_length_that_was_not_asked_for_is_lowered_and_said() -> None:
+def test_a_default_length_is_lowered_with_a_note() -> None:
     plan = planned(gpu(24))
     assert plan.fits
     assert plan.max_model_len == plan.num_tokens < 131072
@@ -92,7 +92,7 @@ def test_a_model_without_a_stated_length_gets_what_fits() -> None:
     assert any("no context length" in note for note in plan.notes)
 
 
-def test_a_length_that_was_asked_for_is_refused_with_one_that_works() -> None:
+def test_a_given_length_is_refused_with_one_that_works() -> None:
     plan = planned(gpu(24), max_model_len=131072)
     assert not plan.fits
     assert plan.max_num_seqs == 0
@@ -144,7 +144,7 @@ def test_a_gpu_of_the_advised_size_is_enough() -> None:
     assert planned(gpu(advised + 0.05), gpu_memory_utilization=0.95).fits
 
 
-def test_memory_that_others_hold_is_not_planned() -> None:
+def test_memory_of_other_programs_is_not_planned() -> None:
     alone, shared = planned(gpu(24)), planned(gpu(24, others=4 * GIB))
     assert shared.budget_bytes == 20 * GIB < alone.budget_bytes
     full = planned(gpu(24, others=10 * GIB, holders=(Holder(4711, "python", 10 * GIB),)))
@@ -225,7 +225,7 @@ GPT_OSS_20B = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64
 
 
 def test_e05_windows_cost_what_this_allocator_keeps_of_them() -> None:
-    """A block of 12 layers; of 8192 tokens 512 in the full ones, and ceil(127 / 16) + 1 in those with a window."""
+    """Blocks hold 12 layers; 8192 tokens take 512 full-attention blocks and ceil(127 / 16) + 1 window blocks."""
     plan = planned(gpu(80), shape(groups=GPT_OSS_20B), max_model_len=8192)
     assert plan.block_bytes == 16 * 24576
     assert (plan.kv_bytes_per_token, plan.kv_bytes_per_token_window, plan.window) == (24576, 24576, 128)
@@ -259,7 +259,7 @@ def test_one_byte_kv_doubles_every_capacity() -> None:
     assert narrow.max_num_seqs == 2 * wide.max_num_seqs
 
 
-def test_kv_in_a_type_of_its_own_halves_kv_and_nothing_else() -> None:
+def test_kv_dtype_halves_only_kv() -> None:
     device, config = gpu(24), EngineConfig(max_model_len=8192)
     same = plan_memory(shape(), config, device, dtype_bytes=2)
     half = plan_memory(shape(), config, device, dtype_bytes=2, kv_dtype_bytes=1)
@@ -344,7 +344,7 @@ def test_context_ends_where_rotary_embeddings_would_change_for_the_batch(rope: d
     assert any("limited to" in note for note in found.notes) == (limit < 256)
 
 
-# What holds for any numbers.
+# Invariants.
 
 
 @st.composite
@@ -386,7 +386,7 @@ def test_capacity_never_rises_with_what_costs_memory(
 
 
 @given(situations(), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_admission_never_lets_in_more_when_headroom_or_the_type_of_kv_grows(
+def test_more_headroom_or_a_wider_kv_dtype_never_admits_more(
     situation: tuple[ModelShape, dict[str, Any], DeviceMemory, int], headroom: float, more: float
 ) -> None:
     model, knobs, device, dtype_bytes = situation
@@ -448,7 +448,7 @@ odd = st.one_of(st.none(), st.booleans(), st.integers(-3, 5), st.floats(), st.te
     odd | st.dictionaries(st.text(max_size=3), odd),
     st.sampled_from(["llama", "new"]),
 )
-def test_whatever_a_config_says_it_is_planned_or_refused_in_words(name: str, value: Any, family: str) -> None:
+def test_any_config_is_planned_or_refused_with_a_message(name: str, value: Any, family: str) -> None:
     content = LLAMA_FILE | {"model_type": family, name: value}
     for knobs in ({}, {"max_model_len": 64}):
         refusal = ""
@@ -460,7 +460,7 @@ def test_whatever_a_config_says_it_is_planned_or_refused_in_words(name: str, val
         assert "\n" not in refusal
 
 
-def test_windows_have_groups_of_their_own_where_requests_may_be_longer_than_they_are() -> None:
+def test_windows_are_grouped_if_requests_can_be_longer() -> None:
     groups = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64, 64, 128))
     assert planned(gpu(40), shape(groups=groups)).layout == KVLayout(16, 1, 1, 128)
     assert planned(gpu(40), shape(groups=groups), max_model_len=120).layout == KVLayout(16)

@@ -1,4 +1,4 @@
-"""Predicted against actual memory: what is measured, how it is told, and what a profile keeps of it."""
+"""Predicted against actual memory: measurement, the banner of serve, and ratios in profiles."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_gpu_has_a_context_too(plan: MemoryPlan) -> None:
         (Reconciled("weights", 0, 1024), "0 B predicted, 1.00 KiB actual"),
     ],
 )
-def test_how_a_part_is_predicted_and_actual(part: Reconciled, text: str) -> None:
+def test_ratio_and_exceeds(part: Reconciled, text: str) -> None:
     assert predicted_and_actual(part) == text
 
 
