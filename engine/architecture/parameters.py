@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from llmsched.engine.architecture.families import FAMILIES, DecoderParts, Switch
 from llmsched.engine.architecture.fields import Fields
 from llmsched.engine.architecture.geometry import LayerReader
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """Numbers of parameters, divided as quantised formats divide them.
 
     linear: matrices of attention and dense MLPs; experts: matrices of routed experts; embeddings: input, output and
@@ -24,12 +23,14 @@ class Parameters:
     other: int = 0
     encoders: int = 0
 
-    def __add__(self, more: Parameters) -> Parameters:
-        return Parameters(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
-
     @property
     def total(self) -> int:
-        return sum(getattr(self, each.name) for each in fields(self))
+        return sum(self)
+
+
+def add_up(parts: Iterable[Parameters]) -> Parameters:
+    """Add the numbers of all parts."""
+    return Parameters(*map(sum, zip(*parts, strict=True)))
 
 
 def count_parameters(config: Fields) -> Parameters | None:
@@ -40,7 +41,7 @@ def count_parameters(config: Fields) -> Parameters | None:
     family = FAMILIES.get(config.model_type)
     if family is None or not config.hidden_size or not config.vocab_size or _is_variant(config):
         return None
-    return sum(_Counter(config, family.parts).count(), Parameters())
+    return add_up(_Counter(config, family.parts).count())
 
 
 def _is_variant(config: Fields) -> bool:
@@ -146,7 +147,8 @@ class _Counter:
             yield self._mlp(get("intermediate_size"))
             if get("enable_moe_block"):
                 yield self._experts(get("num_experts"), get("moe_intermediate_size"))
-                yield Parameters(other=self.hidden + get("num_experts")) + self._norms(3)
+                yield Parameters(other=self.hidden + get("num_experts"))
+                yield self._norms(3)
         elif self._is_sparse(layer, name):
             yield self._experts(self.config.num_experts, get(self.parts.experts))
             yield from self._shared()

@@ -8,12 +8,12 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.fields import Fields, transformers_config
-from llmsched.engine.architecture.parameters import Parameters, count_parameters
+from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantization import Quantization, quantization_of
 from llmsched.engine.architecture.vision import encoder_parameters
 from llmsched.engine.errors import ModelError
@@ -76,7 +76,7 @@ def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
     """
     counted = count_parameters(fields)
     if counted is not None and (encoders := encoder_parameters(fields.content)) is not None:
-        return counted + Parameters(encoders=encoders), ()
+        return counted._replace(encoders=encoders), ()
     built = fields.ask("parameters", lambda: _built_parameters(fields.config))
     if built:
         return Parameters(**built), ()
@@ -184,7 +184,7 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
         except Exception as problem:  # model classes raise whatever their arithmetic or imports raise
             logger.info("%s cannot be built: %s", type(made).__name__, problem)
             continue
-        return asdict(sum((_classified(name, tensor) for name, tensor in model.named_parameters()), Parameters()))
+        return add_up(_classified(name, tensor) for name, tensor in model.named_parameters())._asdict()
     return None
 
 

@@ -134,9 +134,6 @@ def _publish(made: Path, target: Path) -> None:
 
 
 def _sha256(path: Path, stage: str, progress: Progress) -> str:
-    digest, total = hashlib.sha256(), path.stat().st_size
+    progress(stage, 0, 0)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            progress(stage, file.tell(), total)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.kernels.dispatch import paged_attention, write_kv
+from llmsched.kernels.reference import AttentionOptions
 
 
 class LayerShape(NamedTuple):
@@ -117,12 +118,7 @@ class PagedContext:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> torch.Tensor:
         """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then attend with query [T, heads, D].
 
@@ -137,11 +133,7 @@ class PagedContext:
             self.block_tables[group],
             self.cu_seqlens_q,
             self.context_lens,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            slopes=slopes,
+            **options,
         )
 
 

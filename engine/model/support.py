@@ -6,16 +6,14 @@ probe.py checks what only the running model shows: masks, and keywords passed to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.fields import ConfigCache, nested_text, transformers_config
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    Config: TypeAlias = "PretrainedConfig | _StatedConfig"
 
 #: Architectures whose logits the tests compare with transformers'; messages name them when another is refused.
 TESTED = (
@@ -74,7 +72,7 @@ _RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForC
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def architecture_of(config: Config) -> str:
+def architecture_of(config: PretrainedConfig) -> str:
     """Return the model class that config.json names; "" if it names none, which check_supported refuses."""
     return str(config.architectures[0]) if config.architectures else ""
 
@@ -86,17 +84,16 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return why serve would refuse the model of a config.json's `content`; None if its config gives no reason."""
+    """Return why serve would refuse the model of a config.json's `content`; None if the config gives no reason.
+
+    Raises ModelError for a config that transformers finds invalid.
+    """
     decided, reason = refusal_of_file(content)
     if decided:
         return reason
 
     def ask_transformers() -> str | None:
-        try:
-            config = transformers_config(content)
-        except ModelError as problem:
-            return str(problem)
-        if config is None:
+        if (config := transformers_config(content)) is None:
             return f"transformers does not know model_type {content.get('model_type')}"
         return _refusal_of_class(config)
 
@@ -108,7 +105,7 @@ def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
 
     Returns whether that decides the matter, and the reason for a refusal, None if the model is accepted or undecided.
     """
-    config = _StatedConfig(content)
+    config = _stated_config(content)
     name = architecture_of(config)
     known = _DECODERS.get(config.model_type) == name
     reason = _check_kind(config) or _check_quantisation(config)
@@ -124,54 +121,28 @@ def _refusal_of_class(config: PretrainedConfig) -> str | None:
     return next((reason for check in checks if (reason := check(config))), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _StatedConfig:
-    """The attributes of a transformers config that the checks read, from the content of a config.json."""
-
-    content: Mapping[str, Any]
-
-    @property
-    def architectures(self) -> list[str] | None:
-        return self.content.get("architectures")
-
-    @property
-    def model_type(self) -> str:
-        return str(self.content.get("model_type", ""))
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        return bool(self.content.get("is_encoder_decoder"))
-
-    @property
-    def quantization_config(self) -> Any:
-        return self.content.get("quantization_config")
-
-    @property
-    def layer_types(self) -> list[str] | None:
-        return self.content.get("layer_types")
-
-    def get_text_config(self) -> _StatedConfig:
-        nested = nested_text(self.content)
-        return self if nested is None else _StatedConfig(nested)
+def _stated_config(content: Mapping[str, Any]) -> Any:
+    """Return the attributes of a transformers config that the checks read, from the content of a config.json."""
+    read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
+    config = SimpleNamespace(**{name: content.get(name) for name in read})
+    config.get_text_config = lambda: config if nested_text(content) is None else nested_text(content)
+    return config
 
 
-def _check_kind(config: Config) -> str | None:
+def _check_kind(config: PretrainedConfig) -> str | None:
     name = architecture_of(config)
     if not name:
-        return (
-            f"config.json of this {config.model_type or 'unknown'} model names no architectures, so its weights are of "
-            f"unknown use; {SUPPORTED}"
-        )
+        named = config.model_type or "unknown"
+        return f"config.json of this {named} model names no architectures, so its class is unknown; {SUPPORTED}"
     if config.is_encoder_decoder:
         return f"{name} has an encoder and a decoder; only decoders can be served; {SUPPORTED}"
     if config.get_text_config() is not config:
-        return (
-            f"{name} reads more than text (model type {config.model_type}); only text models can be served; {SUPPORTED}"
-        )
+        what = f"{name} reads more than text (model type {config.model_type})"
+        return f"{what}; only text models can be served; {SUPPORTED}"
     return None
 
 
-def _check_quantisation(config: Config) -> str | None:
+def _check_quantisation(config: PretrainedConfig) -> str | None:
     settings: Any = getattr(config, "quantization_config", None)
     if not settings:
         return None
@@ -206,7 +177,7 @@ def _has_state(name: str) -> str:
     return f"{name} has recurrent state, which is not supported; {SUPPORTED}"
 
 
-def _check_layers(config: Config) -> str | None:
+def _check_layers(config: PretrainedConfig) -> str | None:
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         kinds = ", ".join(sorted(unknown))
         return f"{architecture_of(config)} has layers of type {kinds}; supported: {', '.join(sorted(_LAYER_TYPES))}"
