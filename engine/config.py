@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from llmsched.engine.errors import ConfigError, setting
 
@@ -54,22 +54,22 @@ class EngineConfig:
     dtype: DType = knob(
         "auto",
         "type of the weights, and by default of the KV cache; auto is bfloat16 if the device supports it, else float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=get_args(DType),
     )
     kv_cache_dtype: KVDType = knob(
         "auto",
         "type of the KV cache; auto is dtype, or what the checkpoint asks for; fp8 can be planned for, but not served",
-        choices=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        choices=get_args(KVDType),
     )
-    device: Device = knob("auto", "auto uses the GPU if there is one", choices=("auto", "cuda", "cpu"))
+    device: Device = knob("auto", "auto uses the GPU if there is one", choices=get_args(Device))
     max_model_len: int | None = knob(
         None, "longest prompt and output of one request together; default: the model's limit", unit="tokens", low=1
     )
     max_num_seqs: int = knob(128, "most requests that run at the same time", low=1, high=65536)
     max_num_batched_tokens: int | None = knob(
         None,
-        "most tokens computed in one step: more prefill faster, fewer keep the gaps between tokens short; "
-        "default: 2048 on a GPU, 256 on a CPU",
+        "most tokens computed in one step: a larger limit prefills faster, a smaller one keeps the gaps between tokens "
+        "short; default: 2048 on a GPU, 256 on a CPU",
         unit="tokens",
         low=1,
         high=1 << 20,
@@ -100,7 +100,7 @@ class EngineConfig:
         "auto",
         "KV of a preempted request: recompute drops it, swap copies it to host memory while swap_space lasts, auto "
         "does what is predicted to take less time",
-        choices=("recompute", "swap", "auto"),
+        choices=get_args(PreemptionMode),
     )
     swap_space: int = knob(
         0, "host memory for the KV of preempted requests; 0 turns swapping off", unit="bytes", low=0, high=1 << 44
@@ -111,7 +111,7 @@ class EngineConfig:
         "fair",
         "fair: all features; baselines to compare with: fcfs (continuous batching in order of arrival), sptf (shortest "
         "prompt + max_tokens first), static (whole batches), serial (one request at a time)",
-        choices=("fair", "fcfs", "sptf", "static", "serial"),
+        choices=get_args(Policy),
     )
     priority_step: float = knob(
         10.0,
@@ -136,7 +136,7 @@ class EngineConfig:
         "learned",
         "output length assumed at admission: learned from finished requests, max_tokens, or none (admit by the memory "
         "free now)",
-        choices=("learned", "max_tokens", "none"),
+        choices=get_args(Prediction),
     )
     max_passes: int = knob(16, "later requests that may be admitted before one that does not fit yet", low=0)
     target_itl: float | None = knob(

@@ -25,7 +25,7 @@ from llmsched.engine.prompt_changes import PromptChanges
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.scheduler.scheduler import Update
-from llmsched.engine.stats import Accounts, EngineStats
+from llmsched.engine.stats import EngineStats, StatsRecorder
 from llmsched.engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Engine(StepLoop):
         if plan is not None:
             self.metrics.add_memory(plan.parts, self.scheduler.kv_usage())
         self.prefixes = PrefixAdmin(self)
-        self._accounts = Accounts(self.scheduler, self.metrics, clock)
+        self._recorder = StatsRecorder(self.scheduler, self.metrics, clock)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
         self._seeds = random.Random(config.seed) if config.seed is not None else None
@@ -149,8 +149,8 @@ class Engine(StepLoop):
             self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
             self.scheduler.add(request)
         self._groups[request_id] = names
-        self._accounts.prompt_tokens += len(prompt_token_ids)
-        self._accounts.update()
+        self._recorder.prompt_tokens += len(prompt_token_ids)
+        self._recorder.update()
 
     def compute_pin(self, pin: PinState, token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
         """Queue a request that computes a pinned prefix, unless one is queued already."""
@@ -166,7 +166,7 @@ class Engine(StepLoop):
             self.scheduler.finish(stream.request, FinishReason.ABORT)
             outputs.append(stream.end(FinishReason.ABORT))
             self._end(stream, FinishReason.ABORT)
-        self._accounts.update()
+        self._recorder.update()
         return outputs
 
     def retry_after(self) -> float:
@@ -196,13 +196,13 @@ class Engine(StepLoop):
                 self._account(stream, output, now)
         self.prefixes.changes.update()
         self.metrics.observe("iteration_tokens_total", plan.num_tokens)
-        self._accounts.steps += 1
-        self._accounts.update()
+        self._recorder.steps += 1
+        self._recorder.update()
         return outputs
 
     def _account(self, stream: OutputStream, output: RequestOutput, now: float) -> None:
         if output.token_ids:
-            self._accounts.generation_tokens += len(output.token_ids)
+            self._recorder.generation_tokens += len(output.token_ids)
             stream.record(self.metrics, now)
         if output.finish_reason is not None:
             self.scheduler.finish(stream.request, output.finish_reason)
@@ -211,7 +211,7 @@ class Engine(StepLoop):
     def _end(self, stream: OutputStream, reason: FinishReason) -> None:
         now = self.clock()
         stream.record_end(self.metrics, reason, now)
-        self._accounts.finished[reason] += 1
+        self._recorder.finished[reason] += 1
         self._finish_times.append(now)
         name = stream.request.request_id
         del self._streams[name]
@@ -223,16 +223,16 @@ class Engine(StepLoop):
 
     def stats(self) -> EngineStats:
         """Return the state after the latest step."""
-        return self._accounts.stats()
+        return self._recorder.stats()
 
     def update_metrics(self) -> None:
         """Update the metrics after a change outside of a step."""
-        self._accounts.update()
+        self._recorder.update()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits as `StepLoop.reconfigure` does, and update the metrics."""
         super().reconfigure(**limits)
-        self._accounts.update()
+        self._recorder.update()
 
     def explain(self, request_id: str) -> list[Timeline]:
         """Return what the scheduler decided about each sequence of a request; empty if it is unknown or too old."""

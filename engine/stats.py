@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
+from llmsched.engine.scheduler.ledger import SchedulerCounters
 from llmsched.engine.scheduler.scheduler import Scheduler
 
 #: Seconds between two updates of KV usage, which visit every running request.
@@ -27,12 +28,12 @@ _COUNTED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+@dataclass(slots=True, kw_only=True)
+class EngineStats(SchedulerCounters):
     """State of the engine after a step. Counters are totals since the start.
 
     `headroom` is the share of blocks that admission keeps free and `max_running` the concurrency limit; preemptions
-    changed them `headroom_changes` times. `prefix_misses` counts requests by the reason why their prefix hit ended.
+    changed them `num_headroom_changes` times. `prefix_misses` counts requests by the reason why their prefix hit ended.
     `max_blocks_pinned` is the limit of `blocks_pinned`. A preempted request counts as swapped out if its KV was copied
     to host memory, and as swapped in if it was copied back.
     """
@@ -47,23 +48,16 @@ class EngineStats:
     max_blocks_pinned: int
     prompt_tokens: int
     generation_tokens: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
     prefix_misses: dict[MissKind, int]
-    recomputed_tokens: int
-    num_preemptions: int
-    num_swapped_out: int
-    num_swapped_in: int
     host_blocks_used: int
     host_blocks_total: int
     headroom: float
     max_running: int
-    headroom_changes: int
     finished: dict[FinishReason, int]
     steps: int
 
 
-class Accounts:
+class StatsRecorder:
     """Totals that the engine counts, and updates of the metrics from these and the scheduler's counters."""
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
@@ -73,8 +67,8 @@ class Accounts:
         self._metrics = metrics
         self._clock = clock
         self._next_use = -math.inf
-        self._booked = replace(scheduler.counters)
-        self._booked_misses: Counter[MissKind] = Counter()
+        self._recorded = replace(scheduler.counters)
+        self._recorded_misses: Counter[MissKind] = Counter()
         self.update()
 
     def update(self) -> None:
@@ -93,16 +87,17 @@ class Accounts:
         if not scheduler.running or self._clock() >= self._next_use:
             metrics.kv_usage(scheduler.kv_usage())
             self._next_use = self._clock() + _USE_INTERVAL_S
-        if scheduler.counters != self._booked:
-            self._book_counters()
-        if scheduler.kv.prefix_cache.misses.counts != self._booked_misses:
-            self._book_misses()
+        if scheduler.counters != self._recorded:
+            self._record_counters()
+        if scheduler.kv.prefix_cache.misses.counts != self._recorded_misses:
+            self._record_misses()
 
     def stats(self) -> EngineStats:
         """Return the current state."""
-        scheduler, counters = self._scheduler, self._scheduler.counters
+        scheduler = self._scheduler
         pool, swap = scheduler.kv.pool, scheduler.kv.swap
         return EngineStats(
+            **asdict(scheduler.counters),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             blocks_total=pool.num_blocks,
@@ -113,30 +108,23 @@ class Accounts:
             max_blocks_pinned=scheduler.kv.pins.max_blocks,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
-            prefix_queried_tokens=counters.prefix_queried_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
             prefix_misses={kind: scheduler.kv.prefix_cache.misses.counts[kind] for kind in MissKind},
-            recomputed_tokens=counters.recomputed_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_swapped_out=counters.num_swapped_out,
-            num_swapped_in=counters.num_swapped_in,
             host_blocks_used=swap.num_blocks - swap.num_free,
             host_blocks_total=swap.num_blocks,
             headroom=scheduler.admission.control.headroom,
             max_running=scheduler.admission.control.max_running,
-            headroom_changes=counters.num_headroom_changes,
             finished=dict(self.finished),
             steps=self.steps,
         )
 
-    def _book_counters(self) -> None:
+    def _record_counters(self) -> None:
         after = self._scheduler.counters
         for metric, counter in _COUNTED.items():
-            self._metrics.add(metric, getattr(after, counter) - getattr(self._booked, counter))
-        self._booked = replace(after)
+            self._metrics.add(metric, getattr(after, counter) - getattr(self._recorded, counter))
+        self._recorded = replace(after)
 
-    def _book_misses(self) -> None:
+    def _record_misses(self) -> None:
         counts = self._scheduler.kv.prefix_cache.misses.counts
-        for kind, count in (counts - self._booked_misses).items():
+        for kind, count in (counts - self._recorded_misses).items():
             self._metrics.prefix_miss(kind, count)
-        self._booked_misses = counts.copy()
+        self._recorded_misses = counts.copy()
