@@ -57,11 +57,13 @@ def _entry(
     summary: str | None = None,
     problem: str | None = None,
 ) -> dict[str, Any]:
+    tables: tuple[Mapping[str, Scalar], ...] = ({}, {}) if found is None else (found.model, found.device)
+    model, device = (str(table.get("name", "")) or None for table in tables)
     return {
         "name": name,
         "kind": kind,
-        "model": (found and str(found.model.get("name", ""))) or None,
-        "device": (found and str(found.device.get("name", ""))) or None,
+        "model": model,
+        "device": device,
         "measured": measured,
         "summary": summary or None,
         "created": None if found is None else _iso(found.created),

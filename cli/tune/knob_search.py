@@ -83,7 +83,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 
 
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
-    """Return the settings of a knob's race, the incumbent first, or the reason why there is none."""
+    """Return the settings of a knob's race, the incumbent first, or the reason not to race."""
     incumbent = history.leader()
     demand = _peak_demand(history)
     if incumbent is None or demand is None:

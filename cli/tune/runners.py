@@ -69,7 +69,7 @@ class EngineRunner:
         self._warm: set[Setting] = set()
 
     async def engine(self) -> AsyncEngine:
-        """Return the engine; build it if there is none or it died. Raises ModelError and ConfigError."""
+        """Return the engine; build it at first use and after it died. Raises ModelError and ConfigError."""
         if self._engine is not None and not self._engine.healthy:
             await self.close()
         if self._engine is None:

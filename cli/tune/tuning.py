@@ -48,7 +48,7 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True, slots=True)
 class TuneTask:
-    """What to tune, for which load and SLOs, and how long to search.
+    """One command of `llmsched tune`: the model, the load and SLOs, and the limits of the search.
 
     `knobs` are searched; the best settings are measured in full up to `rounds` times. `timeout` (of a request) and
     `time_limit` (of the search) are in seconds; `smallest` is the smallest token budget tried. The profile is written

@@ -50,7 +50,7 @@ FIGURES: tuple[tuple[str, Callable[[Measurement], float | None], str, float], ..
     ("P99 ITL", lambda m: _ms(m.latency.itl.p99), "ms", 0.20),
     ("P99 E2E", lambda m: _ms(m.latency.e2e.p99), "ms", 0.20),
 )
-#: What the issue asks for; the others are for information.
+#: Figures with an accuracy goal; the others are for information.
 ASKED = {"throughput", "P99 TTFT", "P99 ITL"}
 
 

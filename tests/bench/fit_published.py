@@ -116,7 +116,7 @@ class ClassFit:
         return engine_spec(self.name, self.entry(constants), self.default)
 
     def errors(self, constants: Constants) -> Floats:
-        """Return the logarithms of predicted / published."""
+        """Return the logarithms of predicted / published: TPOT, throughput, and prefill if it is a single step."""
         spec = self.spec(constants)
         costs = (Roofline(self.works[s.row.id], s.row.gpu, spec, dtype=s.row.dtype) for s in self.steps)
         return np.array([error for s, cost in zip(self.steps, costs, strict=True) for error in errors(s, cost)])

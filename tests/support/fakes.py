@@ -88,7 +88,7 @@ class FakeExecutor:
     def _read(self, row: ScheduledRow) -> RowResult:
         end = row.start + row.num_tokens
         for group, table in enumerate(row.block_table):
-            # What the first token of the row sees, and all after it.
+            # Tokens that the row's first token and all later ones attend to.
             start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
             held = self.kv[table].reshape(-1)[start:end].tolist()
             assert held == row.sequence.token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
@@ -151,7 +151,7 @@ class Harness:
         assert plan.rows, "no progress"
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
         if self.scheduler.counters.num_preemptions > preemptions and ran & set(self.scheduler.running):
-            assert ran >= set(self.scheduler.running), "a step that preempted admits nobody"
+            assert ran >= set(self.scheduler.running), "a step that preempted admits no request"
         assert plan.num_tokens <= self.scheduler.pacer.step_budget
         self.scheduler.update(plan, self.executor.execute(plan))
         self.scheduler.check_integrity()
