@@ -11,11 +11,9 @@ import typer
 from llmsched.cli.kv_budget.other_engines import OtherEngine
 from llmsched.cli.options.flags import quantization_option, typed
 from llmsched.cli.values import MOST_TOKENS, size, tokens
-from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting
-from llmsched.engine.memory.changes import MemoryDemand
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, find_gpu, gpus
@@ -113,14 +111,6 @@ class BudgetOptions:
     def has_demand(self) -> bool:
         """Whether a number of requests or a context was asked for."""
         return self.users is not None or self.context is not None
-
-    @property
-    def demand(self) -> MemoryDemand:
-        return MemoryDemand(self.users or 1, self.context or 0)
-
-    @property
-    def given_weights(self) -> Weights | None:
-        return None if self.weights is None else Weights(self.weights, "--weights", exact=True)
 
     def check(self) -> None:
         """Raise ConfigError for flags that contradict each other."""

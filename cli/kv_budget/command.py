@@ -15,8 +15,9 @@ from llmsched.cli.kv_budget.json_document import comparison_document, document
 from llmsched.cli.kv_budget.other_engines import command_line
 from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model, with_options
+from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.changes import config_for_demand, longest_context
+from llmsched.engine.memory.changes import MemoryDemand, config_for_demand, longest_context
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.support import refusal
 
@@ -68,8 +69,10 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
     """Return the analysis of the model on each device. Raises ModelError, ConfigError."""
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)
+    demand = MemoryDemand(options.users or 1, options.context or 0)
+    weights = None if options.weights is None else Weights(options.weights, "--weights", exact=True)
     with render.progress_bar() as progress:
-        planner = open_planner(spec, progress, options.given_weights, options.quantization)
+        planner = open_planner(spec, progress, weights, options.quantization)
     refused, analyses = refusal(planner.content, planner.cache), []
     for device in devices:
         settings = config
@@ -81,7 +84,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
                 planner=planner,
                 config=settings,
                 plan=planner.plan(settings, device),
-                demand=options.demand,
+                demand=demand,
                 has_demand=options.has_demand,
                 mean_len=options.mean_len,
                 lengths=lengths,

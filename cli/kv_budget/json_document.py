@@ -35,20 +35,13 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
         "would_fit": [_change(change) for change in analysis.changes],
         "confidence": plan.confidence,
         "kv_confidence": analysis.shape.geometry.confidence,
-        "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "kv_bytes_per_token_window": plan.kv_bytes_per_token_window,
+        **_attributes(plan, "kv_bytes_per_token", "kv_bytes_per_token_window"),
         "cached_bytes_per_token": analysis.cached_bytes_per_token,
-        "window": plan.window,
-        "state_bytes_per_seq": plan.state_bytes_per_seq,
-        "block_size": plan.block_size,
-        "block_bytes": plan.block_bytes,
-        "num_blocks": plan.num_blocks,
+        **_attributes(plan, "window", "state_bytes_per_seq", "block_size", "block_bytes", "num_blocks"),
         "kv_tokens": plan.num_tokens,
         "weights_bytes": plan.weights_bytes,
         "weights_from": analysis.shape.weights.source,
-        "available_kv_bytes": plan.available_kv_bytes,
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": plan.max_num_seqs,
+        **_attributes(plan, "available_kv_bytes", "max_model_len", "max_num_seqs"),
         "users": analysis.demand.users if analysis.has_demand else None,
         "context": analysis.demand.length(plan) if analysis.has_demand else None,
         "mean_len": mean,
@@ -85,15 +78,15 @@ def _gpu(spec: GpuSpec, analysis: BudgetAnalysis) -> dict[str, Any]:
         "replicas": analysis.demand.num_replicas(plan),
         "dtype": analysis.dtype,
         "kv_cache_dtype": analysis.kv_dtype,
-        "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "weights_bytes": plan.weights_bytes,
-        "available_kv_bytes": plan.available_kv_bytes,
-        "num_blocks": plan.num_blocks,
+        **_attributes(plan, "kv_bytes_per_token", "weights_bytes", "available_kv_bytes", "num_blocks"),
         "kv_tokens": plan.num_tokens,
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": plan.max_num_seqs,
-        "confidence": plan.confidence,
+        **_attributes(plan, "max_model_len", "max_num_seqs", "confidence"),
     }
+
+
+def _attributes(source: object, *names: str) -> dict[str, Any]:
+    """Return attributes that have the same name in the document."""
+    return {name: getattr(source, name) for name in names}
 
 
 def _problem(analysis: BudgetAnalysis) -> str | None:
@@ -108,14 +101,8 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
         "used_by_others_bytes": plan.device.used_by_others,
         "processes": [{"pid": holder.pid, "name": holder.name, "bytes": holder.used} for holder in plan.device.holders],
         "gpu_memory_utilization": plan.utilisation if plan.device.kind == "cuda" else None,
-        "budget_bytes": plan.budget_bytes,
-        "weights_bytes": plan.weights_bytes,
-        "activation_bytes": plan.activation_bytes,
-        "context_bytes": plan.context_bytes,
-        "state_bytes": plan.state_bytes,
-        "kv_bytes": plan.kv_bytes,
-        "headroom": plan.headroom,
-        "headroom_blocks": plan.headroom_blocks,
+        **_attributes(plan, "budget_bytes", "weights_bytes", "activation_bytes", "context_bytes", "state_bytes"),
+        **_attributes(plan, "kv_bytes", "headroom", "headroom_blocks"),
         "max_num_seqs_admitted": plan.num_admitted_at(plan.max_model_len),
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "max_num_seqs": plan.max_num_seqs_limit,
@@ -128,9 +115,7 @@ def _change(change: Change) -> dict[str, Any]:
         "cost": spell(change.cost, flag),
         "settings": dict(change.settings),
         "served_here": change.servable,
-        "num_blocks": change.plan.num_blocks,
-        "max_model_len": change.plan.max_model_len,
-        "max_num_seqs": change.plan.max_num_seqs,
+        **_attributes(change.plan, "num_blocks", "max_model_len", "max_num_seqs"),
     }
 
 
@@ -167,9 +152,7 @@ def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
 
 def _step(step: MemoryPlan, present: MemoryPlan) -> dict[str, Any]:
     return {
-        "max_num_batched_tokens": step.max_num_batched_tokens,
-        "activation_bytes": step.activation_bytes,
-        "num_blocks": step.num_blocks,
+        **_attributes(step, "max_num_batched_tokens", "activation_bytes", "num_blocks"),
         "blocks_lost": present.num_blocks - step.num_blocks,
         "fits": step.fits,
     }
@@ -177,11 +160,7 @@ def _step(step: MemoryPlan, present: MemoryPlan) -> dict[str, Any]:
 
 def _group(group: LayerGroup, kv_dtype_bytes: int) -> dict[str, Any]:
     return {
-        "kind": group.kind,
-        "layers": group.layers,
-        "kv_heads": group.kv_heads,
-        "head_dim_k": group.head_dim_k,
-        "head_dim_v": group.head_dim_v,
+        **_attributes(group, "kind", "layers", "kv_heads", "head_dim_k", "head_dim_v"),
         "bytes_per_token": group.bytes_per_token(kv_dtype_bytes),
         "cached_bytes_per_token": group.cached_bytes_per_token(kv_dtype_bytes),
         "window": group.window,

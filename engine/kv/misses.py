@@ -99,12 +99,12 @@ WINDOW = 50
 MIN_AGREEING = WINDOW // 2
 #: Divergences less than this many tokens apart count as one place: changing values may begin with equal digits.
 SPREAD = 8
-#: A divergence matters if at least this many tokens behind it have to be computed; so many are kept for comparison.
+#: A divergence matters if at least this many tokens follow it. As many are kept for comparison.
 MIN_LOST = 128
 #: Tokens shown on both sides of a divergence.
 AROUND = 16
-#: Prompts are alike behind the divergence if half of their runs of RUN tokens also occur in half of the other prompts.
-#: Prompts that simply ask different things are not alike there, and are not reported.
+#: Prompts go on alike behind a divergence if half of their runs of RUN tokens occur in half of the prompts. Prompts
+#: that simply ask different things do not, and are not reported.
 RUN = 8
 
 
@@ -179,7 +179,7 @@ class PromptWatch:
 
 
 def _alike(found: list[_Divergence]) -> list[_Divergence]:
-    """Return those divergences behind which at least half of the runs occur in at least half of all of them."""
+    """Return the divergences whose prompts go on alike: half of their runs occur in at least half of all prompts."""
     runs = [d.runs() for d in found]
     count = Counter(run for each in runs for run in each)
     least = len(found) / 2
