@@ -58,7 +58,7 @@ class Axis:
 
 
 def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
-    """Return an axis that covers all values; from 0 to 1 if there are none."""
+    """Return an axis that covers all values; from 0 to 1 without any."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     if log:
         return _log_axis(known or [1.0])

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from llmsched.cli.progress import LogProgress, shown
+from llmsched.cli.progress_display import LogProgress, shown
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes as human_bytes
 from llmsched.engine.units import human_seconds as human_seconds

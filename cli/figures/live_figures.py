@@ -9,7 +9,7 @@ from itertools import chain
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import served
 from llmsched.cli.load.load import PlannedRequest, Send
-from llmsched.cli.progress import detail
+from llmsched.cli.progress_display import detail
 from llmsched.engine.latency import RequestLatency, statistic
 from llmsched.engine.units import human_seconds
 

@@ -45,7 +45,10 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
         "profile": None if profile is None else str(profile),
         "slo": _slo_table(task.slo),
         "workload": task.load.parameters(),
-        "definitions": {**DEFINITIONS, "goodput_rps": "goodput at the steady-state rate (ramp-up and ramp-down excluded)"},
+        "definitions": {
+            **DEFINITIONS,
+            "goodput_rps": "goodput at the steady-state rate (ramp-up and ramp-down excluded)",
+        },
     }
 
 

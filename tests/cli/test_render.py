@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from llmsched.cli import render
-from llmsched.cli.progress import LogProgress, detail
+from llmsched.cli.progress_display import LogProgress, detail
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from command_line import CommandLine
 
-from llmsched.cli import progress, verify
+from llmsched.cli import progress_display as progress
+from llmsched.cli import verify
 from llmsched.engine.model import paged
 from llmsched.engine.parity.logit_comparison import CaseResult, Divergence
 

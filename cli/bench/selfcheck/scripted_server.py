@@ -1,4 +1,4 @@
-"""Server with known times that the bench checks itself against: a process of its own that logs when it wrote what.
+"""Server with known times that the bench checks itself against. It runs in another process and logs what it wrote when.
 
 Its times are of time.monotonic, which all processes of a machine share, so a late server is not mistaken for a client
 that measures wrongly. Run as a module it prints its port, and ends when its stdin is closed.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli import progress
+from llmsched.cli import progress_display as progress
 from llmsched.cli.bench.compare.comparison import VariantRun, compare, concatenated, with_mean_rates
 from llmsched.cli.bench.compare.comparison_report import comparison_json
 from llmsched.cli.bench.compare.variant_engines import VariantEngines
