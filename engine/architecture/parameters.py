@@ -62,7 +62,7 @@ def _is_variant(config: Fields) -> bool:
 
 
 class _Counter:
-    """Walk over the parts of one model."""
+    """Counter of the parts of one model."""
 
     def __init__(self, config: Fields, parts: DecoderParts) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""What transformers is asked about a config is asked once."""
+"""Answers of transformers about a config are kept, so that it is asked only once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(content: dict[str, Any], directory: Path) -> Any:
     return ModelPlanner(content, cache=ConfigCache(content, directory)).plan(EngineConfig(max_model_len=64), GPU)
 
 
-def test_the_second_plan_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_plan_does_not_ask_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = plan(BLOOM, tmp_path / "deep")
     assert len(list((tmp_path / "deep").iterdir())) == 1
     with monkeypatch.context() as patch:
@@ -44,7 +44,7 @@ def test_another_config_or_version_is_another_entry(tmp_path: Path, monkeypatch:
     assert get({"a": 1}) == 3
 
 
-def test_refusals_are_not_kept(tmp_path: Path) -> None:
+def test_errors_are_not_kept(tmp_path: Path) -> None:
     cache = ConfigCache({}, tmp_path)
 
     def refuse() -> None:
@@ -58,15 +58,15 @@ def test_refusals_are_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"text"'])
-def test_a_damaged_entry_is_none(tmp_path: Path, text: str) -> None:
+def test_a_damaged_entry_is_ignored(tmp_path: Path, text: str) -> None:
     ConfigCache({}, tmp_path).get("x", lambda: 1)
     [entry] = tmp_path.iterdir()
     entry.write_text(text)
     assert ConfigCache({}, tmp_path).get("x", lambda: 2) == 2
 
 
-def test_a_place_that_cannot_be_written_only_costs_time(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = ConfigCache({}, tmp_path / "file")
     assert cache.get("x", lambda: 1) == 1
-    assert cache.get("y", lambda: {1, 2}) == {1, 2}, "what is no JSON is not kept"
+    assert cache.get("y", lambda: {1, 2}) == {1, 2}, "a value that is not JSON is not kept"

@@ -111,7 +111,7 @@ NESTED_ONLY = {
 
 
 def stated(family: str, *, tied: bool) -> dict[str, Any]:
-    """A small config.json of the family that says what it must say and no more."""
+    """Return a small config.json of the family with only the settings that it needs."""
     settings = {name: SIZES[name] for name in FAMILIES[family].needs if name != "layer_types"}
     if family in THIRDS:
         settings["layer_types"] = [THIRDS[family], THIRDS[family], "full_attention"] * 2

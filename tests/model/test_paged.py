@@ -1,4 +1,4 @@
-"""Where layers are cached: in groups that share blocks."""
+"""Places of layers in the KV cache: groups of layers share blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from llmsched.engine.model.paged import KVCache, LayerShape, place_layers
 FULL, WINDOW = LayerShape(2, 6, 4), LayerShape(2, 6, 4, 8)
 
 
-def test_one_group_has_a_slot_for_each_layer() -> None:
+def test_one_group_has_a_part_for_each_layer() -> None:
     assert place_layers([FULL, WINDOW, LayerShape(1, 8, 8)], KVLayout(4)) == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_layers_with_a_window_share_slots_with_the_others() -> None:
+def test_window_layers_share_parts_with_the_others() -> None:
     layers = [WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL, WINDOW]
     places = place_layers(layers, KVLayout(4, 1, 3, 8))
     assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0)]

@@ -16,7 +16,7 @@ from llmsched.engine.model.source import locate
 
 @pytest.fixture
 def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache directory, empty, with the hub out of reach."""
+    """Return the hub's cache directory, empty, with the hub out of reach."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path
@@ -62,7 +62,7 @@ def test_a_hub_model_in_the_cache_needs_no_hub(offline_hub: Path, tiny_model: An
         ("absent.gguf", "no such file"),
     ],
 )
-def test_what_is_nowhere_is_refused_in_one_line(spec: str, message: str, offline_hub: Path) -> None:
+def test_a_missing_model_is_refused_in_one_line(spec: str, message: str, offline_hub: Path) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         locate(spec)
     assert "\n" not in str(caught.value)

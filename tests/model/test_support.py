@@ -1,4 +1,4 @@
-"""What cannot be served is refused on its configuration, with the name found and what is supported."""
+"""Models that cannot be served are refused by their config, with the name found and what is supported."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_code_from_the_directory_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(_DECODERS | _RECURRENT))
-def test_what_a_file_alone_tells_is_what_the_class_tells(model_type: str) -> None:
+def test_config_json_and_model_class_agree(model_type: str) -> None:
     from transformers import AutoConfig
 
     name = (_DECODERS | _RECURRENT)[model_type]
@@ -129,14 +129,14 @@ def test_what_a_file_alone_tells_is_what_the_class_tells(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_file_alone_never_accepts_what_the_class_refuses(case: str) -> None:
+def test_config_json_never_accepts_what_the_class_refuses(case: str) -> None:
     content, message = REFUSED[case]
     decided, reason = refusal_of_file(content)
     assert decided == (reason is not None)
     assert reason is None or re.search(message, reason)
 
 
-def test_a_file_alone_tells_of_vision_and_of_layers() -> None:
+def test_config_json_shows_vision_and_layer_types() -> None:
     nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
     assert "more than text" in str(refusal_of_file(nested))
     assert "layers of type linear_attention" in str(refusal_of_file({**LLAMA, "layer_types": ["linear_attention"]}))

@@ -54,7 +54,7 @@ def test_types_have_calibrations_of_their_own() -> None:
     assert calibration_name("demo", "H100", "bfloat16", "float32") == "demo-H100-bfloat16-float32"
 
 
-def test_none_is_none() -> None:
+def test_a_missing_calibration_is_none() -> None:
     assert load_calibration("missing") is None
     assert list_calibrations() == []
 
@@ -83,7 +83,7 @@ def test_a_bad_file_is_refused(old: str, new: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [7, [7], "none"])
-def test_steps_that_are_no_tables_are_refused(steps: object) -> None:
+def test_steps_that_are_not_tables_are_refused(steps: object) -> None:
     path = save_calibration(CALIBRATION)
     path.write_text(tomli_w.dumps(tomllib.loads(path.read_text()) | {"steps": steps}))
     with pytest.raises(ProfileError, match="steps is not a list of tables"):

@@ -1,4 +1,4 @@
-"""Engine classes and what they reach, by GPU."""
+"""Engine classes and the shares that they reach, by GPU."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_a_class_without_shares_for_a_kind_has_the_defaults_but_not_their_error(
     assert lmdeploy == replace(default, error=None)
 
 
-def test_the_most_special_word_holds() -> None:
-    """Typical shares, then those of the architecture, then of the GPU; a class's own ones go before the default's."""
+def test_the_most_specific_share_applies() -> None:
+    """Prefer the GPU's shares to its architecture's to typical ones, and the class's to the default class's."""
     on = {
         "default": {name: 0.1 for name in asdict(find_engine("default").shares["default"]) if name != "error"},
         "ampere": {"matrix": 0.2, "bandwidth": 0.2, "error": 0.02},

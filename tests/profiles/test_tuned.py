@@ -84,8 +84,8 @@ def test_a_file_is_never_left_broken(tmp_path: Path) -> None:
     assert load_profile(str(path)).memory == {"kv_ratio": 2.0}
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path, home: Path) -> None:
-    """A pipe that nobody writes to would never end."""
+def test_pipes_and_devices_are_not_read(tmp_path: Path, home: Path) -> None:
+    """Refuse a pipe: reading one without a writer never ends."""
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, Path("/dev/zero")):

@@ -39,7 +39,7 @@ def byte_level_with_added() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2 and Mistral."""
+    """Build a tokenizer as in Llama 2 and Mistral."""
     vocab = {token: i for i, token in enumerate(["<unk>", *BYTES, *SPIECE_WORDS])}
     backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence(
@@ -49,7 +49,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def byte_fallback_unstripped() -> Tokenizer:
-    """As in Gemma."""
+    """Build a tokenizer as in Gemma."""
     vocab = {token: i for i, token in enumerate(["<unk>", *BYTES, *SPIECE_WORDS])}
     backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -57,7 +57,7 @@ def byte_fallback_unstripped() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As in T5 and XLM-R."""
+    """Build a tokenizer as in T5 and XLM-R."""
     backend = Backend(models.Unigram([("<unk>", 0.0)] + [(word, -1.0) for word in SPIECE_WORDS], 0, False))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -65,7 +65,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As in BERT: spaces between tokens, except before ## and punctuation."""
+    """Build a tokenizer as in BERT: spaces between tokens, except before ## and punctuation."""
     words = ["[UNK]", "he", "##llo", "does", "n't", "##n", ".", ",", "'", "天", "not"]
     backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
@@ -73,7 +73,7 @@ def word_piece() -> Tokenizer:
 
 
 def word_ends() -> Tokenizer:
-    """As in the first GPT: </w> ends a word, and is a space except at the end of the text."""
+    """Build a tokenizer as in the first GPT: </w> ends a word, and is a space except at the end of the text."""
     words = ["<unk>", "he", "llo</w>", "world</w>", "wor", ".</w>", "</w>"]
     backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
     backend.decoder = decoders.BPEDecoder()
@@ -129,14 +129,14 @@ def test_broken_utf8_is_replaced_as_the_library_does(raw: list[int]) -> None:
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == bytes(raw).decode(errors="replace")
 
 
-def test_a_character_is_given_out_with_its_last_byte() -> None:  # B02, B04
+def test_a_character_is_returned_with_its_last_byte() -> None:  # B02, B04
     tokenizer = tokenizer_of(0)
     ids = tokenizer.encode("天k🍋")
     assert pieces_of(tokenizer, ids) == ["", "", "天", "k", "", "", "", "🍋", ""]
     assert pieces_of(tokenizer, ids[:-1])[-1] == "\ufffd"
 
 
-def test_a_run_of_byte_tokens_is_given_out_as_a_whole() -> None:
+def test_a_run_of_byte_tokens_is_returned_as_a_whole() -> None:
     tokenizer = tokenizer_of(2)
     backend = tokenizer.backend
     ids = [backend.token_to_id(token) for token in ("▁a", "<0xE5>", "<0xA4>", "<0xA9>", "b")]

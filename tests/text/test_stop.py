@@ -13,7 +13,7 @@ STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4).map(tuple
 
 
 def run(pieces: list[str], stops: tuple[str, ...], include: bool = False) -> tuple[list[str], str | None]:
-    """What each push and the final flush emitted, and the stop string met."""
+    """Return what each push and the final flush emitted, and the stop string found."""
     matcher, emitted = StopMatcher(stops, include), []
     for piece in pieces:
         text, stop = matcher.push(piece)
@@ -24,7 +24,7 @@ def run(pieces: list[str], stops: tuple[str, ...], include: bool = False) -> tup
 
 
 def first_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """The specification: the stop string complete first, the longest of those that end together."""
+    """Specify the result: the stop string complete first, the longest of those that end together."""
     for end in range(1, len(text) + 1):
         if met := [stop for stop in stops if text[:end].endswith(stop)]:
             stop = max(met, key=len)

@@ -29,7 +29,7 @@ def tiny() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def spiece() -> Tokenizer:
-    """A small SentencePiece-like tokenizer: pieces with a space mark, and bytes for everything else."""
+    """Build a small SentencePiece-like tokenizer: pieces with a space mark, and bytes for everything else."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "a", "b", f"{SPACE}a"]
     merges = [(SPACE, "a")]
     vocabulary = {token: index for index, token in enumerate(tokens)}

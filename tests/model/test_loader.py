@@ -39,7 +39,7 @@ def info_of(path: Path) -> Any:
 
 @pytest.fixture
 def copy(tiny_model: Any, tmp_path: Path) -> Any:
-    """copy("llama", ...) -> a directory of one's own, for tests that damage it."""
+    """copy("llama", ...) -> a new directory, for tests that damage it."""
 
     def make(arch: str, **overrides: Any) -> Path:
         return Path(shutil.copytree(tiny_model(arch, **overrides), tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""The loads that are shipped: each can be read, and is what SOURCES.md says."""
+"""Shipped workloads: each can be read and agrees with SOURCES.md."""
 
 from __future__ import annotations
 
