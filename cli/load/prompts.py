@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmsched.cli.load.traces.trace import Content, Message
+from llmsched.engine.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
@@ -141,18 +142,29 @@ class TokenizerEncoder:
     """Encoder with a model's tokenizer. Messages go through its chat template, if it has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def prompt(self, content: Content) -> list[int]:
         """Return the token ids of a prompt. Raises RequestError if the template refuses the messages."""
         from llmsched.engine.text.chat import render_chat
 
-        if content.messages is not None and self._tokenizer.chat_template is not None:
-            return render_chat(self._tokenizer, content.messages)
-        return self._tokenizer.encode(content.text)
+        if content.messages is not None and self.tokenizer.chat_template is not None:
+            return render_chat(self.tokenizer, content.messages)
+        return self.tokenizer.encode(content.text)
 
     def count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_encoder(model: str) -> TokenizerEncoder:
+    """Return the encoder with a model's tokenizer. Raises ConfigError for the setting `tokenizer`."""
+    from llmsched.engine.model.loader import load_tokenizer
+    from llmsched.engine.model.source import locate
+
+    try:
+        return TokenizerEncoder(load_tokenizer(locate(model)))
+    except ModelError as problem:
+        raise ConfigError("tokenizer", problem.message) from problem
 
 
 class WordEncoder:

@@ -15,14 +15,13 @@ from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
-from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, TokenizerEncoder, usable_ids
+from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, load_encoder, usable_ids
 from llmsched.cli.targets.answer import read_answer, shorten
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.server_metrics import ServerMetrics
 from llmsched.cli.timeline import read_timeline
-from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
@@ -268,11 +267,5 @@ def _vocabulary(model: str | None) -> tuple[Sequence[int], TextEncoder | None]:
     """Return the ids to draw prompts from, and the encoder of texts if a tokenizer was named."""
     if model is None:
         return COMMON_IDS, None
-    from llmsched.engine.model.loader import load_tokenizer
-    from llmsched.engine.model.source import locate
-
-    try:
-        known = load_tokenizer(locate(model))
-    except ModelError as problem:
-        raise ConfigError("tokenizer", str(problem)) from problem
-    return usable_ids(known, known.vocab_size), TokenizerEncoder(known)
+    encoder = load_encoder(model)
+    return usable_ids(encoder.tokenizer, encoder.tokenizer.vocab_size), encoder

@@ -21,14 +21,14 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.measure import measure as measure_run
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, TokenizerEncoder, WordEncoder
+from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, WordEncoder, load_encoder
 from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
-from llmsched.engine.errors import ConfigError, LlmschedError, ModelError, setting
+from llmsched.engine.errors import ConfigError, LlmschedError, setting
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
@@ -133,14 +133,11 @@ class TextEncode:
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
     """Return the tokenizer of a model on this disk. Of a hub id only config.json is fetched, so it has none."""
-    from llmsched.engine.model.loader import load_tokenizer
-    from llmsched.engine.model.source import locate
-
     path = Path(os.path.expanduser(model))
     try:
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
-            return TokenizerEncoder(load_tokenizer(locate(model)))
-    except ModelError:
+            return load_encoder(model)
+    except ConfigError:
         pass
     warn(f"the tokenizer of {model} is not on this disk: each word of a text counts as one token")
     return WordEncoder(COMMON_IDS)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.load.prompts import TextEncoder, TokenizerEncoder
+from llmsched.cli.load.prompts import load_encoder
 from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.options.flags import with_options
 from llmsched.cli.options.load_flags import LoadFlags, TraceFlags, make_load
@@ -16,7 +16,7 @@ from llmsched.cli.workload.load_analysis import analyse
 from llmsched.cli.workload.request_sample import RequestSample, sample_load, sample_trace
 from llmsched.cli.workload.workload_report import as_json, show
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.errors import ConfigError, LlmschedError, ModelError
+from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.profiles.shipped_workloads import workloads
 
 #: The number of requests drawn from a synthetic load.
@@ -75,14 +75,4 @@ def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSampl
         return sample_trace(trace, None, None)
     if not trace.of_text:
         raise ConfigError("tokenizer", f"{tokenizer} has no effect: {name} states lengths, not texts; leave it out")
-    return sample_trace(trace, _encode(tokenizer), tokenizer)
-
-
-def _encode(model: str) -> TextEncoder:
-    from llmsched.engine.model.loader import load_tokenizer
-    from llmsched.engine.model.source import locate
-
-    try:
-        return TokenizerEncoder(load_tokenizer(locate(model)))
-    except ModelError as problem:
-        raise ConfigError("tokenizer", problem.message) from problem
+    return sample_trace(trace, load_encoder(tokenizer), tokenizer)

@@ -60,7 +60,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *((bench, each) for each in ("_bench_model", "_bench_server", "bench_self")),
         *((tune, each) for each in ("tune_engine", "tune_simulated")),
         *((explain, each) for each in ("_fetch", "read_request")),
-        *((workload, "_encode"), (build, "build_engine"), (calibrate, "open_planner"), (parity, "load_for_parity")),
+        *(
+            (workload, "load_encoder"),
+            (build, "build_engine"),
+            (calibrate, "open_planner"),
+            (parity, "load_for_parity"),
+        ),
     ):
         monkeypatch.setattr(module, name, reached)
     monkeypatch.setattr("llmsched.cli.kv_budget.command.resolve_model", lambda model: "config.json")
