@@ -96,7 +96,7 @@ def test_variants_of_quantised_weights(command: CommandLine, llama: str) -> None
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--quantization", "fp8"), "--quantization: is for --simulate"),
+        (("--quantization", "fp8"), "--quantization: applies only to --simulate"),
         (("--quantization", "fp8", "--simulate", "local"), "local serves the model as it is"),
         (("--quantization", "fp7", "--simulate", "h100"), "--quantization: must be one of fp8, fp8_block, awq"),
     ],
