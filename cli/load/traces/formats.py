@@ -31,7 +31,7 @@ _TALKS = ("conversations", "items")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FormatOptions:
     """Options of some formats: turns of a conversation that become requests, and tokens of a block."""
 
     turns: int = 1
@@ -49,7 +49,7 @@ class Format:
 
     name: TraceFormat
     rows: Callable[[Path], Iterator[Row]]
-    requests: Callable[[Row, Reading], list[TraceRequest]]
+    requests: Callable[[Row, FormatOptions], list[TraceRequest]]
     time: Callable[[Row], str | None]
     unit: TimestampUnit = "s"
 
@@ -58,27 +58,27 @@ def _csv(columns: Mapping[str, str]) -> Callable[[Path], Iterator[Row]]:
     return lambda path: csv_rows(path, columns)
 
 
-def _lengths(row: Row, reading: Reading) -> list[TraceRequest]:
+def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
     answer = row.length(OUTPUT) if OUTPUT in row.values else None
     return [TraceRequest(row.line, 0.0, row.length(INPUT), answer)]
 
 
-def _mooncake(row: Row, reading: Reading) -> list[TraceRequest]:
+def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return a request whose `hash_ids` name the blocks of the prompt. The last block may be shorter."""
     length, answer = row.length("input_length"), row.length("output_length")
     blocks = row.values.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
         raise row.wrong(f"hash_ids is {shown(blocks)}; allowed is a list of whole numbers from 0 to 2^64 - 1")
-    needed = -(-length // reading.block_tokens)
+    needed = -(-length // options.block_tokens)
     if blocks and len(blocks) != needed:
         raise row.wrong(
-            f"{len(blocks)} hash_ids; {length} tokens are {needed} blocks of {reading.block_tokens} "
+            f"{len(blocks)} hash_ids; {length} tokens are {needed} blocks of {options.block_tokens} "
             f"({setting('trace_block_size')} sets another size)"
         )
     return [TraceRequest(row.line, 0.0, length, answer, tuple(blocks))]
 
 
-def _sharegpt(row: Row, reading: Reading) -> list[TraceRequest]:
+def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return a request for each of the first user messages that have an answer, with all messages before it."""
     field = next((name for name in _TALKS if name in row.values), _TALKS[0])
     said = row.values.get(field)
@@ -88,7 +88,7 @@ def _sharegpt(row: Row, reading: Reading) -> list[TraceRequest]:
     asked = [at for at, pair in enumerate(pairwise(messages)) if [m["role"] for m in pair] == ["user", "assistant"]]
     return [
         TraceRequest(row.line, 0.0, content=Content.of_messages(messages[: at + 1]), answer=messages[at + 1]["content"])
-        for at in asked[: reading.turns]
+        for at in asked[: options.turns]
     ]
 
 
@@ -99,7 +99,7 @@ def _role(row: Row, turn: Mapping[str, Any]) -> str:
     return _ROLES[name]
 
 
-def _log(row: Row, reading: Reading) -> list[TraceRequest]:
+def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return the request that a record holds: the body of an OpenAI API request, or an object with it as `body`."""
     body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
     limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)

@@ -9,11 +9,11 @@ from pathlib import Path
 from llmsched.cli.load.traces.rows import (
     Row,
     TraceError,
+    csv_header,
     csv_rows,
     first_line,
     json_objects,
-    names_of,
-    opened,
+    open_text,
     shown,
 )
 
@@ -35,9 +35,9 @@ INPUT, OUTPUT = "input tokens", "output tokens"
 _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 
-def tells_lengths(line: str, names: Collection[str]) -> bool:
+def has_lengths(line: str, names: Collection[str]) -> bool:
     """Return whether `length_rows` can read a file with this first line, or with these columns or keys."""
-    return _is_numbers(line) or bool(_chosen([name.lower() for name in names]))
+    return _is_numbers(line) or bool(_length_fields([name.lower() for name in names]))
 
 
 def length_rows(path: Path) -> Iterator[Row]:
@@ -48,13 +48,13 @@ def length_rows(path: Path) -> Iterator[Row]:
     elif line[:1] in ("[", "{"):
         for row in json_objects(path):
             values = {name.lower(): value for name, value in row.values.items()}
-            chosen = _chosen([name for name, value in values.items() if value not in (None, "")])
+            chosen = _length_fields([name for name, value in values.items() if value not in (None, "")])
             if not chosen:
                 raise row.wrong(_no_length(list(row.values)))
             yield row.inside({field: values[name] for name, field in chosen.items()})
     elif line:
-        header = names_of(line)
-        chosen = _chosen([name.lower() for name in header])
+        header = csv_header(line)
+        chosen = _length_fields([name.lower() for name in header])
         if not chosen:
             raise TraceError(f"{path}: {_no_length(header)}")
         yield from csv_rows(path, chosen)
@@ -62,7 +62,7 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 def _plain_rows(path: Path) -> Iterator[Row]:
     """Yield lines with one length, or with a prompt's and an answer's; commas and brackets are ignored."""
-    with opened(path) as text:
+    with open_text(path) as text:
         for number, line in enumerate(text, start=1):
             if not (values := line.strip().strip("[]").replace(",", " ").split()):
                 continue
@@ -78,7 +78,7 @@ def _is_numbers(line: str) -> bool:
     return _NUMBERS.fullmatch(line) is not None
 
 
-def _chosen(names: Collection[str]) -> dict[str, str]:
+def _length_fields(names: Collection[str]) -> dict[str, str]:
     """Return the fields by the names that they are read from; empty if no name is a length of prompts or a total."""
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:

@@ -1,4 +1,4 @@
-"""Reading a trace file: recognise its format, check its records, sort its requests by time."""
+"""FormatOptions a trace file: recognise its format, check its records, sort its requests by time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmsched.cli.load.traces.formats import FORMATS, Format, Reading, TraceFormat
-from llmsched.cli.load.traces.length_tables import tells_lengths
-from llmsched.cli.load.traces.rows import Row, TraceError, first_line, json_objects, names_of, shown
-from llmsched.cli.load.traces.timestamps import Stamp, TimestampUnit, offsets, read_stamp
+from llmsched.cli.load.traces.formats import FORMATS, Format, FormatOptions, TraceFormat
+from llmsched.cli.load.traces.length_tables import has_lengths
+from llmsched.cli.load.traces.rows import Row, TraceError, csv_header, first_line, json_objects, shown
+from llmsched.cli.load.traces.timestamps import Timestamp, TimestampUnit, offsets, read_timestamp
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
 from llmsched.engine.errors import setting
 
@@ -33,48 +33,51 @@ def read_trace(
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, or if a unit is ambiguous.
     """
-    known = FORMATS[detect(path) if trace_format is None else trace_format]
-    reading = _reading(path, known, turns, trace_block_size)
-    found: list[tuple[Stamp | None, TraceRequest]] = []
-    for entry in _entries(path, known, reading):
+    file_format = FORMATS[detect(path) if trace_format is None else trace_format]
+    options = _options(path, file_format, turns, trace_block_size)
+    found: list[tuple[Timestamp | None, TraceRequest]] = []
+    for entry in _entries(path, file_format, options):
         found.append(entry)
         if limit is not None and len(found) >= limit and entry[0] is None:
             break
     if not found:
-        raise TraceError(f"{path} contains no request (read as {known.name})")
+        raise TraceError(f"{path} contains no request (read as {file_format.name})")
     stamps = [stamp for stamp, _ in found if stamp is not None]
     requests = [request for _, request in found]
     if stamps:
-        due = offsets(stamps, timestamp_unit, known.unit, str(path))
+        due = offsets(stamps, timestamp_unit, file_format.unit, str(path))
         requests = [replace(request, offset=time) for request, time in zip(requests, due, strict=True)]
         requests.sort(key=lambda request: request.offset)
     elif timestamp_unit is not None:
         raise TraceError(f"{path}: {setting('timestamp_unit')} {timestamp_unit} is given, but there are no timestamps")
-    return Trace(name or path.name, known.name, tuple(requests[:limit]), bool(stamps), reading.block_tokens)
+    return Trace(name or path.name, file_format.name, tuple(requests[:limit]), bool(stamps), options.block_tokens)
 
 
-def _reading(path: Path, known: Format, turns: int | None, trace_block_size: int | None) -> Reading:
-    if turns is not None and known.name != "sharegpt":
-        raise TraceError(f"{path}: {setting('turns')} {turns} is given, but {known.name} traces have no conversations")
-    if trace_block_size is not None and known.name != "mooncake":
-        raise TraceError(
-            f"{path}: {setting('trace_block_size')} {trace_block_size} is given, but {known.name} traces have no blocks"
-        )
-    default = Reading()
-    return Reading(turns or default.turns, trace_block_size or default.block_tokens)
+def _options(path: Path, file_format: Format, turns: int | None, trace_block_size: int | None) -> FormatOptions:
+    for name, value, only, content in (
+        ("turns", turns, "sharegpt", "conversations"),
+        ("trace_block_size", trace_block_size, "mooncake", "blocks"),
+    ):
+        if value is not None and file_format.name != only:
+            has_none = f"{file_format.name} traces have no {content}"
+            raise TraceError(f"{path}: {setting(name)} {value} is given, but {has_none}")
+    default = FormatOptions()
+    return FormatOptions(turns or default.turns, trace_block_size or default.block_tokens)
 
 
-def _entries(path: Path, known: Format, reading: Reading) -> Iterator[tuple[Stamp | None, TraceRequest]]:
+def _entries(
+    path: Path, file_format: Format, options: FormatOptions
+) -> Iterator[tuple[Timestamp | None, TraceRequest]]:
     """Yield the requests of a file with their timestamps. Raises TraceError if only some have a timestamp."""
     first: tuple[Row, str | None] | None = None
-    for row in known.rows(path):
-        field = known.time(row)
+    for row in file_format.rows(path):
+        field = file_format.time(row)
         first = first or (row, field)
         if (field is None) != (first[1] is None):
             there, missing = (first[0], row) if field is None else (row, first[0])
             raise missing.wrong(f"no timestamp, though line {there.line} has one")
-        stamp = None if field is None else read_stamp(row, field)
-        for request in known.requests(row, reading):
+        stamp = None if field is None else read_timestamp(row, field)
+        for request in file_format.requests(row, options):
             if request.content is not None and not _is_unicode(request.content.text):
                 raise row.wrong("the prompt is not valid Unicode: it contains half of a surrogate pair")
             yield stamp, request
@@ -93,7 +96,7 @@ def detect(path: Path) -> TraceFormat:
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")
-    if tells_lengths(line, ()):
+    if has_lengths(line, ()):
         return "lengths"
     if line[0] in "[{":
         head = next(json_objects(path), None)
@@ -101,11 +104,11 @@ def detect(path: Path) -> TraceFormat:
             raise TraceError(f"{path} is an empty list")
         names = set(head.values)
     else:
-        names = {name.lower() for name in names_of(line)}
+        names = {name.lower() for name in csv_header(line)}
     for format_name, marks in _MARKS:
         if marks <= names:
             return format_name
-    if tells_lengths(line, names):
+    if has_lengths(line, names):
         return "lengths"
     raise TraceError(f"{path} is not a trace in a known format ({', '.join(FORMATS)}); it begins with {shown(line)}")
 

@@ -1,4 +1,4 @@
-"""Reading a trace file record by record, with errors that name the line."""
+"""FormatOptions a trace file record by record, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def shown(value: Any) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
+def open_text(path: Path) -> Iterator[TextIO]:
     """Open a file as text, unpacked if it is gzip, without a byte order mark. Turns all errors into TraceError."""
     try:
         if path.is_char_device():
@@ -89,14 +89,14 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 def first_line(path: Path) -> str:
     """Return the first non-blank line, stripped and cut to a maximum length; "" if there is none."""
-    with opened(path) as text:
+    with open_text(path) as text:
         while line := text.readline(_CHUNK):
             if stripped := line.strip():
                 return stripped
     return ""
 
 
-def names_of(line: str) -> list[str]:
+def csv_header(line: str) -> list[str]:
     """Return the column names of a CSV header; an empty list if the line is not valid CSV."""
     try:
         return [cell.strip() for cell in next(csv.reader([line]))]
@@ -106,7 +106,7 @@ def names_of(line: str) -> list[str]:
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
     """Yield the records of a CSV with a header. `needed` maps lower-case column names to the fields of the rows."""
-    with opened(path) as text:
+    with open_text(path) as text:
         reader = csv.reader(text)
         try:
             header = next((row for row in reader if any(cell.strip() for cell in row)), [])
@@ -128,7 +128,7 @@ def json_objects(path: Path) -> Iterator[Row]:
 
 
 def _one_a_line(path: Path) -> Iterator[Row]:
-    with opened(path) as text:
+    with open_text(path) as text:
         for number, line in enumerate(text, start=1):
             if not line.strip():
                 continue
@@ -145,7 +145,7 @@ def _one_a_line(path: Path) -> Iterator[Row]:
 def _elements(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON array, and read the file only as far as needed for them."""
     decoder = json.JSONDecoder()
-    with opened(path) as text:
+    with open_text(path) as text:
         waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK
         while not waiting.strip():
             waiting = text.read(_CHUNK)

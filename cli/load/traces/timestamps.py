@@ -26,14 +26,14 @@ _EPOCH = (1e9, 4.1e9)
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class Timestamp:
     """Timestamp as the file states it. A date is in microseconds since 1970, in UTC if it has no time zone."""
 
     value: float
     is_date: bool = False
 
 
-def read_stamp(row: Row, name: str) -> Stamp:
+def read_timestamp(row: Row, name: str) -> Timestamp:
     """Return the timestamp in the field `name`. Raises TraceError if it is missing, invalid, infinite or negative."""
     value = row.values.get(name)
     stamp = _parse(value)
@@ -42,11 +42,11 @@ def read_stamp(row: Row, name: str) -> Stamp:
     return stamp
 
 
-def _parse(value: Any) -> Stamp | None:
+def _parse(value: Any) -> Timestamp | None:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return None
     try:
-        return Stamp(float(value))
+        return Timestamp(float(value))
     except (ValueError, OverflowError):
         pass
     try:
@@ -54,10 +54,10 @@ def _parse(value: Any) -> Stamp | None:
     except ValueError:
         return None
     since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
-    return Stamp(float(since.days * 86_400_000_000 + since.seconds * 1_000_000 + since.microseconds), is_date=True)
+    return Timestamp(float(since.days * 86_400_000_000 + since.seconds * 1_000_000 + since.microseconds), is_date=True)
 
 
-def offsets(stamps: Sequence[Stamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
+def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
     """Return seconds after the earliest stamp. `unit` is the user's, if given, and `stated` the format's.
 
     Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
