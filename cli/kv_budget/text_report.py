@@ -159,8 +159,8 @@ def _show_lengths(lengths: dict[str, Any]) -> None:
         for row in lengths["percentiles"]
     ]
     limit = lengths["at_max_num_seqs"]
-    rows.append(("what max_num_seqs lets run", "", f"{limit['max_num_seqs']:,}", _probability(limit)))
-    render.table("", ("if all were as long as", "tokens", "max_num_seqs", "P(preemption) of the mix"), rows)
+    rows.append(("limit max_num_seqs", "", f"{limit['max_num_seqs']:,}", _probability(limit)))
+    render.table("", ("length percentile", "tokens", "max_num_seqs", "P(preemption) of the mix"), rows)
     for row in lengths["max_num_seqs_at_preemption_probability"]:
         risk, count = row["preemption_probability"], row["max_num_seqs"]
         render.say(f"  up to {count:,} running requests: preemption in at most {risk:.0%} of steps")

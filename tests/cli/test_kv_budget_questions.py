@@ -144,7 +144,7 @@ def test_a_trace(command: CommandLine, tmp_path: Path) -> None:
     assert lengths["at_max_num_seqs"]["max_num_seqs"] == 128
     text = command(*arguments).out
     assert "P(preemption) of the mix" in text
-    assert "what max_num_seqs lets run" in text
+    assert "limit max_num_seqs" in text
 
 
 def test_mean_and_variation(command: CommandLine) -> None:
