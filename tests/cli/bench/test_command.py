@@ -21,7 +21,7 @@ STREAM = token(" ü\N{SLIGHTLY SMILING FACE}") * 3 + b":ping\r\n\r\n" + end(3).r
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
-    """A server on a real socket that answers every POST with `answer`; its URL."""
+    """Yield the URL of a server on a real socket that answers every POST with `answer`."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -155,8 +155,8 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("http://host/v1?version=1", "--num-prompts", "1"), "has a query or a fragment"),
         (("http://host", "--api-key", "sch\u00f6n"), "--api-key may contain only printable ASCII"),
         (("some-model", "--endpoint", "chat"), "--endpoint: only has an effect with the URL"),
-        (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only of use"),
-        (("some-model", "--api-key", "k"), "--api-key: only of use"),
+        (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only has an effect"),
+        (("some-model", "--api-key", "k"), "--api-key: only has an effect"),
         (("--self-check", "--num-prompts", "5", "demo"), "leave out --num-prompts, target"),
         (("http://x", "--timeout", "0s"), "--timeout: 0 is out of range"),
         (("http://x", "--request-rate", "0"), "--request-rate: 0"),

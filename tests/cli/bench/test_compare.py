@@ -54,7 +54,7 @@ def test_policies_and_settings() -> None:
         ("fair,seed=3", "the engine's seed has no effect"),
     ],
 )
-def test_what_is_wrong_is_said(text: str, message: str) -> None:
+def test_invalid_variants_are_refused(text: str, message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
         parse_variants(text)
 
@@ -78,7 +78,7 @@ def test_a_flag_that_every_variant_overrides_is_refused() -> None:
 
 
 def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> RunRecord:
-    """Requests scheduled at the first time, with a token and the end at the second."""
+    """Return requests, each scheduled at the first time, with its token and end at the second."""
     records = [
         RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
         for index, (due, end) in enumerate(times)
@@ -86,7 +86,7 @@ def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> RunRecor
     return RunRecord(records, preemptions, [LoopLag(0.0, 0.001)], own_process=False)
 
 
-def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
+def test_rounds_are_concatenated_without_gaps() -> None:
     joined = concatenated([run_of((100, 101), (100, 103)), run_of((500, 502), (501, 504), preemptions=2)])
     assert [(r.index, r.scheduled, r.end) for r in joined.records] == [(0, 0, 1), (1, 0, 3), (2, 3, 5), (3, 4, 7)]
     assert [record.chunks[0].time for record in joined.records] == [1, 3, 5, 7]
@@ -96,7 +96,7 @@ def test_rounds_are_put_one_after_the_other_without_what_lay_between() -> None:
     assert figures.latency.ttft.max == 3.0
 
 
-def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
+def test_rates_exclude_the_time_between_two_rounds() -> None:
     """Ten requests at 1/s that take 1 s each, and a last one that takes 91 s: twice."""
     times = [(float(n), n + 1.0) for n in range(10)]
     task = RunPlan(SyntheticLoad(request_rate=1.0), Slo(), timeout=60, warmup=0)
@@ -110,11 +110,11 @@ def test_what_lies_between_two_rounds_is_in_no_rate() -> None:
     assert with_mean_rates(rounds[:1], rounds[0]) is rounds[0]
 
 
-def test_a_round_that_does_not_tell_its_preemptions_leaves_them_unknown() -> None:
+def test_preemptions_unknown_in_one_round_are_unknown() -> None:
     assert concatenated([run_of((0, 1)), run_of((0, 1), preemptions=None)]).preemptions is None
 
 
-def test_rounds_are_interleaved_and_each_has_other_requests() -> None:
+def test_rounds_are_interleaved_and_have_different_requests() -> None:
     asked: list[tuple[str, int]] = []
 
     async def perform(name: str, workload: Load, progress: Progress) -> VariantRun:
@@ -155,7 +155,7 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
-    """The same requests for both in every round, others in the next; static holds max_model_len for each."""
+    """Both get the same requests in each round and new ones in the next; static reserves max_model_len for each."""
     configs = configure(tiny_config(tiny_model), parse_variants("static,continuous"))
     task = RunPlan(SyntheticLoad(num_prompts=6, input_len=20, output_len=4, seed=3), Slo(e2e=600), timeout=60, warmup=1)
     document = comparison_json(
@@ -184,7 +184,7 @@ def test_static_against_continuous(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callable[..., Path]) -> None:
-    """What shares memory is built once, for the largest; what needs other memory is built for itself."""
+    """Variants that share memory are built once, for the largest limits; others are built separately."""
     base = tiny_config(tiny_model)
     variants = parse_variants("fair, max_num_batched_tokens=512, max_num_seqs=2, block_size=8")
     engines = VariantEngines(configure(base, variants), PLAN, silent)
@@ -200,7 +200,7 @@ def test_limits_of_one_variant_do_not_become_those_of_another(tiny_model: Callab
     assert found["fair"][3] is not found["block_size=8"][3]
 
 
-def test_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_from_the_command_line(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     saved = tmp_path / "comparison.json"
     arguments = (
         *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu", "--rounds", "1"),
@@ -270,8 +270,10 @@ def test_a_variant_that_cannot_be_built_is_told_before_the_first_run(
     assert "round 1" not in outcome.err
 
 
-def test_simulated_as_it_is_typed(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """On a virtual clock all is exact: four requests at a time, 10 blocks each against the 3 that 42 tokens take."""
+def test_simulated_compare_from_the_command_line(
+    command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Four requests at a time: static reserves 10 blocks for each, continuous the 3 that 42 tokens take."""
     arguments = (
         *("bench", str(tiny_model("llama")), "--simulate", "l4", "--compare", "static,continuous", "--json"),
         *("--num-prompts", "16", "--input-len", "20", "--output-len", "1..40", "--rounds", "2"),

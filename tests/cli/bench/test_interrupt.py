@@ -23,7 +23,7 @@ from llmsched.engine.progress import silent
 
 
 def interrupted(after: float, *, partial: bool) -> Measurement:
-    """Requests at 10/s that take 0.5 s each; the run is cancelled at that time."""
+    """Measure requests at 10/s that take 0.5 s each, in a run that is cancelled after `after` seconds."""
     work = SyntheticLoad(num_prompts=1000, input_len=8, output_len=5, request_rate=10.0, arrivals="constant")
 
     async def main() -> Measurement:
@@ -43,7 +43,7 @@ def interrupted(after: float, *, partial: bool) -> Measurement:
     return run_virtual(main())
 
 
-def test_what_had_ended_is_the_run() -> None:
+def test_an_interrupted_run_has_the_requests_that_ended() -> None:
     figures = interrupted(2.05, partial=True)
     assert figures.run.interrupted
     assert [record.index for record in figures.run.records] == list(range(16))
@@ -53,14 +53,14 @@ def test_what_had_ended_is_the_run() -> None:
     assert figures.warnings[0].startswith("interrupted after 16 requests: requests still running are not counted")
 
 
-def test_where_nothing_has_ended_or_a_part_is_of_no_use_the_run_is_cancelled() -> None:
+def test_a_run_is_cancelled_if_nothing_ended_or_partial_runs_are_not_wanted() -> None:
     with pytest.raises(asyncio.CancelledError):
         interrupted(0.25, partial=True)
     with pytest.raises(asyncio.CancelledError):
         interrupted(2.05, partial=False)
 
 
-def test_as_it_is_typed(
+def test_ctrl_c_from_the_command_line(
     command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = LiveFigures.ended
@@ -89,7 +89,7 @@ def test_as_it_is_typed(
 def test_a_simulated_run_ends_at_once(
     command: CommandLine, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never lets the event loop run, which would otherwise be told of Ctrl-C when all is done."""
+    """A simulated run blocks the event loop, which would handle Ctrl-C only at its end."""
 
     def endless(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)

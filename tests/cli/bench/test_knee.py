@@ -29,7 +29,7 @@ SERVICE_S = 0.1
 
 
 class Queue:
-    """One request after the other, SERVICE_S each: the first token at half of it, the second at its end."""
+    """Target that serves one request at a time in SERVICE_S seconds, with tokens after half of it and at its end."""
 
     def __init__(self, *, remembers: bool = False) -> None:
         self.loads: list[Load] = []
@@ -66,7 +66,7 @@ def opened(queue: Queue) -> OpenTarget:
 
 
 def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
-    """With constant arrivals a queue is empty below 10 requests/s and grows without end above."""
+    """With constant arrivals the queue is empty below 10 requests/s and grows without bound above."""
     queue = Queue()
     work = plan(arrivals="constant", request_rate=1.0)
     found = find(opened(queue), work)
@@ -85,7 +85,7 @@ def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
     assert work.workload.seed not in seeds
 
 
-def test_without_rate_and_slo_the_idle_target_says_where_to_begin_and_what_is_slow() -> None:
+def test_without_rate_and_slo_they_come_from_the_idle_target() -> None:
     queue = Queue()
     found = find(opened(queue), plan(Slo()))
     assert found.slo == Slo(ttft=pytest.approx(SLACK * SERVICE_S / 2), tpot=pytest.approx(SLACK * SERVICE_S / 2))
@@ -113,8 +113,8 @@ def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"knee at {found.knee.rate:.3g} requests/s: 90% of requests or more meet the SLO" in printed
 
 
-def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """With 15 s of patience a load of 40 s meets its SLO up to 14 requests/s, of which the queue serves 10."""
+def test_a_knee_with_a_growing_backlog_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a TTFT limit of 15 s a load of 40 s meets its SLO up to 14 requests/s, although only 10 are served."""
     target, work = opened(Queue()), plan(Slo(ttft=15.0), arrivals="constant", request_rate=12.0)
     found = find(target, work)
     document = knee_json(work, found)
@@ -128,7 +128,7 @@ def test_a_knee_that_a_longer_load_would_find_lower_is_told(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("remembers", [True, False])
-def test_a_target_that_knows_the_prompts_of_earlier_rates_is_told(
+def test_prompts_cached_from_earlier_rates_are_warned_about(
     remembers: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, work = opened(Queue(remembers=remembers)), plan(request_rate=1.0)
@@ -144,7 +144,7 @@ def test_a_target_that_knows_the_prompts_of_earlier_rates_is_told(
         (Slo(ttft=1e3), "no knee up to 90 requests/s, the highest rate tried"),
     ],
 )
-def test_no_knee_is_said(slo: Slo, words: str) -> None:
+def test_verdict_without_a_knee(slo: Slo, words: str) -> None:
     """F19."""
     target, work = opened(Queue()), plan(slo, request_rate=1.0)
     found = find(target, work, highest=90)
@@ -197,9 +197,7 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
         ),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_any_work(
-    load: dict[str, Any], wish: KneeLimits, message: str
-) -> None:
+def test_invalid_searches_are_refused_before_any_work(load: dict[str, Any], wish: KneeLimits, message: str) -> None:
     with pytest.raises(LlmschedError, match=message):
         check(SyntheticLoad(**load), wish)
 
@@ -251,7 +249,7 @@ def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ..
     assert message in outcome.err
 
 
-def test_a_server_that_is_not_there_has_no_knee(command: CommandLine) -> None:
+def test_an_unreachable_server_has_no_knee(command: CommandLine) -> None:
     outcome = command("bench", "http://127.0.0.1:9", "--find-knee")
     assert (outcome.code, outcome.out) == (2, "")
     assert "the target is unreachable, so there is no knee to find" in outcome.err

@@ -1,4 +1,4 @@
-"""F19 and more: which rates are tried on the way to the knee, and what is said of it."""
+"""Rates tried by the knee search, and its result (F19 and more)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rates(knee: Knee) -> list[float]:
 
 
 def step(at: float) -> Callable[[float], float]:
-    """All requests are served well up to a rate, half of them beyond it."""
+    """Return an attainment of 1 up to a rate and of 0.5 above it."""
     return lambda rate: 1.0 if rate <= at else 0.5
 
 
@@ -93,7 +93,7 @@ def test_attainment_at_the_goal_is_enough() -> None:
 
 
 def test_a_rate_that_failed_by_chance_does_not_stop_the_search() -> None:
-    """The first attempt at 4 fails; the interval closes in on it, the repeat is fine, and the rate is raised on."""
+    """The first attempt at 4 fails by chance; the repeat succeeds, and the search goes on to higher rates."""
     seen: list[float] = []
 
     def noisy(rate: float) -> float:
@@ -117,7 +117,7 @@ def test_a_rate_that_passed_by_chance_is_not_the_knee() -> None:
     assert 4.5 < knee.rate <= 5
 
 
-def test_noise_never_leaves_the_bounds_nor_goes_on_for_ever() -> None:
+def test_a_noisy_search_stays_in_bounds_and_ends() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         knee = search(lambda rate, rng=rng: rng.random(), 0.3, 300, tolerance=0.02)  # type: ignore[misc]
@@ -125,7 +125,7 @@ def test_noise_never_leaves_the_bounds_nor_goes_on_for_ever() -> None:
         assert all(0.3 <= rate <= 300 for rate in rates(knee))
 
 
-def test_a_gradual_decline_with_noise_is_found_about_where_it_is() -> None:
+def test_a_noisy_gradual_decline_is_found_approximately() -> None:
     """Attainment falls from 1 to 0 around 20 requests/s; the true knee, where it is 0.9, lies at 15.8."""
     true = 20 * math.exp(math.log(1 / 0.9 - 1) / 9.3)
     found = []

@@ -1,4 +1,4 @@
-"""What a bench writes: rows of CSV, every request in detail, and the story of one of them."""
+"""Files that a bench writes: CSV, detailed requests, and the timeline of one of them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_csv_has_a_row_per_run_below_one_header(tmp_path: Path) -> None:
     assert json.loads(row["workload"]) == report["workload"]
 
 
-def test_csv_tells_zero_from_nothing(tmp_path: Path) -> None:
+def test_csv_distinguishes_zero_from_unknown(tmp_path: Path) -> None:
     """F06: a goodput of 0.0 is written as 0.0, one that was not asked for is an empty cell."""
     path, figures = tmp_path / "runs.csv", measured()
     append_csv(path, [report_of(figures)])
@@ -157,7 +157,7 @@ def test_detailed_lines_hold_every_request_and_every_sample(tmp_path: Path) -> N
     }
 
 
-def test_the_story_of_a_request_that_stalled(command: CommandLine, tmp_path: Path) -> None:
+def test_the_timeline_of_a_request_that_stalled(command: CommandLine, tmp_path: Path) -> None:
     path = saved(tmp_path, measured())
     outcome = command("explain", "1", "--file", str(path))
     assert outcome.code == 0
@@ -209,7 +209,9 @@ def test_decisions_count_from_when_the_request_was_due(command: CommandLine, tmp
         (b'{"kind":"run","format":"llmsched bench detailed 1"}\n{"kind', "is not what bench --save-detailed writes"),
     ],
 )
-def test_a_wrong_file_ends_with_one_line(command: CommandLine, tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_invalid_file_is_reported_in_one_line(
+    command: CommandLine, tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
     outcome = command("explain", "1", "--file", str(path))
@@ -243,7 +245,7 @@ def test_two_flags_cannot_name_one_file(command: CommandLine, tmp_path: Path) ->
     assert "--save, --csv: two of these flags name the same file" in outcome.err
 
 
-def test_a_file_that_fails_at_the_end_costs_no_report(command: CommandLine) -> None:
+def test_the_report_is_printed_if_a_file_cannot_be_written_at_the_end(command: CommandLine) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no device that is full")
     outcome = command("bench", "http://127.0.0.1:9", "--num-prompts", "2", "--save", "/dev/full", "--json")

@@ -1,4 +1,4 @@
-"""The whole way from a server with known times to the figures: each one exact, in virtual time."""
+"""Figures of a server with known times, exact in virtual time, from HTTP to the JSON report."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def always(script: Script) -> Callable[[int], Script]:
 
 
 def json_of(figures: Measurement, workload: SyntheticLoad = ONE, slo: Slo | None = None) -> dict[str, Any]:
-    """The JSON report, as a script would read it."""
+    """Return the JSON report as parsed from its text."""
     report = as_json(Experiment("m", Provenance("u"), workload, slo or Slo()), figures)
     parsed: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
     return parsed
@@ -88,7 +88,7 @@ def test_itl_is_per_token_not_per_chunk(parts: list[tuple[float, bytes]]) -> Non
     assert figures.tokens.source == USAGE
 
 
-def test_role_and_empty_chunks_are_no_token() -> None:
+def test_role_and_empty_chunks_are_not_tokens() -> None:
     """F02."""
 
     def delta(content: dict[str, Any]) -> bytes:
@@ -119,7 +119,7 @@ def test_tokens_are_counted_by_usage_not_by_their_text() -> None:
     assert figures.tokens.source == USAGE
 
 
-def test_without_usage_the_count_is_a_guess_and_says_so() -> None:
+def test_without_usage_the_token_count_is_marked_as_an_estimate() -> None:
     """F03."""
     silent_server = FakeServer(always(Script([(0.1, token(" a b")), (0.5, token(" c d")), (0.5, end())])))
     counted = bench(silent_server, count_tokens=lambda text: len(text.split()))
@@ -132,8 +132,8 @@ def test_without_usage_the_count_is_a_guess_and_says_so() -> None:
     assert any("one token per chunk" in warning for warning in uncounted.warnings)
 
 
-def test_a_server_that_counts_each_chunk_is_taken_at_its_word() -> None:
-    """Chunks of 1, 3 and 2 tokens, one of them without text; usage comes with each and once more at the end."""
+def test_token_counts_per_chunk_are_used() -> None:
+    """Chunks have 1, 3 and 2 tokens, one of them no text; usage comes with each and again at the end."""
     parts = [
         (0.1, token("", **usage(0))),
         (0.2, token("a", **usage(1))),
@@ -152,14 +152,14 @@ def test_a_server_that_counts_each_chunk_is_taken_at_its_word() -> None:
     assert figures.latency.itl.mean == pytest.approx(0.7 / 5)
 
 
-def test_counts_of_chunks_that_do_not_add_up_to_the_usage_are_not_taken() -> None:
+def test_token_counts_per_chunk_that_contradict_the_usage_are_ignored() -> None:
     parts = [(0.1, token("a", **usage(1))), (0.5, token("b", **usage(2))), (0.9, end(8))]
     figures = bench(FakeServer(always(Script(parts)), models=VLLM))
     assert (figures.tokens.output, figures.tokens.source) == (8, USAGE)
 
 
-def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
-    """An id without text is a token; the role chunk of a chat is none."""
+def test_llmsched_reports_the_tokens_of_each_chunk() -> None:
+    """An id without text is a token; the role chunk of a chat is not."""
 
     def delta(content: str, ids: list[int], **more: Any) -> bytes:
         return event(
@@ -181,7 +181,7 @@ def test_our_own_server_tells_the_tokens_of_each_chunk() -> None:
     assert figures.latency.itl.mean == pytest.approx(0.15)
 
 
-def test_what_is_sent() -> None:
+def test_request_body() -> None:
     server = FakeServer(always(steady(5, 0.1, 0.1)), models={"data": [{"id": "served", "owned_by": "someone"}]})
     bench(server)
     body = server.bodies[0]
@@ -238,7 +238,7 @@ def test_failures_are_counted_by_reason_and_kept_out_of_the_latencies() -> None:
         (Script([], hang=True), "timeout"),
     ],
 )
-def test_every_way_to_fail_has_its_reason(script: Script, reason: str) -> None:
+def test_every_kind_of_failure_has_a_reason(script: Script, reason: str) -> None:
     """F04, F10."""
     figures = bench(FakeServer(always(script)), timeout=2.0)
     assert (figures.requests.completed, figures.requests.failed) == (0, 1)
@@ -295,7 +295,7 @@ def test_goodput_counts_failures_as_missed() -> None:
 
 
 def test_ttft_counts_from_when_the_request_should_have_been_sent() -> None:
-    """A slot that is free only after 0.9 s, and a connection that takes 0.2 s, are both part of it."""
+    """TTFT includes 0.9 s of waiting for --max-concurrency and 0.2 s of connecting."""
     work = replace(ONE, num_prompts=2, request_rate=10.0, arrivals="constant", max_concurrency=1)
     figures = bench(FakeServer(always(replace(steady(5, 0.5, 0.1), connect=0.2))), work)
     assert figures.latency.connect.mean == pytest.approx(0.2)
@@ -304,7 +304,7 @@ def test_ttft_counts_from_when_the_request_should_have_been_sent() -> None:
     assert figures.valid
 
 
-def test_concurrency_is_held() -> None:
+def test_max_concurrency_is_not_exceeded() -> None:
     server = FakeServer(always(steady(5, 0.5, 0.1)))
     figures = bench(server, replace(ONE, num_prompts=20, max_concurrency=3))
     assert server.most_running == 3
@@ -321,7 +321,7 @@ def test_throughput_whole_and_steady() -> None:
 
 
 def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
-    """Two at a time, 1 s per request of 10 tokens, all ends in pairs: what two streams of 10 tokens/s are."""
+    """Two requests at a time take 1 s for 10 tokens each and end in pairs: 20 tokens/s."""
     work = replace(ONE, num_prompts=10, max_concurrency=2)
     figures = bench(FakeServer(always(steady(10, 0.1, 0.1))), work)
     assert figures.duration == pytest.approx(5.0)
@@ -331,8 +331,8 @@ def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
     assert figures.rates.steady_window == pytest.approx((1.0, 5.0))
 
 
-def test_ramp_and_drain_are_trimmed() -> None:
-    """19 short answers at 10/s that take 0.55 s each, then a long one with nobody beside it.
+def test_ramp_up_and_drain_are_trimmed() -> None:
+    """19 short answers at 10/s that take 0.55 s each, then a long one that runs alone.
 
     The level begins after the median E2E and ends with the first end after the last was sent (at 1.9 s).
     """
@@ -346,7 +346,7 @@ def test_ramp_and_drain_are_trimmed() -> None:
     assert figures.rates.output_tokens == pytest.approx((19 * 5 + 50) / 6.95)
 
 
-def test_ends_that_fall_together_have_no_steady_rate() -> None:
+def test_completions_at_one_moment_have_no_steady_state_rate() -> None:
     """Ten requests that end within a millisecond after 10 s were not served at 9,000 requests/s."""
     figures = bench(FakeServer(lambda n: steady(1, 10 + 0.0001 * n, 0)), replace(ONE, num_prompts=10))
     assert figures.rates.requests == pytest.approx(1.0, rel=1e-3)
@@ -359,8 +359,8 @@ def test_ends_that_fall_together_have_no_steady_rate() -> None:
     [Script(hang=True), Script(refused=True)],
     ids=["hangs until the timeout", "takes no connection any more"],
 )
-def test_a_target_that_goes_silent_is_not_taken_for_its_best_moments(after: Script) -> None:
-    """Ten requests at 10/s are served in 0.5 s each; of the next twenty none is."""
+def test_the_steady_state_rate_includes_the_time_a_target_is_silent(after: Script) -> None:
+    """Ten requests at 10/s are served in 0.5 s each, the next twenty are not served."""
     work = replace(ONE, num_prompts=30, request_rate=10.0, arrivals="constant")
     figures = bench(FakeServer(lambda n: steady(5, 0.1, 0.1) if n < 10 else after), work, timeout=3.0)
     assert (figures.requests.completed, figures.requests.failed) == (10, 20)
@@ -371,7 +371,7 @@ def test_a_target_that_goes_silent_is_not_taken_for_its_best_moments(after: Scri
     assert figures.rates.output_tokens_steady == pytest.approx((50 - 15) / (until - 0.5))
 
 
-def test_asked_and_achieved_rate() -> None:
+def test_requested_and_achieved_rate() -> None:
     """F08."""
     work = replace(ONE, num_prompts=1000, request_rate=200.0, arrivals="constant")
     server = FakeServer(always(steady(1, 0.0, 0)))
@@ -383,8 +383,8 @@ def test_asked_and_achieved_rate() -> None:
     assert at_once["asked_rate"] is at_once["achieved_rate"] is None
 
 
-def test_the_drawn_schedule_has_a_rate_of_its_own() -> None:
-    """100 requests of a day of 10 min come at night; and a cap of one at a time holds them back."""
+def test_the_rate_of_the_drawn_schedule_is_reported() -> None:
+    """100 requests of a 10-minute day come at night, and a concurrency of one delays them."""
     work = replace(ONE, num_prompts=100, request_rate=5.0, arrivals="daynight")
     due = [request.offset for request in work.plan(COMMON_IDS)]
     report = json_of(bench(FakeServer(always(steady(1, 0.0, 0))), work), work)
@@ -418,14 +418,14 @@ def test_hit_rate_and_preemptions() -> None:
     assert figures.tokens.input == 300
 
 
-def test_a_server_that_tells_hits_alone_has_its_misses_counted() -> None:
-    """As vLLM does: no cached_tokens where there are none."""
+def test_a_missing_hit_count_is_a_miss_if_others_have_one() -> None:
+    """vLLM leaves cached_tokens out if it is 0."""
     scripts = [steady(5, 0.5, 0.1, prompt=100, cached=cached) for cached in (None, 64, None)]
     assert bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=3)).tokens.prefix_hit_rate == 64 / 300
 
 
 @pytest.mark.parametrize("metrics", ["", "free memory: lots\n", "other_total 3\n"])
-def test_what_the_server_does_not_tell_is_null(metrics: str) -> None:
+def test_unreported_figures_are_null(metrics: str) -> None:
     report = json_of(bench(FakeServer(always(steady(5, 0.5, 0.1)), metrics=lambda: metrics)))
     assert report["preemptions"] is None
     assert report["prefix_hit_rate"] is None
@@ -448,13 +448,13 @@ def test_many_events_in_one_write() -> None:
     assert (figures.tokens.output, figures.latency.ttft.mean) == (5, pytest.approx(0.5))
 
 
-def test_a_connection_left_open_after_done_costs_nothing() -> None:
+def test_a_connection_left_open_after_done_does_not_count() -> None:
     figures = bench(FakeServer(always(replace(steady(5, 0.5, 0.1), hang=True))), timeout=30)
     assert figures.requests.completed == 1
     assert figures.duration == pytest.approx(0.9)
 
 
-def test_weak_percentiles_are_named() -> None:
+def test_percentiles_of_few_samples_are_warned_about() -> None:
     figures = bench(FakeServer(always(steady(5, 0.5, 0.1))), replace(ONE, num_prompts=250))
     assert figures.warnings == (
         "P99 of TTFT, TPOT and E2E rests on 3 of 250 samples; use 1,000 or more for a reliable P99",
@@ -475,7 +475,7 @@ def test_warm_up_is_sent_and_not_measured() -> None:
     assert server.times == [0.0] * 3
 
 
-def test_text_prompts_go_as_text() -> None:
+def test_text_prompts_are_sent_as_text() -> None:
     server = FakeServer(always(steady(5, 0.5, 0.1)))
     bench(server, ids=None)
     bench(server, ids=None, endpoint="chat")
@@ -499,14 +499,14 @@ def test_reasoning_and_tool_calls_are_tokens() -> None:
     assert figures.latency.itl.count == 2
 
 
-def test_models_that_answer_nonsense_do_no_harm() -> None:
+def test_a_malformed_model_list_is_ignored() -> None:
     for nonsense in ({"data": []}, {"data": ["x"]}, {"data": 3}, {}):
         server = FakeServer(always(steady(5, 0.5, 0.1)), models=nonsense)
         assert bench(server).requests.completed == 1
         assert "model" not in server.bodies[0]
 
 
-def test_an_unreachable_lookup_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_model_lookup_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer(always(steady(5, 0.5, 0.1)))
     answer = server.handle_async_request
 
@@ -533,8 +533,8 @@ def test_stalls_have_their_request_length_and_time() -> None:
     assert [worst["ms"], worst["at_s"], other["ms"]] == pytest.approx([2000, 1.2, 100])
 
 
-def test_what_a_reader_would_have_noticed() -> None:
-    """At 10 tokens/s: not a stream of 20/s that stalls for 0.3 s with more than that ahead; one of 5/s; a failure."""
+def test_reading_pauses() -> None:
+    """At 10 tokens/s a reader misses a 0.3 s stall of a stream that is ahead, but notices 5 tokens/s and a failure."""
     ahead = Script([*((0.05 * n, token()) for n in range(15)), (1.0, token() + end(16))])
     scripts = [ahead, steady(5, 0.5, 0.2), Script(status=500)]
     work, slo = replace(ONE, num_prompts=3), Slo(reader_speed=10.0)
@@ -546,7 +546,7 @@ def test_what_a_reader_would_have_noticed() -> None:
     assert reading["waits_ms"]["count"] == 4
 
 
-def test_the_interval_of_p99_is_in_the_report() -> None:
+def test_the_confidence_interval_of_p99_is_in_the_report() -> None:
     scripts = [steady(5, 0.5 + 0.01 * n, 0.1) for n in range(100)]
     first, again = (json_of(bench(FakeServer(lambda n: scripts[n]), replace(ONE, num_prompts=100))) for _ in range(2))
     low, high = first["ttft_ms"]["p99_ci95"]
@@ -566,7 +566,7 @@ def test_an_slo_names_its_statistic_and_its_misses() -> None:
         assert report["attainment"] == {"itl": 1.0 - missed, "all": 1.0 - missed}
 
 
-def test_the_decisions_of_our_server_are_asked_for_after_the_load() -> None:
+def test_scheduler_decisions_are_requested_after_the_load() -> None:
     entry = {"at_ms": 250.0, "until_ms": 250.0, "what": "admitted", "count": 1, "details": {"running": 1}}
 
     def answer(path: str) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""What is told while a run is running."""
+"""Figures shown while a run lasts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 
 
 def test_rate_running_and_medians_so_far() -> None:
-    """Four at a time; each has a token after 0.5 s and every 0.12 s from there; the fourth fails."""
+    """Four requests at a time get a token after 0.5 s and then every 0.12 s; the fourth fails."""
     told: list[tuple[float, str]] = []
 
     async def send(request: PlannedRequest, record: RequestRecord) -> None:

@@ -1,4 +1,4 @@
-"""Where tokens are put in time, and when the client itself was too slow."""
+"""Times of tokens, and runs in which the client itself was too slow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def texts(count: int) -> list[Chunk]:
         (3, 1, [1, 0, 0]),
     ],
 )
-def test_tokens_are_spread_evenly_and_none_is_lost(chunks: int, tokens: int, shares: list[int]) -> None:
+def test_tokens_are_spread_evenly_over_chunks(chunks: int, tokens: int, shares: list[int]) -> None:
     placed, source = arrivals(record(texts(chunks), ReportedUsage(output_tokens=tokens)), None)
     assert [arrival.tokens for arrival in placed] == shares
     assert source == USAGE
@@ -50,12 +50,12 @@ def test_usage_with_only_the_last_chunk_is_a_total() -> None:
     assert ([arrival.tokens for arrival in placed], source) == ([2, 2, 2, 2], USAGE)
 
 
-def test_a_usage_of_zero_beside_text_is_no_count() -> None:
+def test_a_usage_of_zero_with_text_is_ignored() -> None:
     placed, source = arrivals(record([Chunk(1.0, "x", 0), Chunk(2.0, "y", 0)], ReportedUsage(output_tokens=0)), None)
     assert ([arrival.tokens for arrival in placed], source) == ([1, 1], CHUNKS)
 
 
-def test_the_worst_source_names_the_run() -> None:
+def test_the_least_reliable_token_count_is_reported() -> None:
     exact = record([Chunk(1.0, "x", 1)])
     assert measure(RunRecord([exact]), SyntheticLoad(), Slo()).tokens.source == EXACT
     assert measure(RunRecord([exact, record(texts(1))]), SyntheticLoad(), Slo()).tokens.source == CHUNKS
@@ -69,20 +69,20 @@ def test_a_late_client_makes_the_run_invalid() -> None:
     assert figures.warnings[0].startswith("the client itself was late (P99 198.0 ms)")
 
 
-def test_a_wait_for_a_slot_is_not_the_clients_fault() -> None:
+def test_waiting_for_max_concurrency_is_not_client_lag() -> None:
     figures = measure(RunRecord([record([Chunk(9.0, "x", 1)], ready=5.0, sent=5.01)]), SyntheticLoad(), Slo())
     assert figures.valid is True
     assert figures.client.send.max == pytest.approx(0.01)
 
 
-def test_lag_is_judged_against_what_is_measured() -> None:
-    """50 ms are nothing beside a TTFT of 10 s, and all of one of 60 ms."""
+def test_lag_is_compared_with_the_latency() -> None:
+    """A lag of 50 ms does not matter for a TTFT of 10 s, but for one of 60 ms."""
     assert measure(RunRecord([record([Chunk(10.0, "x", 1)], sent=0.05)]), SyntheticLoad(), Slo()).valid
     assert not measure(RunRecord([record([Chunk(0.06, "x", 1)], sent=0.05)]), SyntheticLoad(), Slo()).valid
 
 
 def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Measurement:
-    """Ten requests whose chunks are `gap` seconds apart, by a client whose loop was always late like that."""
+    """Measure ten requests whose chunks are `gap` seconds apart, with a client whose loop has these lags."""
     chunks = [Chunk(ttft + gap * n, "x", tokens) for n in range(20)]
     return measure(
         RunRecord([record(chunks) for _ in range(10)], loop_lags=[LoopLag(due=ttft + 1, **lags)] * 50),
@@ -92,7 +92,7 @@ def run_of(gap: float, *, tokens: int = 1, ttft: float = 3.0, **lags: Any) -> Me
 
 
 def test_a_client_that_reads_late_makes_the_run_invalid_however_long_the_ttft_is() -> None:
-    """A lag of 100 ms is nothing to a TTFT of 3 s, and more than the gaps of 50 ms that the figures are about."""
+    """A lag of 100 ms is small for a TTFT of 3 s but larger than gaps of 50 ms."""
     figures = run_of(0.05, late=0.1, machine=0.09)
     assert figures.valid is False
     assert figures.warnings[0] == (
@@ -103,16 +103,16 @@ def test_a_client_that_reads_late_makes_the_run_invalid_however_long_the_ttft_is
     assert run_of(0.05, late=0.015).valid
 
 
-def test_the_lag_of_a_loop_is_judged_against_the_gaps_of_chunks() -> None:
-    """40 ms are much beside gaps of 0.1 s, and little beside those of 1 s, however many tokens come in a chunk."""
+def test_loop_lag_is_compared_with_the_gaps_between_chunks() -> None:
+    """40 ms is much for gaps of 0.1 s and little for gaps of 1 s, however many tokens a chunk has."""
     assert not run_of(0.1, late=0.04).valid
     assert not run_of(0.1, tokens=10, late=0.04).valid
     assert run_of(1.0, late=0.04).valid
     assert run_of(1.0, tokens=50, late=0.04).valid
 
 
-def test_before_the_first_token_no_gap_can_be_wrong() -> None:
-    """To send all requests at once takes a client its time, of which only TTFTs have a part."""
+def test_loop_lag_before_the_first_token_affects_no_gap() -> None:
+    """Sending all requests at once keeps the client busy, which only TTFTs include."""
     before, after = [LoopLag(1.0, 0.2)] * 50, [LoopLag(5.0, 0.001)] * 50
     chunks = [Chunk(3.0 + 0.05 * n, "x", 1) for n in range(100)]
     assert measure(RunRecord([record(chunks)], loop_lags=before + after), SyntheticLoad(), Slo()).valid
@@ -124,8 +124,8 @@ def test_before_the_first_token_no_gap_can_be_wrong() -> None:
     ).valid
 
 
-def test_what_fell_due_while_the_loop_was_late_counts_too() -> None:
-    """A loop that stands still for 0.1 s is late for ten things that were due every 10 ms."""
+def test_timers_due_while_the_loop_was_late_count_too() -> None:
+    """A loop blocked for 0.1 s is late for ten timers, one every 10 ms."""
 
     async def main() -> list[LoopLag]:
         async with loop_lags(0.01) as lags:
@@ -176,8 +176,8 @@ def test_what_other_work_takes_is_told_from_the_clients_own() -> None:
     assert any(lag.machine > 0.09 for lag in other)
 
 
-def test_the_records_of_a_run_are_not_walked_through_while_it_runs() -> None:
-    """Of a million tokens that would take 200 ms, which would be a stall of every stream."""
+def test_garbage_collection_skips_the_records_during_a_run() -> None:
+    """With a million tokens it would take 200 ms, which would stall every stream."""
     thresholds = gc.get_threshold()
     with settled_heap():
         before = [generation["collections"] for generation in gc.get_stats()]
@@ -203,7 +203,7 @@ def test_a_run_in_which_nothing_was_sent() -> None:
     assert figures.warnings == ()
 
 
-def test_the_level_begins_after_the_median_e2e_and_ends_with_the_first_end_after_the_last_was_sent() -> None:
+def test_steady_window_is_from_the_median_e2e_to_the_first_end_after_the_last_send() -> None:
     """Five requests, one a second, that take 1, 2, 3, 4 and 5 s."""
     records = [RequestRecord(n, n, n, n, end=n + n + 1.0, chunks=[Chunk(n + n + 1.0, "x", 1)]) for n in range(5)]
     done = [one for record in records if (one := served(record, None))]

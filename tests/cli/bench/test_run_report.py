@@ -1,4 +1,4 @@
-"""Charts of a run, and the page that has them."""
+"""Charts and tables of a run, and its HTML page."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def record(index: int, scheduled: float, times: list[float]) -> RequestRecord:
 def run(
     samples: list[TargetState] = SAMPLES, memory: MemoryParts | None = MEMORY, meter: KVMeter | None = None
 ) -> Measurement:
-    """By a clock that stands at 100 when the run begins: two good requests, and one that fails after 3 s."""
+    """Measure two served requests and one that fails after 3 s, on a clock that starts at 100."""
     failed = RequestRecord(2, 101.0, 101.0, 101.0, None, 104.0, failure=RequestFailed("timeout", "no end"))
     records = [record(0, 100.0, [101.0, 101.5, 103.0]), record(1, 100.5, [102.0, 102.25]), failed]
     return measure(RunRecord(records, samples=samples, memory=memory, meter=meter), SyntheticLoad(), Slo(ttft=2.0))
 
 
-def test_latencies_stand_where_requests_were_due() -> None:
+def test_latencies_are_drawn_at_the_time_requests_were_due() -> None:
     chart = latency_over_time(run(), Slo(ttft=2.0, tpot=0.0))
     ttft, tpot, stall, _ = chart.series
     assert ttft.points == [(0.0, 1000.0), (0.5, 1500.0)]
@@ -66,13 +66,13 @@ def test_distributions_have_every_sample() -> None:
     assert [value for value, _ in by_name["ITL"]] == pytest.approx([250.0, 500.0, 1500.0])
 
 
-def test_requests_under_way_are_counted_as_the_client_sees_them() -> None:
+def test_requests_in_flight_are_counted_as_the_client_sees_them() -> None:
     answered, waiting = requests_over_time(run()).series
     assert waiting.points == [(0.0, 1), (0.5, 2), (1.0, 2), (2.0, 1), (4.0, 0)]
     assert answered.points == [(1.0, 1), (2.0, 2), (2.25, 1), (3.0, 0), (4.0, 0)]
 
 
-def test_a_request_that_fails_is_answered_from_its_first_token_on() -> None:
+def test_a_failed_request_counts_as_receiving_from_its_first_token_on() -> None:
     cut = record(0, 100.0, [101.0, 102.0])
     cut.failure = RequestFailed("cut without [DONE]")
     figures = measure(RunRecord([cut, record(1, 100.0, [103.0])]), SyntheticLoad(), Slo())
@@ -81,7 +81,7 @@ def test_a_request_that_fails_is_answered_from_its_first_token_on() -> None:
     assert waiting.points == [(0.0, 2), (1.0, 1), (3.0, 0)]
 
 
-def test_failures_are_in_sight_and_all_charts_over_time_have_one_axis() -> None:
+def test_failures_are_drawn_and_charts_over_time_share_an_axis() -> None:
     figures = run()
     assert latency_over_time(figures, Slo()).series[-1] == Series("failed after", [(1.0, 3000.0)], "dots")
     over_time = [chart for chart in run_charts(figures, Slo()) if chart.x == "s after the start"]
@@ -97,8 +97,8 @@ def test_throughput_adds_up_to_the_tokens() -> None:
     assert sum(rate * (end - at) for (at, rate), (end, _) in stretches) == pytest.approx(figures.tokens.output)
 
 
-def test_throughput_does_not_alternate_between_none_and_much() -> None:
-    """A token a second for 40 s, in stretches of more than one."""
+def test_throughput_intervals_are_longer_than_the_gaps_between_tokens() -> None:
+    """One token per second for 40 s, in intervals with more than one token."""
     steady = record(0, 100.0, [101.0 + n for n in range(40)])
     points = throughput_over_time(measure(RunRecord([steady]), SyntheticLoad(), Slo())).series[0].points
     assert len(points) == 11
@@ -121,7 +121,7 @@ def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
     assert sum(series.points[0][1] for series in shares.series) == pytest.approx(100.0)
 
 
-def test_what_a_target_does_not_tell_apart_is_drawn_as_one() -> None:
+def test_parts_reported_together_are_drawn_as_one() -> None:
     chart = memory_over_time([TargetState(0.5, 1, 2, kv_held=0.75)], None)
     first = {series.name: series.points[0][1] for series in chart.series}
     assert first == {"KV used or reserved": 75.0, "KV free or cached": 25.0}
@@ -139,7 +139,7 @@ def test_the_memory_of_a_run_is_in_the_report() -> None:
     assert definitions(measured).keys() >= {"peak KV", "peak memory"}
 
 
-def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
+def test_memory_usage_comes_from_steps_if_there_are_any() -> None:
     meter = KVMeter()
     for use in (KVUsage(40, 10, 0, 100), KVUsage(60, 0, 0, 100), KVUsage(0, 0, 60, 100)):
         meter(use)
@@ -148,7 +148,7 @@ def test_where_steps_are_seen_they_count_and_not_the_looks() -> None:
     assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
 
 
-def test_of_memory_only_what_is_told_is_in_the_report() -> None:
+def test_unreported_parts_of_memory_are_null() -> None:
     experiment, shares = (
         Experiment("m", Provenance("u"), SyntheticLoad(), Slo()),
         run([TargetState(100.5, 1, 0, kv_held=0.5)], None),
@@ -162,19 +162,19 @@ def test_of_memory_only_what_is_told_is_in_the_report() -> None:
     assert (nothing["memory"], nothing["peak_kv_share"], nothing["peak_memory_bytes"]) == (None, None, None)
 
 
-def test_the_scheduler_is_shown_as_it_says() -> None:
+def test_the_scheduler_queue_is_drawn_as_reported() -> None:
     running, waiting = queue_over_time(run().samples).series
     assert running.points == [(0.5, 1), (1.0, 2)]
     assert waiting.points == [(0.5, 2), (1.0, 0)]
 
 
-def test_what_a_target_does_not_tell_is_not_drawn() -> None:
+def test_charts_without_data_are_left_out() -> None:
     assert len(run_charts(run(), Slo())) == 6
     assert len(run_charts(run([TargetState(100.0, 1, 1)], None), Slo())) == 5
     assert len(run_charts(run([], None), Slo())) == 4
 
 
-def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
+def test_a_page_is_complete_and_loads_nothing() -> None:
     figures, experiment = run(), Experiment("<model>", Provenance("in process"), SyntheticLoad(), Slo(ttft=2.0))
     report = as_json(experiment, figures)
     html = result_page(Result(report, run_content(MeasuredRun(experiment, figures)), True, [report]))
@@ -188,7 +188,7 @@ def test_a_page_has_all_of_it_and_nothing_from_outside() -> None:
     assert json.loads(tags.text[tags.text.index('{\n "measured"') :].strip())["completed"] == 2
 
 
-def test_a_page_of_a_run_in_which_all_failed_is_a_page() -> None:
+def test_page_of_a_run_in_which_every_request_failed() -> None:
     failed = [RequestRecord(0, 0.0, failure=RequestFailed("connect", "refused"))]
     experiment, figures = (
         Experiment("u", Provenance("u"), SyntheticLoad(), Slo()),
