@@ -48,6 +48,11 @@ class Family:
     defaults: Mapping[str, Any]
 
 
+def _biased(switch: Switch, **parts: Any) -> DecoderParts:
+    """Return the parts of a decoder whose projections all have biases, if `switch` is on."""
+    return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
+
+
 def _family(parts: DecoderParts, needs: str, **defaults: Any) -> Family:
     sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
     return Family(parts, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
@@ -64,16 +69,17 @@ _MAMBA = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel use
 _GEMMA4 = "global_head_dim layer_types sliding_window attention_k_eq_v num_kv_shared_layers enable_moe_block"
 
 _BARE = DecoderParts()
-_LLAMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+_GEMMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias")
+_COHERE = replace(_GEMMA, norms=1)
+_LLAMA = replace(_GEMMA, mlp_bias="mlp_bias")
 _QWEN2 = DecoderParts(qkv_bias=True)
-_QWEN3 = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
+_GLM = DecoderParts(qkv_bias="attention_bias")
+_QWEN3 = replace(_GEMMA, qk_norm="head")
 _NEXT = replace(_QWEN3, gated_query=True)
 _QWEN3_MOE = replace(_QWEN3, experts="moe_intermediate_size")
 _NEXT_MOE = replace(_NEXT, experts="moe_intermediate_size", shared_gate=True)
 _DEEPSEEK = DecoderParts(experts="moe_intermediate_size")
-_GEMMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias")
-_COHERE = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias", norms=1)
-_GPT = DecoderParts(qkv_bias=True, out_bias=True, gated_mlp=False, mlp_bias=True, norm_vectors=2)
+_GPT = _biased(True, gated_mlp=False, norm_vectors=2)
 
 _GPT2 = replace(_GPT, positions="n_positions")
 _GPT2_NEEDS = frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
@@ -84,17 +90,13 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": _family(_LLAMA, _GROUPED, tie_word_embeddings=True),
     "mistral": _family(_BARE, f"{_GROUPED} sliding_window"),
     "phi3": _family(_BARE, f"{_DENSE} sliding_window"),
-    "glm4": _family(replace(_QWEN2, qkv_bias="attention_bias", norms=4), f"{_WIDE} attention_bias"),
+    "glm4": _family(replace(_GLM, norms=4), f"{_WIDE} attention_bias"),
     "olmo2": _family(replace(_GEMMA, qk_norm="all"), _DENSE),
     "olmo": _family(replace(_GEMMA, norm_vectors=0), _DENSE),
     "olmo3": _family(replace(_GEMMA, qk_norm="all"), f"{_DENSE} sliding_window", sliding_window_pattern=4),
-    "glm": _family(replace(_QWEN2, qkv_bias="attention_bias"), f"{_WIDE} attention_bias"),
+    "glm": _family(_GLM, f"{_WIDE} attention_bias"),
     "seed_oss": _family(replace(_LLAMA, out_bias="attention_out_bias"), f"{_WIDE} attention_bias attention_out_bias"),
-    "ernie4_5": _family(
-        DecoderParts(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
-        f"{_WIDE} use_bias",
-        tie_word_embeddings=True,
-    ),
+    "ernie4_5": _family(_biased("use_bias"), f"{_WIDE} use_bias", tie_word_embeddings=True),
     "exaone4": _family(replace(_BARE, qk_norm="head"), f"{_GROUPED} layer_types sliding_window"),
     "stablelm": _family(
         DecoderParts(qkv_bias="use_qkv_bias", norm_vectors=2),
@@ -162,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
     "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
     "glm4_moe": _family(
-        DecoderParts(qkv_bias="attention_bias", qk_norm="head", experts="moe_intermediate_size"),
+        replace(_GLM, qk_norm="head", experts="moe_intermediate_size"),
         f"{_WIDE} attention_bias use_qk_norm n_routed_experts n_shared_experts num_experts_per_tok "
         "moe_intermediate_size first_k_dense_replace",
     ),
@@ -173,16 +175,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi": _family(replace(_GPT, norms=1, head_bias=True), _DENSE),
     "starcoder2": _family(
-        replace(_GPT, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
-        f"{_GROUPED} use_bias",
-        tie_word_embeddings=True,
+        _biased("use_bias", gated_mlp=False, norm_vectors=2), f"{_GROUPED} use_bias", tie_word_embeddings=True
     ),
     "gpt_neox": _family(_GPT, _DENSE),
-    "gpt2": Family(
-        _GPT2,
-        _GPT2_NEEDS,
-        {"tie_word_embeddings": True},
-    ),
+    "gpt2": Family(_GPT2, _GPT2_NEEDS, {"tie_word_embeddings": True}),
     "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {"tie_word_embeddings": True}),
     "opt": _family(
         replace(_GPT, positions="max_position_embeddings"),
@@ -190,7 +186,7 @@ FAMILIES: Mapping[str, Family] = {
         tie_word_embeddings=True,
     ),
     "falcon": _family(
-        DecoderParts(qkv_bias="bias", out_bias="bias", gated_mlp=False, mlp_bias="bias", norms=1, norm_vectors=2),
+        _biased("bias", gated_mlp=False, norms=1, norm_vectors=2),
         "multi_query new_decoder_architecture parallel_attn bias alibi",
         max_position_embeddings=2048,
         tie_word_embeddings=True,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from llmsched.engine.architecture.families import FAMILIES, DecoderParts, Switch
 from llmsched.engine.architecture.fields import Fields
 from llmsched.engine.architecture.geometry import LayerReader
+from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 
 
 class Parameters(NamedTuple):
@@ -124,21 +125,17 @@ class _Counter:
 
     def _delta_net(self) -> Parameters:
         """Count a gated delta net: projections of q, k, v and gate, two numbers per value head, a short convolution."""
-        get = self.config.get
-        key = get("linear_num_key_heads") * get("linear_key_head_dim")
-        heads, dim = get("linear_num_value_heads"), get("linear_value_head_dim")
-        value = heads * dim
-        linear = self.hidden * (2 * key + 2 * value + 2 * heads) + value * self.hidden
-        return Parameters(linear=linear, other=(2 * key + value) * get("linear_conv_kernel_dim") + 2 * heads + dim)
+        sizes = DeltaNetSizes.of(self.config)
+        heads, value = sizes.value_heads, sizes.value_width
+        linear = self.hidden * (sizes.channels + value + 2 * heads) + value * self.hidden
+        return Parameters(linear=linear, other=sizes.channels * sizes.kernel + 2 * heads + value // heads)
 
     def _mamba2(self) -> Parameters:
         """Count a Mamba-2 mixer: projections in and out, a convolution over x, B and C, three numbers per head."""
-        get, heads = self.config.get, self.config.get("mamba_num_heads")
-        width = heads * get("mamba_head_dim")
-        mixed = width + 2 * get("n_groups") * get("ssm_state_size")
-        linear = self.hidden * (width + mixed + heads) + width * self.hidden
-        taps = get("conv_kernel") + (1 if get("use_conv_bias") else 0)
-        return Parameters(linear=linear, other=mixed * taps + 3 * heads + width)
+        sizes = Mamba2Sizes.of(self.config)
+        linear = self.hidden * (2 * sizes.width + sizes.channels + sizes.heads)
+        taps = sizes.kernel + (1 if self.config.get("use_conv_bias") else 0)
+        return Parameters(linear=linear, other=sizes.channels * taps + 3 * sizes.heads + sizes.width)
 
     def _mlps(self, layer: int, name: str) -> Iterator[Parameters]:
         """Count the dense MLP, or the experts with their router."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from llmsched.engine.architecture.fields import Fields
 
 _FLOAT32 = 4
@@ -26,23 +28,66 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
     return None
 
 
+class DeltaNetSizes(NamedTuple):
+    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5); widths are of all heads together."""
+
+    key_width: int
+    value_width: int
+    value_heads: int
+    key_dim: int
+    kernel: int
+
+    @classmethod
+    def of(cls, fields: Fields) -> DeltaNetSizes:
+        """Read the sizes from a config."""
+        get, value_heads = fields.get, fields.get("linear_num_value_heads")
+        key_dim = get("linear_key_head_dim")
+        value_width = value_heads * get("linear_value_head_dim")
+        return cls(
+            get("linear_num_key_heads") * key_dim, value_width, value_heads, key_dim, get("linear_conv_kernel_dim")
+        )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution over q, k and v."""
+        return 2 * self.key_width + self.value_width
+
+
+class Mamba2Sizes(NamedTuple):
+    """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1); `width` is of all heads together."""
+
+    width: int
+    heads: int
+    state: int
+    groups: int
+    kernel: int
+
+    @classmethod
+    def of(cls, fields: Fields) -> Mamba2Sizes:
+        """Read the sizes from a config."""
+        get, heads = fields.get, fields.get("mamba_num_heads", "mamba_n_heads")
+        width = heads * get("mamba_head_dim", "mamba_d_head")
+        state, groups = get("ssm_state_size", "mamba_d_state"), get("n_groups", "mamba_n_groups")
+        return cls(width, heads, state, groups, get("conv_kernel", "mamba_d_conv"))
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution over x, B and C."""
+        return self.width + 2 * self.groups * self.state
+
+
 def _gated_delta_net(fields: Fields, dtype_bytes: int) -> int:
-    """Return the state of Qwen3-Next: a key_dim x value_dim float32 matrix per value head; convolution over q, k, v."""
-    key_width = fields.get("linear_num_key_heads") * fields.get("linear_key_head_dim")
-    value_width = fields.get("linear_num_value_heads") * fields.get("linear_value_head_dim")
-    matrix = value_width * fields.get("linear_key_head_dim") * _recurrent_type(fields, _FLOAT32)
-    window = (fields.get("linear_conv_kernel_dim") - 1) * (2 * key_width + value_width) * dtype_bytes
-    return int(matrix + window)
+    """Return the state: a key_dim x value_dim matrix, by default in float32, per value head, and the convolution."""
+    sizes = DeltaNetSizes.of(fields)
+    matrix = sizes.value_width * sizes.key_dim * _recurrent_type(fields, _FLOAT32)
+    return int(matrix + (sizes.kernel - 1) * sizes.channels * dtype_bytes)
 
 
 def _mamba2(fields: Fields, dtype_bytes: int) -> int:
-    """Return the state of Nemotron-H, Bamba, Falcon-H1: head_dim x state_size per head; convolution over x, B, C."""
-    width = fields.get("mamba_num_heads", "mamba_n_heads") * fields.get("mamba_head_dim", "mamba_d_head")
-    state = fields.get("ssm_state_size", "mamba_d_state")
-    groups = fields.get("n_groups", "mamba_n_groups")
-    kernel = fields.get("conv_kernel", "mamba_d_conv")
-    matrix = width * state * _recurrent_type(fields, dtype_bytes)
-    return int(matrix + (kernel - 1) * (width + 2 * groups * state) * dtype_bytes)
+    """Return the state: a head_dim x state_size matrix per head, and the convolution."""
+    sizes = Mamba2Sizes.of(fields)
+    matrix = sizes.width * sizes.state * _recurrent_type(fields, dtype_bytes)
+    return int(matrix + (sizes.kernel - 1) * sizes.channels * dtype_bytes)
 
 
 def _mamba1(fields: Fields, dtype_bytes: int) -> int:

@@ -34,33 +34,32 @@ def _dense(rows: int, columns: int) -> int:
     return rows * columns + rows
 
 
+def _plain_block(hidden: int, inner: int) -> int:
+    """Count a transformer block with two LayerNorms and biases everywhere."""
+    return 2 * _layer_norm(hidden) + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
+
+
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
     """Count Qwen3-VL and Qwen3.5: learned positions, plain blocks, one merger and one more for each deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    block = 2 * _layer_norm(hidden) + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
-    block += _dense(inner, hidden) + _dense(hidden, inner)
+    blocks = vision["depth"] * _plain_block(hidden, inner)
+    embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
     merger = _merger(vision, hidden, out)
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    deep = len(vision["deepstack_visual_indexes"])
-    total = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden + vision["depth"] * block
-    return int(total + merger + _layer_norm(hidden) + deep * (merger + _layer_norm(merged)))
+    deep = merger + _layer_norm(hidden * vision["spatial_merge_size"] ** 2)
+    return int(embedded + blocks + merger + _layer_norm(hidden) + len(vision["deepstack_visual_indexes"]) * deep)
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
     """Count Qwen2-VL: plain blocks without learned positions, one merger; `hidden_size` is the language model's."""
     hidden, out = vision["embed_dim"], vision["hidden_size"]
-    inner = int(hidden * vision["mlp_ratio"])
-    block = 2 * _layer_norm(hidden) + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
-    block += _dense(inner, hidden) + _dense(hidden, inner)
-    total = _patches(vision, hidden) + vision["depth"] * block + _layer_norm(hidden)
-    return int(total + _merger(vision, hidden, out))
+    blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
+    return int(_patches(vision, hidden) + blocks + _layer_norm(hidden) + _merger(vision, hidden, out))
 
 
 def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
     """Count Qwen2.5-VL: gated blocks with RMSNorm, one merger."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    block = 2 * hidden + _dense(3 * hidden, hidden) + _dense(hidden, hidden)
-    block += 2 * _dense(inner, hidden) + _dense(hidden, inner)
+    block = 2 * hidden + 4 * _dense(hidden, hidden) + 2 * _dense(inner, hidden) + _dense(hidden, inner)
     return int(_patches(vision, hidden) + vision["depth"] * block + hidden + _merger(vision, hidden, out))
 
 
@@ -94,8 +93,8 @@ def _gemma3(config: Settings, vision: Settings) -> int:
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
     patch = vision.get("num_channels", 3) * vision["patch_size"] ** 2
     positions = (vision["image_size"] // vision["patch_size"]) ** 2
-    block = 2 * _layer_norm(hidden) + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
-    total = _dense(hidden, patch) + positions * hidden + vision["num_hidden_layers"] * block + _layer_norm(hidden)
+    blocks = vision["num_hidden_layers"] * _plain_block(hidden, inner)
+    total = _dense(hidden, patch) + positions * hidden + blocks + _layer_norm(hidden)
     return int(total + hidden * config["text_config"]["hidden_size"] + hidden)
 
 

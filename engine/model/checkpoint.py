@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     types = {name: str(file.get_slice(name).get_dtype()) for name in names}
     if small := {f"{name} ({kind})" for name, kind in types.items() if kind.startswith(_SMALL_FLOATS)}:
         raise ModelError(f"{path}: quantised tensors, which are not supported: {some(small)}")
-
-    def lazy(name: str) -> LazyTensor:
-        return LazyTensor(lambda: file.get_tensor(name))
-
-    return {name: lazy(name) for name in names}
+    return {name: LazyTensor(partial(file.get_tensor, name)) for name in names}
 
 
 def _open_pickle(path: Path) -> dict[str, LazyTensor]:
