@@ -58,8 +58,8 @@ class StaticBatchBlocks:
 class KVManager:
     """All KV memory of the engine.
 
-    A request's blocks cover whole blocks of its tokens from the beginning. Other requests find only blocks whose KV has
-    been written, and a findable block is never written again: at least the last token of a request is always computed,
+    A request's blocks cover its tokens from the beginning. Other requests find only whole blocks whose KV has been
+    written, and a findable block is never written again: at least the last token of a request is always computed,
     into a block of its own. Where that block begins like a known one, the known part is copied (`copies`).
 
     Between two steps a request holds blocks for all its tokens in full-attention groups, and in sliding-window groups
@@ -150,7 +150,7 @@ class KVManager:
             table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
 
     def reach(self, request: Request, end: int) -> int:
-        """Make room for the KV of the request's tokens before `end` in this step; return before which there is room.
+        """Make room for the KV of the request's tokens before `end` in this step, and return how far there is room.
 
         That is less than `end` only where sliding-window groups find no more blocks for a chunk. At least one token can
         always be computed.
@@ -207,7 +207,7 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy: all with KV but leading ones that others hold as well."""
+        """Return how many blocks `swap_out` would copy: all with KV, except leading ones that others hold as well."""
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-#: At most this many children of a node are compared for a partly matching block, newest first.
+#: At most this many candidates are compared for a partly matching block, newest first: children of a node, or requests
+#: that write behind it.
 MAX_COMPARED = 32
 
 
