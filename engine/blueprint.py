@@ -96,21 +96,19 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     name = calibration_name(model_name(config.model), device.name, resolved.dtype, resolved.kv_cache_dtype)
     remedy = f"run `llmsched calibrate {config.model} --dtype {resolved.dtype}"
     remedy += "`" if resolved.kv_cache_dtype == resolved.dtype else f" --kv-cache-dtype {resolved.kv_cache_dtype}`"
+
+    def unusable(reason: str) -> ConfigError:
+        return ConfigError("simulate", f"local: {reason}; {remedy}")
+
     try:
         found = load_calibration(name)
         cost = None if found is None else fitted_cost(found.cost, plan.window)
     except (ProfileError, TypeError) as problem:
-        raise ConfigError("simulate", f"local: {problem}; {remedy}") from problem
+        raise unusable(str(problem)) from problem
     if found is None or cost is None:
-        raise ConfigError(
-            "simulate",
-            f"local: {config.model} in {resolved.dtype} was never measured on {device.name}; {remedy}",
-        )
+        raise unusable(f"{config.model} in {resolved.dtype} was never measured on {device.name}")
     if found.model["digest"] != planner.digest:
-        raise ConfigError(
-            "simulate",
-            f"local: calibration {name} is of another model of this name; {remedy}",
-        )
+        raise unusable(f"calibration {name} is of another model of this name")
     per_byte = found.swap_seconds_per_byte
     notes = _threads_differ(found.device.get("threads")) if device.kind == "cpu" else ()
     provenance = Provenance(device.name, measured=False, calibration_error=found.error, calibrated=found.created)

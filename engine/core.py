@@ -109,27 +109,18 @@ class Engine(StepLoop):
         priority: int = 0,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        limit_queue: bool = True,
     ) -> None:
         """Queue a request; its n choices are served as n sequences.
 
         `arrival_time` is a time of the engine's clock; None is now. Raises RequestError for a request that can never be
-        served, QueueFullError if too many requests wait.
+        served and, with `limit_queue`, QueueFullError if more than max_queue_size requests would wait.
         """
         if request_id in self._groups:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, sampling)
-        self.check_queue(len(self.scheduler.waiting), sampling.n)
-        self._queue(request_id, prompt_token_ids, sampling, priority, cache_salt, arrival_time)
-
-    def _queue(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        priority: int,
-        cache_salt: str,
-        arrival_time: float | None,
-    ) -> None:
+        if limit_queue:
+            self.check_queue(len(self.scheduler.waiting), sampling.n)
         arrival = self.clock() if arrival_time is None else arrival_time
         seed = self._seed_of(sampling)
         eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
@@ -156,7 +147,7 @@ class Engine(StepLoop):
         """Queue a request that computes a pinned prefix, unless one is queued already."""
         name = f"{pin.pin_id} of this engine"
         if name not in self._groups:
-            self._queue(name, token_ids[: pin.num_tokens], sampling, 0, cache_salt, None)
+            self.add_request(name, token_ids[: pin.num_tokens], sampling, cache_salt=cache_salt, limit_queue=False)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in any state and return its last outputs; ignore an unknown or finished one."""

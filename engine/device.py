@@ -80,7 +80,7 @@ def computes_bf16(device: str) -> bool:
 def device_memory(device: str = "auto") -> DeviceMemory:
     """Return the memory of the device that `auto`, `cuda` or `cpu` means on this machine.
 
-    Raises ConfigError when cuda is asked for and there is no NVIDIA driver or GPU.
+    Raises ConfigError if cuda is requested without an NVIDIA driver or GPU.
     """
     if device == "cpu":
         return cpu_memory()
@@ -99,7 +99,7 @@ def gpu_device(gpu: GpuSpec) -> DeviceMemory:
 def gpu_memory() -> DeviceMemory | None:
     """Return the memory of the first GPU of CUDA_VISIBLE_DEVICES; None without driver or GPU.
 
-    Raises ConfigError where a GPU is there but its driver does not report memory.
+    Raises ConfigError if the driver of the GPU does not report its memory.
     """
     with _nvml() as nvml:
         if nvml is None:
@@ -108,7 +108,7 @@ def gpu_memory() -> DeviceMemory | None:
         if handle is None:
             return None
         try:
-            # Version 2 tells apart what the driver keeps for itself, which CUDA never sees either.
+            # Version 2 reports the driver's reserve separately; CUDA cannot allocate it.
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
             total, used = int(memory.total) - int(memory.reserved), int(memory.used)
         except nvml.NVMLError as problem:

@@ -32,7 +32,7 @@ DEFINITIONS: Mapping[str, str] = {
     "percentiles": "linear interpolation between the two nearest samples; mean is arithmetic",
     "P99 interval": "95 % bootstrap interval over whole requests; with few requests its upper end is too low",
     "steady": (
-        "rates without ramp-up and ramp-down: from one median E2E after the start of the run to the "
+        "rates in the steady state (ramp-up and drain excluded): from one median E2E after the start of the run to the "
         "first completion after the last request was sent; if that is too short, from the first token (completion) to "
         "the end of the run"
     ),

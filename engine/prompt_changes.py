@@ -49,15 +49,14 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Checks for changing prompts from time to time and logs each new position. `latest` is the last finding."""
+    """Checks for changing prompts from time to time, and logs each new position."""
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
-        self.latest: PromptChange | None = None
         self._watch = watch
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._next_look = LOOK_EVERY
-        self._told = -SPREAD
+        self._logged = -SPREAD
 
     def update(self) -> None:
         """Check if enough requests have been admitted since the last check."""
@@ -68,14 +67,16 @@ class PromptChanges:
         """Check now and return the finding, if any."""
         self._next_look = self._watch.num_seen + LOOK_EVERY
         found = self._watch.report()
-        self.latest = self._in_words(found) if found is not None else None
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)
-        if self.latest is not None and abs(self.latest.position - self._told) >= SPREAD:
-            self._told = self.latest.position
-            logger.warning("%s", self.latest)
-        return self.latest
+        if found is None:
+            return None
+        change = self._with_text(found)
+        if abs(change.position - self._logged) >= SPREAD:
+            self._logged = change.position
+            logger.warning("%s", change)
+        return change
 
-    def _in_words(self, found: ChangingPrompts) -> PromptChange:
+    def _with_text(self, found: ChangingPrompts) -> PromptChange:
         cut = found.position - found.start
         one, two = (Example(self._text(ids[:cut]), self._text(ids[cut:])) for ids in found.examples)
         return PromptChange(found.position, found.count, found.window, (one, two), found.private)
