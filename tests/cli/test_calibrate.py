@@ -68,7 +68,8 @@ def test_without_a_calibration_it_says_what_to_do(command: CommandLine, model: s
     outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD)
     assert outcome.code == 2
     assert outcome.out == ""
-    assert f"run `llmsched calibrate {model} --dtype bfloat16`" in outcome.err
+    dtype = "bfloat16" if computes_bf16("cpu") else "float32"
+    assert f"run `llmsched calibrate {model} --dtype {dtype}`" in outcome.err
     outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD, "--dtype", "float32")
     assert f"run `llmsched calibrate {model} --dtype float32`" in outcome.err
 
