@@ -97,8 +97,8 @@ class Admission:
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
         """Admit short requests while the fast lane's `lane` tokens last. Return those admitted.
 
-        If more requests wait than may run, the lane takes no more than its share of the places either; otherwise short
-        requests could take every place that becomes free.
+        If more requests wait than places are free, the lane takes no more than its share of the places either;
+        otherwise short requests could take every place that becomes free.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)

@@ -50,7 +50,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 @jit()
 def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
-    """Copy rows[t, h] to cache[block, h, offset] for each slot t, both arrays of the same bits."""
+    """Copy rows[t, h] to slot slots[t] of the cache, arrays of the same bits. Skip negative slots."""
     tokens, kv_heads, _ = rows.shape
     block_size = cache.shape[2]
     for token in range(tokens):
