@@ -154,14 +154,13 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             os._exit(128 + number)
         stop.set()
 
-    try:
+    # asyncio raises outside the main thread, and on Windows.
+    with contextlib.suppress(ValueError, RuntimeError):
         for number in _SIGNALS:
             loop.add_signal_handler(number, handle, number)
-    except (ValueError, RuntimeError):
-        yield
-        return
     try:
         yield
     finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+        with contextlib.suppress(RuntimeError):
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)

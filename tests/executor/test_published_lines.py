@@ -61,7 +61,7 @@ def test_a_config_may_lie_beside_the_file(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"engine": "llama.cpp"}, "no class of engines.toml is like 'llama.cpp'; known are TensorRT-LLM 0.9"),
-        ({"model": "Mamba-3B"}, r"the config.json of Mamba-3B is not at hand .*; name it as `config`"),
+        ({"model": "Mamba-3B"}, r"the config.json of Mamba-3B is missing .*; set `config`"),
         ({"config": "nowhere.json"}, "nowhere.json"),
         ({"weights_dtype": "int3"}, "weights_dtype is 'int3'; bf16, fp16, mxfp4, fp8, .* are understood"),
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'"),

@@ -160,8 +160,8 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_experts_per_tok": 0}, "through 0 of 128 experts"),
-        ({"num_experts_per_tok": 129}, "through 129 of 128 experts"),
+        ({"num_experts_per_tok": 0}, "a token to 0 of 128 experts; it must be 1 to 128"),
+        ({"num_experts_per_tok": 129}, "a token to 129 of 128 experts; it must be 1 to 128"),
         ({"num_experts_per_tok": "all"}, "expected int, got str"),
         ({"vocab_size": "many"}, "expected int, got str"),
         ({"moe_intermediate_size": [1]}, "cannot be a size"),
