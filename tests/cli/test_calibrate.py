@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from llmsched.engine.device import computes_bf16
+
 LIMITS = ("--device", "cpu", "--num-gpu-blocks-override", "160", "--max-num-batched-tokens", "64")
 QUICK = (*LIMITS, "--max-num-seqs", "16")
 LOAD = ("--num-prompts", "6", "--input-len", "20", "--output-len", "5", "--max-concurrency", "3")
