@@ -54,7 +54,6 @@ def bench(
             min=0,
             show_default="1 in this process, 0 for a URL",
             help="Requests sent before the run and not measured.",
-            rich_help_panel="Load",
         ),
     ] = None,
     simulate: Annotated[str | None, simulate_option("Run the scheduler alone,")] = None,

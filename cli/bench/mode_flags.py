@@ -12,9 +12,6 @@ from llmsched.cli.options.flags import typed
 from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
 
-_COMPARE = "Comparison"
-_KNEE = "Knee"
-
 
 @dataclass(frozen=True, slots=True)
 class ModeFlags:
@@ -28,7 +25,6 @@ class ModeFlags:
             show_default=False,
             help="Run the same load under two or more engine settings, in turn, and print ratios to the first. "
             f"Separate variants with commas; each is {SYNTAX}. continuous is another name for fair.",
-            rich_help_panel=_COMPARE,
         ),
     ] = None
     rounds: Annotated[
@@ -38,7 +34,6 @@ class ModeFlags:
             min=1,
             show_default="2",
             help="Runs of each variant. Each round has new requests, the same for all variants.",
-            rich_help_panel=_COMPARE,
         ),
     ] = None
     find_knee: Annotated[
@@ -47,7 +42,6 @@ class ModeFlags:
             "--find-knee",
             help="Find the highest request rate at which 90 % of requests meet every SLO. Default SLOs: TTFT and TPOT "
             "within 5 times those of an idle target. Starts at --request-rate, or at half the target's throughput.",
-            rich_help_panel=_KNEE,
         ),
     ] = False
     max_request_rate: Annotated[
@@ -57,7 +51,6 @@ class ModeFlags:
             metavar="PER_SECOND",
             show_default="4 times the target's throughput",
             help="Highest request rate to try; --request-rate is then the lowest.",
-            rich_help_panel=_KNEE,
         ),
     ] = None
     knee_attainment: Annotated[
@@ -68,7 +61,6 @@ class ModeFlags:
             metavar="SHARE",
             show_default="90%",
             help="Share of requests that must meet every SLO.",
-            rich_help_panel=_KNEE,
         ),
     ] = None
     knee_tolerance: Annotated[
@@ -79,7 +71,6 @@ class ModeFlags:
             metavar="SHARE",
             show_default="10%",
             help="Stop when the rates just below and above the knee differ by at most this share.",
-            rich_help_panel=_KNEE,
         ),
     ] = None
 

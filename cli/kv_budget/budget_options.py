@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 ALL = "all"
 _MAX_CV = 10.0
-_QUESTION = "Question"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class BudgetOptions:
             min=1,
             max=EngineConfig.knob_rule("max_num_seqs")["high"],
             help="Number of requests to run at the same time. Without --context: finds the longest context that fits.",
-            rich_help_panel=_QUESTION,
         ),
     ] = None
     context: Annotated[
@@ -56,7 +54,6 @@ class BudgetOptions:
             parser=typed(tokens),
             metavar="TOKENS",
             help="Tokens of each request, such as 8k.",
-            rich_help_panel=_QUESTION,
         ),
     ] = None
     lengths: Annotated[
@@ -65,7 +62,6 @@ class BudgetOptions:
             metavar="FILE",
             help="Lengths of your requests: a trace, as for bench --trace, or one request per line, as its total "
             "length or its prompt and output lengths.",
-            rich_help_panel=_QUESTION,
         ),
     ] = None
     mean_len: Annotated[
@@ -75,7 +71,6 @@ class BudgetOptions:
             max=MOST_TOKENS,
             metavar="TOKENS",
             help="Also count sequences of this mean length, prompt and output.",
-            rich_help_panel=_QUESTION,
         ),
     ] = None
     cv_len: Annotated[
@@ -83,7 +78,6 @@ class BudgetOptions:
         typer.Option(
             metavar="NUMBER",
             help="Standard deviation / mean of the lengths around --mean-len (log-normal).",
-            rich_help_panel=_QUESTION,
         ),
     ] = None
     weights: Annotated[

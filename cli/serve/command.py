@@ -21,31 +21,26 @@ from llmsched.engine.errors import ConfigError, setting
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
 
-_SERVER = "Server"
-
 
 @with_engine_options()
 def serve(
     model: ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.", rich_help_panel=_SERVER)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="LLMSCHED_API_KEY",
             help="Require it as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="Name of the model in requests and answers.", show_default="MODEL", rich_help_panel=_SERVER),
+        typer.Option(help="Name of the model in requests and answers.", show_default="MODEL"),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|PATH", help="Settings saved by `llmsched tune`; flags override them.", rich_help_panel=_SERVER
-        ),
+        typer.Option(metavar="NAME|PATH", help="Settings saved by `llmsched tune`; flags override them."),
     ] = None,
     pin_prefix: Annotated[
         list[Path] | None,
@@ -53,7 +48,6 @@ def serve(
             metavar="FILE",
             help="Pin the beginning of prompts in the prefix cache: a text file, or a .json file with the body of a "
             "POST to /v1/prefixes (chat messages, for example). Repeatable.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     grace_period: Annotated[
@@ -62,11 +56,10 @@ def serve(
             parser=typed(duration),
             metavar="DURATION",
             help="Time that running requests get to finish after SIGTERM or Ctrl-C.",
-            rich_help_panel=_SERVER,
         ),
     ] = "30s",  # type: ignore[assignment]  # Typer parses defaults too
     metrics_prefix: Annotated[
-        str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.", rich_help_panel=_SERVER)
+        str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")
     ] = "llmsched",
     *,
     engine_options: EngineOptions,

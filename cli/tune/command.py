@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +29,6 @@ from llmsched.profiles.toml_files import ProfileError, check_writable
 from llmsched.profiles.tuned import profile_path, save_profile
 
 _ROUNDS = 3
-_search_option = functools.partial(typer.Option, rich_help_panel="Search")
 #: Knobs whose flag fixes their value; the flags of the others set the largest value tried.
 _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
@@ -43,7 +41,7 @@ def tune(
     model: ModelArgument = None,
     maximize: Annotated[
         Goal,
-        _search_option(
+        typer.Option(
             "--maximize",
             help="Rate to maximise among the settings that meet the SLOs: requests per second that met every SLO, or "
             "output tokens per second. Without an SLO it is always throughput.",
@@ -51,7 +49,7 @@ def tune(
     ] = "goodput",
     knobs: Annotated[
         str | None,
-        _search_option(
+        typer.Option(
             "--knobs",
             metavar="NAMES",
             show_default=f"{','.join(KNOBS)}, except those fixed by a flag",
@@ -60,13 +58,13 @@ def tune(
     ] = None,
     rounds: Annotated[
         int | None,
-        _search_option(
+        typer.Option(
             "--rounds", min=1, show_default="3", help="Maximum number of full runs of each of the best settings."
         ),
     ] = None,
     time_limit: Annotated[
         float,
-        _search_option(
+        typer.Option(
             "--time-limit",
             parser=typed(duration),
             metavar="DURATION",
@@ -76,7 +74,7 @@ def tune(
     ] = 180.0,
     min_num_batched_tokens: Annotated[
         int,
-        _search_option(
+        typer.Option(
             "--min-num-batched-tokens",
             min=1,
             max=_MOST_TOKENS,
@@ -86,11 +84,11 @@ def tune(
     ] = 32,
     resume: Annotated[
         bool,
-        _search_option("--resume", help="Continue the interrupted search of the same command."),
+        typer.Option("--resume", help="Continue the interrupted search of the same command."),
     ] = False,
     warm_start: Annotated[
         bool,
-        _search_option("--warm-start/--no-warm-start", help="Start from the latest profile of this model and device."),
+        typer.Option("--warm-start/--no-warm-start", help="Start from the latest profile of this model and device."),
     ] = True,
     simulate: Annotated[str | None, simulate_option("Search")] = None,
     report: Annotated[

@@ -17,8 +17,6 @@ from llmsched.cli.bench.report.report_content import Result, result_page, show
 from llmsched.cli.output_files import check_file, writing
 from llmsched.engine.errors import LlmschedError
 
-_OUTPUT = "Output"
-
 
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
@@ -26,13 +24,11 @@ class OutputFlags:
 
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well.", rich_help_panel=_OUTPUT),
+        typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well."),
     ] = None
     csv: Annotated[
         Path | None,
-        typer.Option(
-            "--csv", metavar="FILE", help="Append a row of figures to FILE for each run.", rich_help_panel=_OUTPUT
-        ),
+        typer.Option("--csv", metavar="FILE", help="Append a row of figures to FILE for each run."),
     ] = None
     save_detailed: Annotated[
         Path | None,
@@ -41,7 +37,6 @@ class OutputFlags:
             metavar="FILE",
             help="Write every request to FILE as a line of JSON: its times, tokens, gaps, failure and, if the target "
             "reports them, the scheduler's decisions. `llmsched explain ID --file FILE` shows its timeline.",
-            rich_help_panel=_OUTPUT,
         ),
     ] = None
     report: Annotated[
@@ -51,10 +46,9 @@ class OutputFlags:
             metavar="FILE.html",
             help="Write an HTML page with tables and charts that opens offline: latency over time, distributions, "
             "requests, memory, and with --find-knee latency by request rate.",
-            rich_help_panel=_OUTPUT,
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUTPUT)] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
         """Raise LlmschedError for a file that this mode does not write, that cannot be written, or that is `read`."""
