@@ -85,7 +85,7 @@ def cautions(document: dict[str, Any]) -> list[str]:
 def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
     """Return what was run, how accurate it is, and the SLOs."""
     work, origin = experiment.workload.describe_requests(), experiment.provenance
-    found = [f"{origin.label} {experiment.name} ({origin.where}): {work}, at increasing request rates"]
+    found = [f"{origin.label} {experiment.name} ({origin.where}): {work}, at one request rate after another"]
     found += origin.caveats()
     if (burst := document["all_at_once"]) is not None:
         found.append(

@@ -92,8 +92,10 @@ def _add(page: Page, content: ReportContent) -> None:
         page.table(table.columns, table.rows)
     for conclusion in content.conclusions:
         page.say(conclusion)
-    page.heading("charts")
+    if content.charts:
+        page.heading("charts")
     for chart in content.charts:
         page.chart(chart)
-    page.heading("definitions")
-    page.terms(content.definitions)
+    if content.definitions:
+        page.heading("definitions")
+        page.terms(content.definitions)
