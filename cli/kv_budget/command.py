@@ -101,11 +101,11 @@ def _report(analysis: BudgetAnalysis, options: BudgetOptions) -> None:
     if options.json_output:
         extra: dict[str, Any] = {"emit": line} if options.emit else {}
         if options.simulate is not None:
-            extra |= {"simulated": None if simulated is None else simulated.as_json()}
+            extra |= {"simulated": None if simulated is None else simulated[0]}
         render.emit_json(document(analysis) | extra)
     elif line is not None:
         render.say(line)
     else:
         text_report.show(analysis, document(analysis))
         if simulated is not None:
-            simulated.show()
+            simulated_serving.show(*simulated)

@@ -38,10 +38,8 @@ class BlockPool:
     shared ones; within a rank the least recently released first. Beyond MAX_SHARED the least recently used shared block
     becomes the newest private one (segmented LRU, Karedla et al. 1994).
 
-    The end of a sequence is evicted before its beginning: a request that holds or finds a block also holds or finds all
-    blocks in front of it, and it releases the end first. So blocks in front of a shared block are shared, and of two
-    blocks of one rank the one behind was released first, and is evicted or demoted first. (That applies to
-    full-attention groups. Blocks that have left a sliding window may be evicted at any time.)
+    The end of a sequence is evicted before its beginning, if requests release the end first. (That applies to
+    full-attention groups; blocks that have left a sliding window may be evicted at any time.)
 
     `on_evict` is called with each evicted block and returns other cached blocks that are worthless without it; these
     become free.

@@ -114,10 +114,8 @@ class SwapSpace:
 class BlockCopies:
     """Copies from block to block in the next step: parts of known blocks that requests begin like (copy on write).
 
-    Why that is safe: sources were written in earlier steps. A source may then be evicted and given to another request,
-    but nothing writes to it before the copies. It may become the destination of a later copy, never of an earlier one,
-    and each destination occurs once, for its last owner. So made in order, or with all sources read first, each copy
-    brings what was meant.
+    Sources were written in earlier steps, and each destination occurs once, for its last owner. A source may become the
+    destination of a later copy, never of an earlier one, so make them in order or read all sources first.
     """
 
     def __init__(self, swap: SwapSpace) -> None:

@@ -1,4 +1,9 @@
-"""Each block is in one state at a time, and blocks are evicted in the right order."""
+"""Each block is in one state at a time, and blocks are evicted in the right order.
+
+Why the end of a sequence is evicted before its beginning: a request that holds or finds a block also holds or finds all
+blocks in front of it, and releases the end first. So blocks in front of a shared block are shared, and of two blocks of
+one rank the one behind was released first, and is evicted or demoted first.
+"""
 
 from __future__ import annotations
 
