@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Admitted requests between two checks; a check takes milliseconds.
-LOOK_EVERY = WINDOW // 2
+CHECK_EVERY = WINDOW // 2
 
 
 class Example(NamedTuple):
@@ -55,17 +55,17 @@ class PromptChanges:
         self._watch = watch
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._next_look = LOOK_EVERY
+        self._next_check = CHECK_EVERY
         self._logged = -SPREAD
 
     def update(self) -> None:
         """Check if enough requests have been admitted since the last check."""
-        if self._watch.num_seen >= self._next_look:
-            self.look()
+        if self._watch.num_seen >= self._next_check:
+            self.check()
 
-    def look(self) -> PromptChange | None:
+    def check(self) -> PromptChange | None:
         """Check now and return the finding, if any."""
-        self._next_look = self._watch.num_seen + LOOK_EVERY
+        self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)
         if found is None:

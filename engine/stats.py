@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.metrics import EngineMetrics
@@ -97,7 +97,7 @@ class StatsRecorder:
         scheduler = self._scheduler
         pool, swap = scheduler.kv.pool, scheduler.kv.swap
         return EngineStats(
-            **asdict(scheduler.counters),
+            **{name: getattr(scheduler.counters, name) for name in SchedulerCounters.__slots__},
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             blocks_total=pool.num_blocks,

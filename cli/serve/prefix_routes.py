@@ -33,7 +33,7 @@ def prefix_cache_routes(
 
     @router.get("/v1/cache")
     async def cache() -> Response:
-        change = await engine.call(lambda core: core.prefixes.changes.look())
+        change = await engine.call(lambda core: core.prefixes.changes.check())
         return json_response(cache_body(engine.stats(), engine.core.config.block_size, change))
 
     @router.get("/v1/prefixes")

@@ -69,7 +69,7 @@ def fail(engine: Engine) -> None:
 
 
 def preempt(engine: Engine) -> None:
-    """A request of a higher priority takes the only running place."""
+    """Preempt the running request by one of a higher priority."""
     engine.step()
     engine.add_request("urgent", prompt(20, seed=8), sampling(max_tokens=1), priority=-5)
     engine.step()

@@ -9,7 +9,7 @@ from engines import generate, make_engine, sampling, tokenizer
 
 from llmsched.engine.core import Engine
 from llmsched.engine.kv.misses import WINDOW
-from llmsched.engine.prompt_changes import LOOK_EVERY
+from llmsched.engine.prompt_changes import CHECK_EVERY
 
 SYSTEM = "You are a helpful assistant. The time is "
 REST = " Answer the question of the user in plain words, be short, and say so when you do not know the answer. " * 2
@@ -41,7 +41,7 @@ def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it(
     (line,) = [record.getMessage() for record in caplog.records]
     position = len(tokenizer().encode(SYSTEM))
     assert line.startswith(f"prompts change at token {position}: ")
-    change = engine.prefixes.changes.look()
+    change = engine.prefixes.changes.check()
     assert change is not None
     assert (change.position, change.window, change.private) == (position, WINDOW, False)
     assert change.count >= WINDOW - 1
@@ -56,10 +56,10 @@ def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it(
 def test_only_a_new_position_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
     with caplog.at_level(logging.WARNING, logger="llmsched"):
-        ask(engine, LOOK_EVERY + 5)
+        ask(engine, CHECK_EVERY + 5)
         assert caplog.records == [], "too few had come when it looked"
         for _ in range(3):
-            assert engine.prefixes.changes.look() is not None
+            assert engine.prefixes.changes.check() is not None
     assert len(caplog.records) == 1
 
 
@@ -68,14 +68,14 @@ def test_equal_prompts_are_not_reported(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, logger="llmsched"):
         for _ in range(WINDOW):
             generate(engine, (tokenizer().encode(SYSTEM + REST), sampling(max_tokens=1)))
-    assert engine.prefixes.changes.look() is None
+    assert engine.prefixes.changes.check() is None
     assert caplog.records == []
 
 
 def test_text_of_salted_requests_is_marked() -> None:
     engine = make_engine()
     ask(engine, WINDOW, cache_salt="tenant")
-    change = engine.prefixes.changes.look()
+    change = engine.prefixes.changes.check()
     assert change is not None
     assert change.private
 
