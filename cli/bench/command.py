@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.bench_once import bench_once
-from llmsched.cli.bench.compare.bench_compare import bench_compare, refuse_server
-from llmsched.cli.bench.knee.bench_knee import bench_knee
+from llmsched.cli.bench.compare.compare_mode import bench_compare, refuse_server
+from llmsched.cli.bench.knee.knee_mode import bench_knee
 from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.bench.report.output_flags import OutputFlags
 from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
+from llmsched.cli.bench.single_run import bench_once
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options, with_options
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llmsched.cli.bench.compare.bench_compare import bench_compare
+from llmsched.cli.bench.compare.compare_mode import bench_compare
 from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.load.random_lengths import parse_lengths
