@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 
 #: Text between the elements of a JSON array.
 _BETWEEN = re.compile(r"[\s,]*")
-#: Characters of the longest JSON token that can be cut in two (-Infinity, a \\u escape pair).
+#: Characters of the longest JSON token that can be cut in two (-Infinity, a pair of \u escapes).
 _LONGEST_WORD = 12
 
 
