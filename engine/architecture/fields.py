@@ -138,15 +138,19 @@ class Fields:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read the config.json at `path`, which is the file or its directory. Raises ModelError."""
-    file = path / "config.json" if path.is_dir() else path
+    return read_json_object(path / "config.json" if path.is_dir() else path)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises ModelError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file}: there is no such file; a model directory has a config.json") from None
     except (OSError, ValueError, RecursionError) as problem:
-        raise ModelError(f"{file}: cannot be read as JSON ({problem})") from problem
+        raise ModelError(f"{file}: cannot be read as JSON ({one_line(problem)})") from problem
     if not isinstance(content, dict):
-        raise ModelError(f"{file}: holds a {type(content).__name__}, not an object with the settings of a model")
+        raise ModelError(f"{file}: holds a {type(content).__name__}, not a JSON object")
     return content
 
 

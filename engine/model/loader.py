@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import CRITICAL
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import planned_dtype
-from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.fields import read_fields, read_json_object
 from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
@@ -96,11 +94,14 @@ def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenize
     generation = _generation_config(source)
     with _reading(source, "eos_token_id"):
         ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
+    limit, _ = max_position(read_fields(config))
+    if limit is None:
+        raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
     return ModelInfo(
         name=source.name,
         architecture=architecture_of(config),
         vocab_size=config.vocab_size,
-        max_position=_max_position(source, config),
+        max_position=int(limit),
         eos_token_ids=ends,
         sampling_defaults=_sampling_defaults(source, generation),
     )
@@ -188,18 +189,8 @@ def _describe_config(source: ModelSource) -> str:
         beside = sorted(file.name for file in source.path.glob("*.gguf"))
         hint = f"name a file in it, e.g. {beside[0]}" if beside else "expected a Hugging Face model directory"
         raise ModelError(f"model {source.spec}: {source.path} has no config.json; {hint}")
-    raw = _read_json(source, path)
+    raw = read_json_object(path)
     return f"config.json ({raw.get('architectures') or raw.get('model_type') or 'no architecture'})"
-
-
-def _read_json(source: ModelSource, path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"model {source.spec}: {path} is not valid JSON ({one_line(error)})") from error
-    if not isinstance(loaded, dict):
-        raise ModelError(f"model {source.spec}: {path} is not a JSON object")
-    return loaded
 
 
 def _generation_config(source: ModelSource) -> dict[str, Any]:
@@ -210,7 +201,7 @@ def _generation_config(source: ModelSource) -> dict[str, Any]:
 
         return gguf_generation_config(read_gguf(source.path))
     path = source.path / GENERATION_CONFIG
-    return _read_json(source, path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _as_ids(value: Any) -> frozenset[int]:
@@ -233,14 +224,6 @@ def _sampling_defaults(source: ModelSource, generation: dict[str, Any]) -> dict[
     except (RequestError, TypeError) as error:
         raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {one_line(error)}") from error
     return defaults
-
-
-def _max_position(source: ModelSource, config: PretrainedConfig) -> int:
-    """Return the longest context in tokens that is computed as the model was trained, whatever shares its batch."""
-    limit, _ = max_position(read_fields(config))
-    if limit is None:
-        raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
-    return int(limit)
 
 
 @contextmanager

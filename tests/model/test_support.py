@@ -84,7 +84,7 @@ def test_configuration_alone_is_enough(arch: str, tmp_path: Path) -> None:
 
 
 def test_damaged_configurations_are_named(tmp_path: Path) -> None:
-    for content, message in {"{": "not valid JSON", "[]": "not a JSON object"}.items():
+    for content, message in {"{": "cannot be read as JSON", "[]": "not a JSON object"}.items():
         (tmp_path / "config.json").write_text(content, encoding="utf-8")
         with pytest.raises(ModelError, match=message):
             load_config(locate(str(tmp_path)))
