@@ -172,8 +172,8 @@ def _usage(problem: typer.TyperException) -> str:
     errors: list[dict[str, Any]] = getattr(problem.__cause__, "errors", list)()
     if not errors:
         return text
-    flag, _, reason = text.partition(": ")
+    option, _, reason = text.partition(": ")
     wanted = _ALLOWED.get(errors[0]["type"])
     if wanted is None:
-        return f"{flag}: {reason.removeprefix('Value error, ')}"
-    return f"{flag}: {str(errors[0]['input'])[:_SHOWN]!r}; allowed is {wanted.format(**errors[0].get('ctx', {}))}"
+        return f"{option}: {reason.removeprefix('Value error, ')}"
+    return f"{option}: {str(errors[0]['input'])[:_SHOWN]!r}; allowed is {wanted.format(**errors[0].get('ctx', {}))}"
