@@ -20,7 +20,6 @@ class ModeFlags:
     compare: Annotated[
         str | None,
         typer.Option(
-            "--compare",
             metavar="VARIANTS",
             show_default=False,
             help="Run the same load under two or more engine settings, in turn, and print ratios to the first. "
@@ -30,7 +29,6 @@ class ModeFlags:
     rounds: Annotated[
         int | None,
         typer.Option(
-            "--rounds",
             min=1,
             show_default="2",
             help="Runs of each variant. Each round has new requests, the same for all variants.",
@@ -47,7 +45,6 @@ class ModeFlags:
     max_request_rate: Annotated[
         float | None,
         typer.Option(
-            "--max-request-rate",
             metavar="PER_SECOND",
             show_default="4 times the target's throughput",
             help="Highest request rate to try; --request-rate is then the lowest.",
@@ -56,7 +53,6 @@ class ModeFlags:
     knee_attainment: Annotated[
         float | None,
         typer.Option(
-            "--knee-attainment",
             parser=typed(fraction),
             metavar="SHARE",
             show_default="90%",
@@ -66,7 +62,6 @@ class ModeFlags:
     knee_tolerance: Annotated[
         float | None,
         typer.Option(
-            "--knee-tolerance",
             parser=typed(fraction),
             metavar="SHARE",
             show_default="10%",

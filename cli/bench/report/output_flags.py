@@ -24,16 +24,15 @@ class OutputFlags:
 
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Write the JSON report to FILE as well."),
+        typer.Option(metavar="FILE", help="Write the JSON report to FILE as well."),
     ] = None
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE", help="Append a row of figures to FILE for each run."),
+        typer.Option(metavar="FILE", help="Append a row of figures to FILE for each run."),
     ] = None
     save_detailed: Annotated[
         Path | None,
         typer.Option(
-            "--save-detailed",
             metavar="FILE",
             help="Write every request to FILE as a line of JSON: its times, tokens, gaps, failure and, if the target "
             "reports them, the scheduler's decisions. `llmsched explain ID --file FILE` shows its timeline.",
@@ -42,7 +41,6 @@ class OutputFlags:
     report: Annotated[
         Path | None,
         typer.Option(
-            "--report",
             metavar="FILE.html",
             help="Write an HTML page with tables and charts that opens offline: latency over time, distributions, "
             "requests, memory, and with --find-knee latency by request rate.",
