@@ -142,11 +142,11 @@ def test_a_part_that_hangs_or_dies_is_told(monkeypatch: pytest.MonkeyPatch, caps
 def test_the_parts_run_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for the device; the sizes are the real ones, so only a part that is quick on a CPU."""
     from gpu_suite import __main__ as suite
-    from gpu_suite.part import Part
+    from gpu_suite.part import SuitePart
 
     paths = [TESTS / "gpu", TESTS / "support", TESTS / "kernels"]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-    result = suite.run_part("unknown", Part("no such part", "", "", 60.0), device="cpu")
+    result = suite.run_part("unknown", SuitePart("no such part", "", "", 60.0), device="cpu")
     assert not result["ok"]
     assert "exit code 1" in result["problem"]
     assert "KeyError: 'unknown'" in result["problem"]
