@@ -96,14 +96,15 @@ class Preemption:
     Mode auto takes what is predicted to cost less time: computing again those tokens that the prefix cache will not
     keep, or copying the blocks both ways. Swap needs free host blocks; without them every mode recomputes.
 
-    Priority classes decide who is preempted only if priority_step gives a priority level any worth.
+    When memory runs out, the lowest priority class is preempted first, unless priority_step is 0.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:
         self.costs = MeasuredCosts(kv.swap.block_bytes)
         self._kv = kv
         self._mode = config.preemption_mode
-        self._has_classes = config.priority_step > 0
+        self._policy = config.scheduling_policy
+        self._memory_by_class = config.priority_step > 0
 
     def loss(self, request: Request, demand: int | None = None) -> Loss:
         """Return the cost of preempting the request.
@@ -141,24 +142,21 @@ class Preemption:
         unsafe = [request for request in others if request.num_preemptions < SAFE_AFTER]
         if not unsafe:
             return max(others, key=lambda r: (r.rank, r.request_id))
-        if self._has_classes:
+        if self._memory_by_class:
             lowest = max(request.priority for request in unsafe)
             unsafe = [request for request in unsafe if request.priority == lowest]
-        return max(unsafe, key=self._cheapness)
+        losses = {request: self.loss(request) for request in unsafe}
+        return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
         """Return the running request that gives its place to one of a higher class, or None if all keep theirs.
 
         The victim is of the lowest class that runs, ranks behind `waiting`, and was preempted less than SAFE_AFTER
-        times.
+        times. Only policy fair has classes.
         """
-        if not self._has_classes:
+        if self._policy != "fair":
             return None
         lowest = max(running, key=lambda r: (r.priority, r.rank, r.request_id))
         if lowest.priority <= waiting.priority or lowest.rank <= waiting.rank or lowest.num_preemptions >= SAFE_AFTER:
             return None
         return lowest
-
-    def _cheapness(self, request: Request) -> tuple[float, int, float, str]:
-        loss = self.loss(request)
-        return -loss.seconds, -loss.num_tokens, request.rank, request.request_id

@@ -265,6 +265,19 @@ def test_preemption_by_class_is_no_thrash_and_baselines_know_no_classes() -> Non
         assert harness.scheduler.counters.num_headroom_changes == 0
 
 
+@pytest.mark.parametrize(("priority", "preemptions"), [(1, 1), (0, 0)])
+def test_with_priority_step_0_a_class_takes_places_of_later_arrivals(priority: int, preemptions: int) -> None:
+    """With priority_step 0 a request of a lower class loses its place only to one that arrived before it."""
+    harness = Harness(64, max_num_seqs=1, priority_step=0.0)
+    low = harness.add(make_request("low", tokens(20), 40, arrival=2.0, priority=priority))
+    harness.step()
+    high = harness.add(make_request("high", tokens(20, seed=1), 4, arrival=1.0))
+    later = harness.add(make_request("later", tokens(20, seed=2), 4, arrival=3.0))
+    harness.run()
+    assert (low.num_preemptions, high.num_preemptions, later.num_preemptions) == (preemptions, 0, 0)
+    assert_right(low, high, later)
+
+
 def test_first_come_is_first_served_whatever_its_class() -> None:
     """This holds when memory runs out, too: the baseline preempts the last request, not the lowest class."""
     harness = Harness(12, max_num_seqs=2, output_prediction="none", scheduling_policy="fcfs")
