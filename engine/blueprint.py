@@ -10,7 +10,7 @@ from llmsched.engine.architecture.flops import model_flops
 from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.executor.cost import StepCost, fitted_cost
+from llmsched.engine.executor.cost import FittedCost, StepCost
 from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.memory.plan import MemoryPlan
@@ -102,7 +102,7 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
 
     try:
         found = load_calibration(name)
-        cost = None if found is None else fitted_cost(found.cost, plan.window)
+        cost = None if found is None else FittedCost(**found.cost, window=plan.window)
     except (ProfileError, TypeError) as problem:
         raise unusable(str(problem)) from problem
     if found is None or cost is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -119,19 +118,13 @@ class FittedCost(NamedTuple):
 
 #: Coefficients of FittedCost in which the time is linear, in the order of `terms`; those of windowed layers last.
 LINEAR = FittedCost._fields[1:-1]
-NUM_PLAIN = LINEAR.index("window_decode_kv")
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the factor of each coefficient of LINEAR; without windowed layers, of the first NUM_PLAIN."""
+    """Return the factor of each coefficient of LINEAR, or, if not `windowed`, of those before the windowed ones."""
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
     return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain
-
-
-def fitted_cost(coefficients: Mapping[str, float], window: int | None) -> FittedCost:
-    """Return the cost with the coefficients that a calibration stores by name. Raise TypeError for a wrong name."""
-    return FittedCost(**coefficients, window=window)
 
 
 class StepTimeModel:

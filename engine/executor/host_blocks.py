@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from llmsched.engine.model.paged import KVCache
 MAX_GATHERED = 64
 
 Pairs = ListLike[tuple[int, int]]
-Copy = Callable[[np.ndarray, np.ndarray], None]
 
 
 class HostBlocks:
@@ -41,7 +41,10 @@ class HostBlocks:
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)
         if on_gpu:
-            weakref.finalize(self, _lock_pages(memory)).atexit = False
+            # torch's own pinned tensors are rounded up to a power of two, which could be twice the planned memory.
+            cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+            weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
         else:
             memory.zero_()  # touches the pages now, not during the first copies
         parts = [
@@ -52,13 +55,21 @@ class HostBlocks:
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks to host blocks: (block, host block) pairs."""
-        blocks, host_blocks = _columns(pairs)
-        self._timed(self._copy_out, blocks, host_blocks)
+        blocks, host_blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+        with self._timed():
+            for part in _runs(host_blocks):
+                indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
+                for tensor, host in self._layers:
+                    host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy host blocks to blocks: (host block, block) pairs."""
-        host_blocks, blocks = _columns(pairs)
-        self._timed(self._copy_in, blocks, host_blocks)
+        host_blocks, blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+        with self._timed():
+            for part in _runs(host_blocks):
+                indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
+                for tensor, host in self._layers:
+                    tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
     def seconds(self) -> float:
         """Return the seconds that the copies since the last call took. On a GPU, wait for them."""
@@ -68,10 +79,12 @@ class HostBlocks:
         seconds, self._seconds, self._events = self._seconds, 0.0, []
         return seconds
 
-    def _timed(self, copy: Copy, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Measure the time of the copies that the body makes; on a GPU, run them on the separate stream."""
         if self._stream is None:
             started = time.perf_counter()
-            copy(blocks, host_blocks)
+            yield
             self._seconds += time.perf_counter() - started
             return
         computing = torch.cuda.current_stream(self._device)
@@ -79,41 +92,10 @@ class HostBlocks:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             start.record(self._stream)
-            copy(blocks, host_blocks)
+            yield
             end.record(self._stream)
         computing.wait_stream(self._stream)
         self._events.append((start, end))
-
-    def _copy_out(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
-        for part in _runs(host_blocks):
-            indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
-            for tensor, host in self._layers:
-                host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
-
-    def _copy_in(self, blocks: np.ndarray, host_blocks: np.ndarray) -> None:
-        for part in _runs(host_blocks):
-            indices, first = to_device(blocks[part], self._device), int(host_blocks[part.start])
-            for tensor, host in self._layers:
-                tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
-
-
-def _lock_pages(memory: torch.Tensor) -> Callable[[], None]:
-    """Page-lock the tensor's memory and return a function that unlocks it.
-
-    torch's own pinned tensors are rounded up to a power of two, which could be twice the planned memory.
-    """
-    cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
-
-    def unlock() -> None:
-        cudart.cudaHostUnregister(address)
-
-    return unlock
-
-
-def _columns(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
 
 
 def _runs(host_blocks: np.ndarray) -> Iterator[slice]:

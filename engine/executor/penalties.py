@@ -70,37 +70,29 @@ class LogitEditor:
 
     def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
         """Edit logits [R, vocabulary] fp32 in place. Ids of logit_bias must be within the vocabulary."""
-        self._add_bias(logits, sequences)
-        self._bar_stop(logits, sequences)
-        self._penalise(logits, sequences)
+        device, width = logits.device, logits.shape[1]
+        biases = [sequence.sampling.logit_bias for sequence in sequences]
+        ids = [np.fromiter(bias.keys(), np.int64, len(bias)) for bias in biases]
+        if where := locate(device, range(len(biases)), ids):
+            values = [np.fromiter(bias.values(), np.float32, len(bias)) for bias in biases]
+            logits[where] += to_device(np.concatenate(values), device)
 
-    def _add_bias(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
-        biases = [(row, sequence.sampling.logit_bias) for row, sequence in enumerate(sequences)]
-        ids = [np.fromiter(bias.keys(), np.int64, len(bias)) for _, bias in biases]
-        values = [np.fromiter(bias.values(), np.float32, len(bias)) for _, bias in biases]
-        if where := locate(logits, [row for row, _ in biases], ids):
-            logits[where] += to_device(np.concatenate(values), logits.device)
-
-    def _bar_stop(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
         rows = [row for row, sequence in enumerate(sequences) if bars_stop(sequence) and sequence.stop_ids]
-        width = logits.shape[1]
         barred = [[token for token in sequences[row].stop_ids if 0 <= token < width] for row in rows]
-        if where := locate(logits, rows, [np.array(tokens, dtype=np.int64) for tokens in barred]):
+        if where := locate(device, rows, [np.array(tokens, dtype=np.int64) for tokens in barred]):
             logits[where] = float("-inf")
 
-    def _penalise(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
         rows = [row for row, sequence in enumerate(sequences) if uses_penalties(sequence.sampling)]
         seen = [self._seen_by(sequences[row]) for row in rows]
-        if not (where := locate(logits, rows, [each.ids for each in seen])):
-            return
-        counts = to_device(np.concatenate([each.output_counts for each in seen]), logits.device)
-        samplings = [sequence.sampling for sequence in sequences]
-        settings = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplings]
-        table = to_device(np.array(settings, dtype=np.float32), logits.device)
-        repetition, presence, frequency = table[where[0]].unbind(1)
-        old = logits[where]
-        repeated = torch.where(old > 0, old / repetition, old * repetition)
-        logits[where] = repeated - frequency * counts - presence * (counts > 0)
+        if where := locate(device, rows, [each.ids for each in seen]):
+            counts = to_device(np.concatenate([each.output_counts for each in seen]), device)
+            samplings = [sequence.sampling for sequence in sequences]
+            settings = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplings]
+            table = to_device(np.array(settings, dtype=np.float32), device)
+            repetition, presence, frequency = table[where[0]].unbind(1)
+            old = logits[where]
+            repeated = torch.where(old > 0, old / repetition, old * repetition)
+            logits[where] = repeated - frequency * counts - presence * (counts > 0)
 
     def _seen_by(self, sequence: Sequence) -> SeenTokens:
         known = self._seen.get(sequence.request_id)
@@ -111,11 +103,11 @@ class LogitEditor:
 
 
 def locate(
-    logits: torch.Tensor, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
+    device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the index of entries ids[i] of row rows[i] for all i, or None if there are none. Entries are distinct."""
     lengths = [len(each) for each in ids]
     if not sum(lengths):
         return None
     flat_rows = np.repeat(np.array(rows, dtype=np.int64), lengths)
-    return to_device(flat_rows, logits.device), to_device(np.concatenate(ids), logits.device)
+    return to_device(flat_rows, device), to_device(np.concatenate(ids), device)

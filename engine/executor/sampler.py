@@ -24,9 +24,6 @@ from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
 #: Temperatures below this are greedy: dividing by them leaves only the best token in fp32.
 MIN_TEMPERATURE = 1e-5
 
-_NOT_FINITE = "the model computed logits without a usable number for this sequence (NaN or all -inf)"
-_ALL_BARRED = "no token is left to sample: min_tokens bars every token that the logits allow"
-
 
 def is_greedy(sampling: SamplingParams) -> bool:
     """Return whether only the best token can be chosen."""
@@ -75,9 +72,9 @@ class Sampler:
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
     """Return the row's result, given its best logit as computed by the model and as edited."""
     if not math.isfinite(raw_best):
-        return RowResult(error=_NOT_FINITE)
+        return RowResult(error="the model computed logits without a usable number for this sequence (NaN or all -inf)")
     if not math.isfinite(best):
-        return RowResult(error=_ALL_BARRED)
+        return RowResult(error="no token is left to sample: min_tokens bars every token that the logits allow")
     return RowResult(token_id=token)
 
 
@@ -110,8 +107,3 @@ def prompt_logprobs(
         part = slice(low, low + rows_at_once)
         found += pick(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])
     return found
-
-
-def has_nan(logprobs: ListLike[TokenLogprob]) -> bool:
-    """Return whether the model computed NaN for one of the tokens."""
-    return any(math.isnan(each.logprob) for each in logprobs)

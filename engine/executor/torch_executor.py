@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
@@ -17,7 +18,7 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.host_blocks import HostBlocks
-from llmsched.engine.executor.sampler import Sampler, has_nan, prompt_logprobs
+from llmsched.engine.executor.sampler import Sampler, prompt_logprobs
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
@@ -86,7 +87,16 @@ class TorchExecutor:
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
         with torch.inference_mode():
-            self._move(plan)
+            # Copy KV blocks in the order that StepPlan states.
+            if plan.swap_out:
+                assert self._host is not None
+                self._host.swap_out(plan.swap_out)
+            if plan.copies:
+                pairs = to_device(np.array(plan.copies, dtype=np.int64), self.device)
+                self._cache.copy_blocks(pairs[:, 0], pairs[:, 1])
+            if plan.swap_in:
+                assert self._host is not None
+                self._host.swap_in(plan.swap_in)
             for part in split(plan.rows, self._logits_at_once):
                 indices, rows = zip(*part, strict=True)
                 for index, found in zip(indices, self._compute(rows), strict=True):
@@ -110,18 +120,6 @@ class TorchExecutor:
         del self._model, self._cache, self._host
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _move(self, plan: StepPlan) -> None:
-        """Copy KV blocks as the plan says, in the order that StepPlan states."""
-        if plan.swap_out:
-            assert self._host is not None
-            self._host.swap_out(plan.swap_out)
-        if plan.copies:
-            pairs = to_device(np.array(plan.copies, dtype=np.int64), self.device)
-            self._cache.copy_blocks(pairs[:, 0], pairs[:, 1])
-        if plan.swap_in:
-            assert self._host is not None
-            self._host.swap_in(plan.swap_in)
 
     def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
         """Run one forward pass and return the result of each row."""
@@ -164,7 +162,7 @@ class TorchExecutor:
         found = prompt_logprobs(logits, token_ids, wanted, self._logits_at_once)
         for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
             result.prompt_logprobs = found[end - count : end]
-            if has_nan(result.prompt_logprobs):
+            if any(math.isnan(each.logprob) for each in result.prompt_logprobs):
                 result.error = "the model computed logits that are not numbers for the prompt of this sequence"
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:

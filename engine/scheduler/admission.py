@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.misses import Miss, MissKind
+from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.kv.prefix_tree import PrefixHit, blocks_of
 from llmsched.engine.request import Request, RequestStatus
 from llmsched.engine.scheduler.backfill import Backfill
@@ -15,7 +15,7 @@ from llmsched.engine.scheduler.ledger import Detail, Ledger, SchedulerCounters
 from llmsched.engine.scheduler.peak_forecast import forecast_peak
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.token_budget import StepBuilder
-from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, is_short
+from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason
 
 #: Requests considered for admission in one step beyond the number of free places.
 EXTRA_OFFERS = 8
@@ -124,10 +124,10 @@ class Admission:
             if step.left <= 0 or self.is_full:
                 return
             if self._admit(offer.request):
-                self._waiting.quota.count(offer)
+                self._waiting.count_taken(offer)
                 self._lane_places = min(1.0, self._lane_places + self._lane_ratio)
                 step.give(offer.request, step.left)
-        if self._lane_places < 1.0 and self._waiting.has_short:
+        if self._lane_places < 1.0 and self._waiting.short_ones(1):
             self._lane_places, self._try_again = 1.0, True  # the fast lane may use the places that are left over
         if epoch == self._epoch and step.left > 0 and not self._try_again:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
@@ -142,7 +142,13 @@ class Admission:
         if not self.backfill.may_pass(request):
             return False
         hit = self._kv.prefix_cache.find(request)
-        if self._waits_for_prefix(request, hit) or self._lacks_memory(request, hit):
+        coming = 0 if request.swapped is not None else self._kv.prefix_cache.num_coming(request, hit)
+        if coming >= self._kv.block_size:  # running requests are about to compute what this one needs too
+            self._ledger.note(request.request_id, "waits for a prefix", tokens=coming)
+            self._refused(request, WaitReason.PREFIX)
+            self._try_again = True
+            return False
+        if self._lacks_memory(request, hit):
             return False
         self.backfill.admitted(request)
         self.start(request, hit)
@@ -151,34 +157,42 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running."""
+        """Move a request from waiting to running. Count its prefix hit on first admission, else its recomputation."""
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
-        self._record_start(request, miss, num_restored, waited)
+        cached: dict[str, Detail] = {"cached_tokens": request.num_computed_tokens, "tokens": request.num_tokens}
+        if miss is not None:
+            # A tenant must not learn what other tenants have sent.
+            kind = MissKind.COLD if miss.kind is MissKind.OTHER_SALT else miss.kind
+            cached |= {"prefix": kind.value, "known_tokens": miss.position}
+            if miss.age is not None:
+                cached["evicted_s_ago"] = round(miss.age, 3)
+        if num_restored:
+            cached["restored_blocks"] = num_restored
+            self._counters.num_swapped_in += 1
+        cached |= {f"waited_for_{reason}_ms": round(1e3 * seconds, 3) for reason, seconds in waited.items()}
+        self._ledger.note(request.request_id, "admitted", running=len(self._running), **cached)
+        if request.num_preemptions:
+            self._counters.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
+        else:
+            request.first_scheduled_time = self._clock()
+            request.num_cached_tokens = request.num_computed_tokens
+            self._counters.prefix_queried_tokens += request.num_prompt_tokens
+            self._counters.prefix_hit_tokens += request.num_computed_tokens
         request.status = RequestStatus.RUNNING
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return whether the request may use the fast lane, given what the prefix cache holds of it now."""
-        if self._config.fast_lane_share == 0:
+        """Return whether the fast lane is for this request: a short uncached prompt and a small max_tokens."""
+        config = self._config
+        if config.fast_lane_share == 0:
             return False
         known = request.num_computed_tokens if request.swapped is None else request.swapped.num_tokens
         if request.status is not RequestStatus.RUNNING:
             known = max(known, self._kv.prefix_cache.find(request).num_tokens)
-        return is_short(request, known, self._config)
-
-    def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether running requests are about to compute at least a block that this request needs too."""
-        if request.swapped is not None:
-            return False
-        coming = self._kv.prefix_cache.num_coming(request, hit)
-        if coming < self._kv.block_size:
-            return False
-        self._ledger.note(request.request_id, "waits for a prefix", tokens=coming)
-        self._refused(request, WaitReason.PREFIX)
-        self._try_again = True
-        return True
+        uncached = request.num_tokens - known
+        return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether memory is short: the uncached prompt must fit above the headroom, the predicted peak the pool.
@@ -220,27 +234,3 @@ class Admission:
             return 0.0
         hit = self._kv.prefix_cache.find(request)
         return self._config.cache_bonus if hit.num_tokens >= MIN_BONUS_HIT else 0.0
-
-    def _record_start(
-        self, request: Request, miss: Miss | None, num_restored: int, waited: dict[WaitReason, float]
-    ) -> None:
-        """Count prefix hits on first admission; count work repeated after preemption apart."""
-        cached: dict[str, Detail] = {"cached_tokens": request.num_computed_tokens, "tokens": request.num_tokens}
-        if miss is not None:
-            # A tenant must not learn what other tenants have sent.
-            kind = MissKind.COLD if miss.kind is MissKind.OTHER_SALT else miss.kind
-            cached |= {"prefix": kind.value, "known_tokens": miss.position}
-            if miss.age is not None:
-                cached["evicted_s_ago"] = round(miss.age, 3)
-        if num_restored:
-            cached["restored_blocks"] = num_restored
-            self._counters.num_swapped_in += 1
-        cached |= {f"waited_for_{reason}_ms": round(1e3 * seconds, 3) for reason, seconds in waited.items()}
-        self._ledger.note(request.request_id, "admitted", running=len(self._running), **cached)
-        if request.num_preemptions:
-            self._counters.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
-            return
-        request.first_scheduled_time = self._clock()
-        request.num_cached_tokens = request.num_computed_tokens
-        self._counters.prefix_queried_tokens += request.num_prompt_tokens
-        self._counters.prefix_hit_tokens += request.num_computed_tokens

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.waiting import WaitingQueue
-
-
-@dataclass(slots=True)
-class Reservation:
-    """Request that does not fit yet, and the number of steps after which it is predicted to fit."""
-
-    request: Request
-    steps: int
 
 
 class Backfill:
@@ -36,43 +27,41 @@ class Backfill:
         self._predictor = predictor
         self._max_passes = config.max_passes
         self._prefill_per_step = config.max_num_batched_tokens
-        self._reservation: Reservation | None = None
+        self._reserved: Request | None = None
+        self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
         """Move the reserved start one step nearer."""
-        if self._reservation is not None:
-            self._reservation.steps -= 1
+        self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
         """Return whether admitting the request keeps to max_passes and to the reservation."""
-        first, reserved = self._waiting.first, self._reservation
+        first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
             reason = "the first in the queue has already been passed max_passes times"
-        elif reserved is None or request.rank <= reserved.request.rank or self._ends_before(request, reserved):
+        elif reserved is None or request.rank <= reserved.rank:
             return True
         else:
+            steps = -(-request.num_tokens // self._prefill_per_step) + self._predictor.remaining(request)
+            if reserved.num_passed < self._max_passes and steps <= self._steps_left:
+                return True
             reason = "memory is reserved for a request ahead of it"
         self._ledger.note(request.request_id, "held back", reason=reason)
         return False
-
-    def _ends_before(self, request: Request, reserved: Reservation) -> bool:
-        steps = -(-request.num_tokens // self._prefill_per_step) + self._predictor.remaining(request)
-        return reserved.request.num_passed < self._max_passes and steps <= reserved.steps
 
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
         """Reserve a start for a request that lacks blocks, when enough of the running requests are predicted to end.
 
         A reservation for a request ahead of it stays.
         """
-        if self._reservation is not None and request.rank > self._reservation.request.rank:
+        if self._reserved is not None and request.rank > self._reserved.rank:
             return
-        steps = 0
+        self._reserved, self._steps_left = request, 0
         for remaining, blocks in sorted((self._predictor.remaining(r), r.table.num_blocks) for r in running):
-            steps = remaining
+            self._steps_left = remaining
             missing_blocks -= blocks
             if missing_blocks <= 0:
                 break
-        self._reservation = Reservation(request, steps)
 
     def admitted(self, request: Request) -> None:
         """Count the request that this admission passes. Call it while the admitted request still waits."""
@@ -86,5 +75,5 @@ class Backfill:
 
     def forget(self, request: Request) -> None:
         """Drop the reservation of a request that no longer waits."""
-        if self._reservation is not None and self._reservation.request is request:
-            self._reservation = None
+        if self._reserved is request:
+            self._reserved = None

@@ -46,18 +46,15 @@ class StaticScheduler(Scheduler):
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
         if not self.running:
-            behind = self._form_batch()
+            reserved = self.kv.layout.num_blocks(self.config.max_model_len)
+            size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
+            for request in list(self.waiting)[:size]:
+                self.admission.start(request, self.kv.prefix_cache.find(request))
+            for request in self.running:
+                self.kv.static_batch.reserve(request, self.config.max_model_len)
+            behind = self.running
         for request in behind:
             step.give(request, step.left)
-
-    def _form_batch(self) -> list[Request]:
-        reserved = self.kv.layout.num_blocks(self.config.max_model_len)
-        size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
-        for request in list(self.waiting)[:size]:
-            self.admission.start(request, self.kv.prefix_cache.find(request))
-        for request in self.running:
-            self.kv.static_batch.reserve(request, self.config.max_model_len)
-        return list(self.running)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Its blocks stay reserved while other requests of the batch run.

@@ -78,9 +78,10 @@ class OutputPredictor:
 
     def remaining(self, request: Request) -> int:
         """Return how many more tokens the request is expected to generate, at least 1."""
-        limit = request.sampling.max_tokens
-        done = request.num_output_tokens
-        if (ordered := self._samples(request)) is not None:
+        limit, done = request.sampling.max_tokens, request.num_output_tokens
+        ordered = self._sorted.get(request.priority, [])
+        learned = self._method == "learned" and not request.sampling.ignore_eos
+        if learned and len(ordered) >= MIN_SAMPLES and ordered[-1] > done:
             longer = bisect.bisect_right(ordered, done)
             limit = min(limit, ordered[longer + int(QUANTILE * (len(ordered) - longer - 1))])
         return max(1, limit - done)
@@ -98,12 +99,3 @@ class OutputPredictor:
                 if mask.any():
                     learned.append((mask, np.array(ordered)))
         return Outlook(num_tokens, done, limit, learned)
-
-    def _samples(self, request: Request) -> list[int] | None:
-        """Return the sorted lengths of outputs of the same priority, or None if no prediction can be made from them."""
-        if self._method != "learned" or request.sampling.ignore_eos:
-            return None
-        ordered = self._sorted.get(request.priority, [])
-        if len(ordered) < MIN_SAMPLES or ordered[-1] <= request.num_output_tokens:
-            return None
-        return ordered

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple, Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig
-from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.executor.base import RowResult, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.request import FinishReason, Request, RequestStatus
@@ -224,20 +224,17 @@ class Scheduler:
             request = row.sequence
             assert isinstance(request, Request)
             updates.append(Update(request, row.start, row_result))
-            self._apply(request, row, row_result)
+            if row_result.error is not None:
+                self.finish(request, FinishReason.ERROR)
+                continue
+            request.num_computed_tokens += row.num_tokens
+            if request.num_computed_tokens >= request.table.commit_at:
+                self.kv.commit(request)
+            if (token_id := row_result.token_id) is not None:
+                request.token_ids.append(token_id)
+            if (reason := _reason_to_end(request, token_id)) is not None:
+                self.finish(request, reason)
         return updates
-
-    def _apply(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
-        if result.error is not None:
-            self.finish(request, FinishReason.ERROR)
-            return
-        request.num_computed_tokens += row.num_tokens
-        if request.num_computed_tokens >= request.table.commit_at:
-            self.kv.commit(request)
-        if result.token_id is not None:
-            request.token_ids.append(result.token_id)
-        if (reason := _reason_to_end(request, result.token_id)) is not None:
-            self.finish(request, reason)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a waiting or running request and release its blocks. Do nothing if it has already finished."""

@@ -96,10 +96,9 @@ class StepBuilder:
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
-        return [_row(request, count) for request, count in self._counts.items()]
-
-
-def _row(request: Request, count: int) -> ScheduledRow:
-    start, end = request.num_computed_tokens, len(request.token_ids)
-    sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
-    return ScheduledRow(request, start, count, request.table.ids, sample)
+        rows = []
+        for request, count in self._counts.items():
+            start, end = request.num_computed_tokens, len(request.token_ids)
+            sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
+            rows.append(ScheduledRow(request, start, count, request.table.ids, sample))
+        return rows

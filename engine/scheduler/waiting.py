@@ -33,12 +33,6 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
     return request.arrival_time + request.priority * config.priority_step
 
 
-def is_short(request: Request, num_cached_tokens: int, config: EngineConfig) -> bool:
-    """Return whether the fast lane is for this request: it has a short uncached prompt and a small max_tokens."""
-    uncached = request.num_tokens - num_cached_tokens
-    return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
-
-
 class WaitReason(StrEnum):
     """Obstacle to admitting the first waiting request: the limit of running requests, missing blocks, the step's token
     budget, or a prefix that running requests are computing.
@@ -93,21 +87,6 @@ class Offer(NamedTuple):
     by_arrival: bool
 
 
-class ArrivalQuota:
-    """Decides which places go to the request that has waited longest. Only places that are taken count."""
-
-    def __init__(self) -> None:
-        self._credit = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return self._credit >= 1.0
-
-    def count(self, offer: Offer) -> None:
-        """Count an offer that was taken: one by arrival spends the credit that those by rank build up."""
-        self._credit += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
-
-
 class WaitingQueue:
     """Waiting requests sorted by rank and by arrival; the short ones by rank once more.
 
@@ -116,20 +95,16 @@ class WaitingQueue:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.times = WaitingTimes(clock)
-        self.quota = ArrivalQuota()
         self._by_rank: list[Request] = []
         self._by_arrival: list[Request] = []
         self._short: list[Request] = []
+        self._quota = 0.0
 
     def __len__(self) -> int:
         return len(self._by_rank)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._by_rank)
-
-    @property
-    def has_short(self) -> bool:
-        return bool(self._short)
 
     @property
     def first(self) -> Request:
@@ -168,8 +143,8 @@ class WaitingQueue:
         """Yield the first `count` requests, each once, in the order in which they may take a place.
 
         The order is by rank, where `bonus` (at most `max_bonus`) moves requests of the front window forward. Whenever
-        `quota` is due, the request that has waited longest comes next: pass each offer that was taken to
-        `quota.count`. The order is fixed by a copy of the queue, which may change meanwhile.
+        the arrival quota is due, the request that has waited longest comes next: pass each offer that was taken to
+        `count_taken`. The order is fixed by a copy of the queue, which may change meanwhile.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
@@ -179,7 +154,7 @@ class WaitingQueue:
         oldest = iter(self._by_arrival[:count])
         offered: set[Request] = set()
         for request in ranked:
-            if self.quota.is_due:
+            if self._quota >= 1.0:
                 longest_waiting = next((r for r in oldest if r not in offered), None)
                 if longest_waiting is not None:
                     offered.add(longest_waiting)
@@ -187,6 +162,10 @@ class WaitingQueue:
             if request not in offered:
                 offered.add(request)
                 yield Offer(request, by_arrival=False)
+
+    def count_taken(self, offer: Offer) -> None:
+        """Count an offer that was taken: one by arrival spends the quota that those by rank build up."""
+        self._quota += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
 def _remove(requests: list[Request], request: Request, key: Callable[[Request], tuple[float, str]]) -> None:

@@ -11,7 +11,7 @@ from llmsched.engine.calibration.fit import KNEES, MeasuredStep, fit, non_negati
 from llmsched.engine.calibration.sample_steps import Rows, StepLimits, choose_steps, describe
 from llmsched.engine.calibration.timing import ServingOverhead, while_serving
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
-from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, fitted_cost, shape_of, terms
+from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, shape_of, terms
 from llmsched.engine.request import SamplingParams, Sequence
 
 LIMITS = StepLimits(max_num_batched_tokens=256, max_num_seqs=64, max_model_len=8192, kv_tokens=1 << 18)
@@ -105,9 +105,9 @@ def test_terms_add_up_to_the_seconds() -> None:
 
 def test_a_cost_survives_as_a_mapping() -> None:
     kept = {name: value for name, value in COST._asdict().items() if name != "window"}
-    assert fitted_cost(kept, None) == COST
+    assert FittedCost(**kept) == COST
     with pytest.raises(TypeError, match="per_moon"):
-        fitted_cost({**kept, "per_moon": 1.0}, None)
+        FittedCost(**kept, per_moon=1.0)
 
 
 @pytest.mark.parametrize(

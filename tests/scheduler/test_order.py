@@ -40,7 +40,7 @@ def test_a_part_of_the_places_goes_by_waiting_time_alone() -> None:
     while cold.request_id not in taken:
         first = next(waiting.offers(1, lambda _: 0.0, 0.0))
         waiting.remove(first.request)
-        waiting.quota.count(first)
+        waiting.count_taken(first)
         taken.append(first.request.request_id)
     assert len(taken) <= 4
 
@@ -52,7 +52,7 @@ def test_a_round_that_admits_many_gives_its_share_to_the_longest_waiting() -> No
     taken = []
     for offer in waiting.offers(20, lambda _: 0.0, 0.0):
         waiting.remove(offer.request)
-        waiting.quota.count(offer)
+        waiting.count_taken(offer)
         taken.append(offer.request.request_id)
         if len(taken) == 20:
             break
@@ -65,7 +65,7 @@ def test_a_turn_that_is_not_taken_is_not_spent() -> None:
     for _ in range(3):
         first = next(waiting.offers(1, lambda _: 0.0, 0.0))
         waiting.remove(first.request)
-        waiting.quota.count(first)
+        waiting.count_taken(first)
     assert names(waiting)[0] == "cold"
     assert names(waiting)[0] == "cold"
 
