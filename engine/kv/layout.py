@@ -106,21 +106,16 @@ def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> La
     if len({(group.kv_heads, *group.kv_widths) for group in caching}) > 1:
         return LayerGrouping(one, caching, "their KV is of another shape than that of the others")
     sizes = sum(group.layers for group in full), sum(group.layers for group in windowed)
-    size = _group_size(*sizes)
+    size = sizes[1]
+    if full:  # the least padding, among sizes that give at most MAX_GROUPS groups if any do
+
+        def waste(size: int) -> tuple[int, int, int]:
+            groups = sum(-(-count // size) for count in sizes)
+            return max(MAX_GROUPS, groups), groups * size, groups
+
+        size = min(range(1, min(sizes) + 1), key=waste)
     groups = [-(-count // size) for count in sizes]
     layout = KVLayout(block_size, groups[0], groups[1], max(group.window or 0 for group in windowed))
     if longest is not None and size * layout.num_blocks(longest) >= sum(sizes) * layout.width(longest):
         return LayerGrouping(one, caching, f"it saves nothing in sequences of up to {longest:,} tokens")
     return LayerGrouping(layout, (replace(windowed[0], layers=size),))
-
-
-def _group_size(num_full: int, num_windowed: int) -> int:
-    """Return the layers per group with the least padding, among sizes that give at most MAX_GROUPS groups if any do."""
-    if not num_full:
-        return num_windowed
-
-    def waste(size: int) -> tuple[int, int, int]:
-        groups = -(-num_full // size) + -(-num_windowed // size)
-        return max(MAX_GROUPS, groups), groups * size, groups
-
-    return min(range(1, min(num_full, num_windowed) + 1), key=waste)

@@ -162,7 +162,13 @@ class PromptWatch:
 
     def report(self) -> ChangingPrompts | None:
         """Return the change that at least half of the last requests share, or None. Takes milliseconds."""
-        alike = _alike(self._at_one_place())
+        diverged = [d for d in self._recent if d is not None]
+        places = ([d for d in diverged if low <= d.position < low + SPREAD] for low in {d.position for d in diverged})
+        found = max(places, key=len, default=[])
+        runs = [d.runs() for d in found]
+        count = Counter(run for each in runs for run in each)
+        common = {run for run in count if count[run] >= len(found) / 2}
+        alike = [d for d, each in zip(found, runs, strict=True) if len(each & common) >= len(each) / 2]
         if len(alike) < MIN_AGREEING:
             return None
         position = min(d.position for d in alike)
@@ -170,17 +176,3 @@ class PromptWatch:
         one, two = (tuple(d.tokens[start - d.start : position + AROUND - d.start]) for d in (alike[0], alike[-1]))
         private = alike[0].private or alike[-1].private
         return ChangingPrompts(position, len(alike), len(self._recent), start, (one, two), private)
-
-    def _at_one_place(self) -> list[_Divergence]:
-        """Return the largest set of divergences that lie less than SPREAD tokens apart, oldest first."""
-        found = [d for d in self._recent if d is not None]
-        groups = ([d for d in found if low <= d.position < low + SPREAD] for low in {d.position for d in found})
-        return max(groups, key=len, default=[])
-
-
-def _alike(found: list[_Divergence]) -> list[_Divergence]:
-    """Return the divergences whose prompts go on alike: half of their runs occur in at least half of all prompts."""
-    runs = [d.runs() for d in found]
-    count = Counter(run for each in runs for run in each)
-    least = len(found) / 2
-    return [d for d, each in zip(found, runs, strict=True) if sum(count[r] >= least for r in each) >= len(each) / 2]

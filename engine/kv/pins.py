@@ -99,9 +99,21 @@ class Pins:
         """Pin blocks that have been written since the last call; call it before any request can release them."""
         self.num_waiting = 0
         for pin in self._pins.values():
-            if len(pin.nodes) < pin.num_blocks:
-                self._extend(pin)
-                self.num_waiting += len(pin.nodes) < pin.num_blocks
+            if len(pin.nodes) == pin.num_blocks:
+                continue
+            start = self._window_start(pin)
+            if not self._layout.full_groups and len(pin.nodes) <= start:
+                pin.nodes.clear()  # no block of these nodes is held, so they may have been evicted
+            held = len(pin.nodes)
+            new = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks, held, pin.nodes[-1] if held else None)
+            if self._layout.window_groups:  # end before the first node that lacks window blocks which must be held
+                lacking = (i for i, node in enumerate(new) if held + i >= start and not node.window_blocks)
+                del new[next(lacking, len(new)) :]
+            blocks = self._blocks(pin, new, held)
+            self._pool.acquire(blocks)
+            self._holds.update(blocks)
+            pin.nodes += new
+            self.num_waiting += len(pin.nodes) < pin.num_blocks
 
     def delete(self, pin_id: str) -> None:
         """End a pin; its blocks stay in the cache until evicted. Raises RequestError for an unknown pin_id."""
@@ -137,27 +149,9 @@ class Pins:
         """Return how many references pins hold to each block."""
         return self._holds.copy()
 
-    def _extend(self, pin: _Pin) -> None:
-        if not self._layout.full_groups and len(pin.nodes) <= self._window_start(pin):
-            pin.nodes.clear()  # no block of these nodes is held, so they may have been evicted
-        last = pin.nodes[-1] if pin.nodes else None
-        new = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks, len(pin.nodes), last)
-        if self._layout.window_groups:
-            new = self._complete(pin, new)
-        blocks = self._blocks(pin, new, len(pin.nodes))
-        self._pool.acquire(blocks)
-        self._holds.update(blocks)
-        pin.nodes += new
-
     def _window_start(self, pin: _Pin) -> int:
         """Return the first block index at which the pin holds blocks of sliding-window groups."""
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
-
-    def _complete(self, pin: _Pin, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """Return the pin's next nodes up to the first that lacks window blocks that the pin must hold."""
-        start = self._window_start(pin)
-        lacking = (i for i, node in enumerate(nodes) if len(pin.nodes) + i >= start and not node.window_blocks)
-        return nodes[: next(lacking, len(nodes))]
 
     def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
         """Return the blocks that the pin holds of `nodes`, which are its nodes from index `first` on."""

@@ -105,8 +105,16 @@ class BlockPool:
         """Drop one reference from each block, in the given order (end of the sequence first)."""
         for block in blocks:
             self._ref_count[block] -= 1
-            if self._ref_count[block] == 0:
-                self._retire(block)
+            if self._ref_count[block]:
+                continue
+            if not self._findable[block]:
+                self._free.append(block)
+                continue
+            self._rank_of(block)[block] = None
+            if len(self._shared) > self._max_shared:
+                demoted, _ = self._shared.popitem(last=False)
+                self._is_shared[demoted] = 0
+                self._private[demoted] = None
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Make cached blocks the most recently used of their rank. The blocks in front of them must be held."""
@@ -131,16 +139,6 @@ class BlockPool:
 
     def _rank_of(self, block: int) -> OrderedDict[int, None]:
         return self._shared if self._is_shared[block] else self._private
-
-    def _retire(self, block: int) -> None:
-        if not self._findable[block]:
-            self._free.append(block)
-            return
-        self._rank_of(block)[block] = None
-        if len(self._shared) > self._max_shared:
-            demoted, _ = self._shared.popitem(last=False)
-            self._is_shared[demoted] = 0
-            self._private[demoted] = None
 
     def _evict(self) -> int:
         block, _ = (self._private or self._shared).popitem(last=False)

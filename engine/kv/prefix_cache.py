@@ -108,15 +108,24 @@ class PrefixCache:
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
         size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
-        tokens = _encoded(request)
+        if not request.encoded:  # kept, because a waiting request is looked up again
+            request.encoded = encode(request.token_ids)
+        tokens = request.encoded
         found = self.tree.match(tokens, salt, most // size)
         nodes = found[: self._num_usable(found)] if self._layout.window_groups else found
         start, end = len(nodes) * size, len(found) * size
         block = tokens[end * TOKEN_BYTES : (end + size) * TOKEN_BYTES]
         last = found[-1] if found else None
         child, alike = self.tree.closest(last, salt, block)
-        source, known = self._to_copy(last, child, salt, block, alike) if start == end else (None, 0)
-        known = min(known, most - start)
+        source: tuple[int, ...] | None = None
+        known = 0
+        if start == end:  # the child's blocks, or blocks that are being filled, whichever begin more like `block`
+            if child is not None and (child.window_blocks or not self._layout.window_groups):
+                source, known = child.blocks + child.window_blocks, alike
+            being_filled = self.in_flight.open_block(last, salt, block)
+            if being_filled is not None and being_filled[1] > known:
+                source, known = being_filled
+            known = min(known, most - start)
         if known < MIN_COPIED:
             source, known = None, 0
         window_start = self._layout.first_kept(start) if self._layout.window_groups else len(nodes)
@@ -138,22 +147,6 @@ class PrefixCache:
             if present >= min(count, self._layout.num_behind):
                 usable = count
         return usable
-
-    def _to_copy(
-        self, last: PrefixNode | None, child: PrefixNode | None, salt: str, block: bytes, alike: int
-    ) -> tuple[tuple[int, ...] | None, int]:
-        """Return the blocks behind `last` that share most leading tokens with `block`, and how many these are.
-
-        One block of each group: those of `child`, which shares `alike` tokens, or blocks that are being filled.
-        """
-        source: tuple[int, ...] | None = None
-        known = 0
-        if child is not None and (child.window_blocks or not self._layout.window_groups):
-            source, known = child.blocks + child.window_blocks, alike
-        being_filled = self.in_flight.open_block(last, salt, block)
-        if being_filled is not None and being_filled[1] > known:
-            source, known = being_filled
-        return source, known
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
         """Return how many tokens beyond the hit running requests are about to write, in whole blocks.
@@ -179,28 +172,24 @@ class PrefixCache:
 
         Where another request wrote the same prefix first, its blocks replace those of this request.
         """
-        table = request.table
+        table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
-        while table.num_findable < num_whole:
-            self._insert_block(request, table)
-        self.in_flight.add(request)
-
-    def _insert_block(self, request: Request, table: BlockTable) -> None:
-        index, full = table.num_findable, self._layout.full_groups
-        ours, ours_of_window = table.column(index)
-        key = encode(request.token_ids[index * self.tree.block_size : (index + 1) * self.tree.block_size])
-        node = self.tree.insert(table.node, key, request.cache_salt, ours)
-        if node.blocks is ours:
-            self.pool.set_findable(ours)
-        else:
-            self._take_over(table, index, 0, ours, node.blocks)
-        if ours_of_window and index >= table.window_start:
-            if not node.window_blocks:
-                self.tree.add_window(node, ours_of_window)
-                self.pool.set_findable(ours_of_window)
+        for index in range(table.num_findable, num_whole):
+            ours, ours_of_window = table.column(index)
+            key = encode(request.token_ids[index * size : (index + 1) * size])
+            node = self.tree.insert(table.node, key, request.cache_salt, ours)
+            if node.blocks is ours:
+                self.pool.set_findable(ours)
             else:
-                self._take_over(table, index, full, ours_of_window, node.window_blocks)
-        table.advance(node)
+                self._take_over(table, index, 0, ours, node.blocks)
+            if ours_of_window and index >= table.window_start:
+                if not node.window_blocks:
+                    self.tree.add_window(node, ours_of_window)
+                    self.pool.set_findable(ours_of_window)
+                else:
+                    self._take_over(table, index, self._layout.full_groups, ours_of_window, node.window_blocks)
+            table.node, table.num_findable = node, index + 1
+        self.in_flight.add(request)
 
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
@@ -235,10 +224,3 @@ def _common_length(one: Sequence[int], two: Sequence[int], start: int, end: int)
             high = step - 1
         step = (low + high + 1) // 2
     return low
-
-
-def _encoded(request: Request) -> bytes:
-    """Return the request's tokens, encoded; kept with the request, which is looked up again while it waits."""
-    if not request.encoded:
-        request.encoded = encode(request.token_ids)
-    return request.encoded

@@ -126,18 +126,14 @@ class PrefixTree:
         if node is None:
             node = PrefixNode(key, blocks, parent, self.path_hash(parent, salt, key))
             parent.children[key] = node
-            self._own(node, blocks)
+            self._node_of_block.update(dict.fromkeys(blocks, node))
         return node
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
         """Give blocks of sliding-window groups to a node that has none."""
         assert not node.window_blocks
         node.window_blocks = blocks
-        self._own(node, blocks)
-
-    def _own(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
-        for block in blocks:
-            self._node_of_block[block] = node
+        self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
         """Remove a block that the pool evicts, with its whole node; of window blocks, only the node's `window_blocks`.
@@ -147,8 +143,11 @@ class PrefixTree:
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
-            gone, node.window_blocks = node.window_blocks, ()
-            removed = [] if node.blocks else self._prune(node)
+            gone, node.window_blocks, removed = node.window_blocks, (), []
+            while node.parent is not None and not (node.blocks or node.children or node.window_blocks):
+                self._detach(node)
+                removed.append(node)
+                node = node.parent
         else:
             assert not node.children, f"block {block} evicted before the blocks behind it"
             gone, removed = node.blocks + node.window_blocks, [node]
@@ -159,16 +158,6 @@ class PrefixTree:
         for each in others:
             del self._node_of_block[each]
         return removed, others
-
-    def _prune(self, node: PrefixNode) -> list[PrefixNode]:
-        """Remove a node without blocks or children, and then ancestors that are left without both."""
-        removed = []
-        while node.parent is not None and not node.children and not node.window_blocks:
-            parent = node.parent
-            self._detach(node)
-            removed.append(node)
-            node = parent
-        return removed
 
     def _detach(self, node: PrefixNode) -> None:
         parent = node.parent

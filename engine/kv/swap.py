@@ -59,16 +59,12 @@ class SwapSpace:
         """
         table, num_tokens = request.table, request.num_computed_tokens
         blocks = table.blocks_with_kv(first, num_tokens)
-        hosts = [self._take_free() for _ in blocks]
+        hosts = [self._free.pop() for _ in range(min(len(blocks), len(self._free)))]
+        begun, self._num_begun = self._num_begun, self._num_begun + len(blocks) - len(hosts)
+        hosts += range(begun, self._num_begun)
         self._outs.update(zip(hosts, blocks, strict=True))
         num_full = table.layout.full_groups * (table.layout.width(num_tokens) - first)
         request.swapped = SwappedKV(first, num_tokens, hosts[:num_full], table.window_start, hosts[num_full:])
-
-    def _take_free(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._num_begun += 1
-        return self._num_begun - 1
 
     def restore(self, request: Request, first: int) -> int:
         """Copy the request's KV back in the next step, of full-attention groups from block index `first` on.

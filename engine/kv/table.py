@@ -121,11 +121,6 @@ class BlockTable:
         end = min(self._width, self.window_end) if self.layout.window_groups else self._width
         self.capacity = end * self.layout.block_size
 
-    def advance(self, node: PrefixNode) -> None:
-        """Note that the next block is findable, as `node`."""
-        self.node = node
-        self.num_findable += 1
-
     # -- blocks held ------------------------------------------------------------------------------------------
 
     def column(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -29,8 +29,6 @@ SAMPLER_COPIES = 18
 
 #: Queries for which the CPU kernel holds a mask, and scores if it must, at one time.
 CHUNK_TILE = 128
-#: Copies of scores, where they are materialised: themselves and their softmax.
-_SCORE_COPIES = 2
 
 _FLOAT32 = 4
 
@@ -63,7 +61,7 @@ def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtyp
     visible = context if group.window is None else min(context, group.window + num_tokens)
     if shape.whole_scores:
         converted = max(keys, values) * _FLOAT32 if dtype_bytes < _FLOAT32 else 0
-        scores = _SCORE_COPIES * shape.heads * CHUNK_TILE * _FLOAT32
+        scores = 2 * shape.heads * CHUNK_TILE * _FLOAT32  # themselves and their softmax
         gathered = (keys + values) * dtype_bytes + converted + scores + CHUNK_TILE
     else:
         masks = CHUNK_TILE * (1 + dtype_bytes)  # as booleans, and in the dtype that is added to scores

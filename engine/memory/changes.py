@@ -97,7 +97,13 @@ def changes(
         found += search.all_settings()
     shorter, wanted = search.shorter_context(), demand.length(search.plan)
     near = [change for change in shorter if 2 * change.plan.max_model_len >= wanted]
-    found += [*near, *search.another_gpu(gpus), *search.replicas(), *search.fewer_users()]
+    found += [*near, *search.another_gpu(gpus)]
+    if (count := demand.num_replicas(search.plan) or 1) > 1:
+        fitting = demand.num_fitting(search.plan)
+        found += [
+            Change(f"run {count} of {device.name}", f"{count} times the hardware", search.plan),
+            Change(f"let {fitting} run at the same time", "the others wait", search.plan, {"max_num_seqs": fitting}),
+        ]
     return found + [change for change in shorter if change not in near]
 
 
@@ -193,20 +199,6 @@ class _Search:
             if self.demand.met_by(plan):
                 return [Change(f"use a GPU like {name}", f"{human_bytes(gpu.total)} of memory", plan, {"gpu": name})]
         return []
-
-    def replicas(self) -> list[Change]:
-        """Run several of the same device."""
-        count = self.demand.num_replicas(self.plan)
-        if count is None or count == 1:
-            return []
-        return [Change(f"run {count} of {self.device.name}", f"{count} times the hardware", self.plan)]
-
-    def fewer_users(self) -> list[Change]:
-        """Run only as many requests as fit at the full context."""
-        fitting = self.demand.num_fitting(self.plan)
-        if not 0 < fitting < self.demand.users:
-            return []
-        return [Change(f"let {fitting} run at the same time", "the others wait", self.plan, {"max_num_seqs": fitting})]
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
         """Change settings; `verb` says how ("raise", "set")."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,12 +83,19 @@ class Occupancy:
         self.num_blocks = num_blocks
         unit = max(1, -(-num_blocks // _MAX_UNITS))
         self._units = num_blocks // unit
-        #: [k] is the distribution for 2^k sequences, cut off above the pool.
-        self._doubled = [_cut(_in_units(_held(lengths, layout), unit), self._units)]
+        masses: npt.NDArray[Any] = _held(lengths, layout)
+        if unit > 1:  # masses between two units are divided to keep the mean
+            whole, part = np.divmod(np.arange(len(masses)), unit)
+            size, share = int(whole[-1]) + 2, part / unit
+            masses = np.bincount(whole, masses * (1 - share), size) + np.bincount(whole + 1, masses * share, size)
+        self._no_seqs: Masses = np.zeros(self._units + 1)
+        self._no_seqs[0] = 1.0
+        #: [k] is the distribution for 2^k sequences in units; mass above the pool is cut off.
+        self._doubled = [np.pad(masses[: self._units + 1], (0, max(0, self._units + 1 - len(masses))))]
 
     def preemption_probability(self, num_seqs: int) -> float:
         """Return the probability that `num_seqs` running sequences need more blocks than the pool has."""
-        total = _nothing(self._units)
+        total = self._no_seqs
         for power in range(num_seqs.bit_length()):
             if num_seqs >> power & 1:
                 total = _sum(total, self._power(power))
@@ -95,7 +103,7 @@ class Occupancy:
 
     def most_seqs(self, probability: float, limit: int) -> int:
         """Return the most sequences, up to `limit`, whose preemption probability is at most `probability`."""
-        total, count = _nothing(self._units), 0
+        total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
             if count + (1 << power) <= limit and _missing(tried) <= probability:
@@ -121,28 +129,6 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
     blocks = layout.room(width * layout.block_size) // layout.block_size
     steps_with_blocks = np.bincount(blocks, weights=steps_with_tokens)
     return np.asarray(steps_with_blocks / steps_with_blocks.sum(), dtype=np.float64)
-
-
-def _in_units(masses: Masses, unit: int) -> Masses:
-    """Return the distribution in units of `unit` blocks, with masses between two units divided to keep the mean."""
-    if unit == 1:
-        return masses
-    whole, part = np.divmod(np.arange(len(masses)), unit)
-    size = int(whole[-1]) + 2
-    share = part / unit
-    coarse = np.bincount(whole, masses * (1 - share), size) + np.bincount(whole + 1, masses * share, size)
-    return np.asarray(coarse, dtype=np.float64)
-
-
-def _cut(masses: Masses, most: int) -> Masses:
-    """Return [0] to [most] of the distribution; the missing mass is the probability of more."""
-    return np.pad(masses[: most + 1], (0, max(0, most + 1 - len(masses))))
-
-
-def _nothing(most: int) -> Masses:
-    masses = np.zeros(most + 1)
-    masses[0] = 1.0
-    return masses
 
 
 def _sum(one: Masses, other: Masses) -> Masses:

@@ -55,13 +55,6 @@ def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
     return ConfigError("max_model_len", f"{figures}; {_or(remedies)}")
 
 
-def beyond_model(max_model_len: int, max_position: int) -> ConfigError:
-    """Return the error of a max_model_len that exceeds the model's positions."""
-    return ConfigError(
-        "max_model_len", f"{max_model_len} is beyond the {max_position} positions that the model can be served with"
-    )
-
-
 def _parts(plan: MemoryPlan, kv_bytes: int) -> str:
     return " + ".join(f"{name} {human_bytes(count)}" for name, count in (*plan.fixed_parts.items(), ("KV", kv_bytes)))
 

@@ -30,7 +30,7 @@ from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.errors import ModelError, setting
+from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes
@@ -72,7 +72,10 @@ def plan_memory(
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
-        raise plan_errors.beyond_model(config.max_model_len, limit)
+        raise ConfigError(
+            "max_model_len",
+            f"{config.max_model_len} is beyond the {limit} positions that the model can be served with",
+        )
     if not shape.geometry.caches_kv:
         raise ModelError("the model has no attention layers: there is no KV to plan, and it cannot be served")
     kv_bytes = kv_dtype_bytes or dtype_bytes
