@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.architecture.shape import model_shape
-from llmsched.engine.config import EngineConfig, ResolvedConfig, check_knob
+from llmsched.engine.config import LIMITS, EngineConfig, ResolvedConfig, check_limits
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError, setting
@@ -33,8 +33,6 @@ RESERVING = frozenset(
         *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space"),
     }
 )
-#: Knobs that memory is reserved for, and that may be lowered afterwards.
-LIMITS = frozenset({"max_num_batched_tokens", "max_num_seqs"})
 
 #: What torch's messages contain if it has no exception type for it: its allocators of CPU and pinned memory.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory")
@@ -51,9 +49,16 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     opened = open_model(config, progress)
     dtype = str(opened.dtype).removeprefix("torch.")
     kv_dtype = planned_kv_dtype(config, dtype)
-    plan = _plan(opened, config, dtype, kv_dtype)
-    swap = _swap(config, plan)
+    dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
+    path = opened.source.path if opened.source.kind == "directory" else None
+    shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path)
+    memory = device_memory(opened.device)
+    plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
     resolved = plan.resolve(config, dtype, kv_dtype)
+    free = cpu_memory().free
+    if plan.device.kind == "cpu":
+        free -= plan.fixed_bytes + plan.kv_bytes
+    swap = plan_swap(config.swap_space, plan.block_bytes, free)
     executor, plan = _load(opened, resolved, plan, swap, progress)
     metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     return Engine(
@@ -77,9 +82,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "decides what is loaded and reserved; that takes an engine built anew")
-    for name in LIMITS & knobs.keys():
-        if knobs[name] is not None:
-            check_knob(name, knobs[name], {**EngineConfig.knob_rule(name), "high": getattr(engine.config, name)})
+    check_limits(engine.config, knobs)
     kv = engine.scheduler.kv
     return Engine(
         replace(engine.config, **{name: value for name, value in knobs.items() if name not in LIMITS or value}),
@@ -121,7 +124,13 @@ def _load(
     with _within_memory(plan, "computing the largest steps", remedy):
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
     progress("warming up", 1, 1)
-    return executor, replace(plan, measured=_measured(tensor_bytes(model), executor, plan, peak))
+    context = None
+    if executor.device.type == "cuda":
+        # The driver counts the CUDA context beside torch's memory and what other processes held during planning.
+        free, total = torch.cuda.mem_get_info(executor.device)
+        context = max(0, total - free - torch.cuda.memory_reserved(executor.device) - plan.device.used_by_others)
+    measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, context)
+    return executor, replace(plan, measured=measured)
 
 
 @contextmanager
@@ -135,13 +144,8 @@ def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
         known = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not known and not any(word in str(error) for word in _OUT_OF_MEMORY):
             raise
-        parts = {
-            "weights": plan.weights_bytes,
-            "activations": plan.activation_bytes,
-            "KV": plan.kv_bytes,
-            "the CUDA context": plan.context_bytes,
-        }
-        planned = ", ".join(f"{human_bytes(count)} for {part}" for part, count in parts.items() if count)
+        parts = {**plan.fixed_parts, "KV": plan.kv_bytes}
+        planned = ", ".join(f"{human_bytes(count)} for {part}" for part, count in parts.items())
         raise ModelError(
             f"out of memory while {doing}; planned on {plan.device.name} were {planned}, "
             f"of {human_bytes(plan.budget_bytes)}; {remedy}"
@@ -155,36 +159,3 @@ def tensor_bytes(model: torch.nn.Module) -> int:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def _measured(weights: int, executor: TorchExecutor, plan: MemoryPlan, peak_activations: int | None) -> MeasuredMemory:
-    """Return the memory that an engine takes after its warm-up, in bytes.
-
-    The CUDA context is what the driver counts beyond torch's memory and what other processes held during planning.
-    """
-    context = None
-    if executor.device.type == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info(executor.device)
-        context = max(0, total - free - torch.cuda.memory_reserved(executor.device) - plan.device.used_by_others)
-    return MeasuredMemory(weights, executor.kv_cache_bytes, peak_activations, context)
-
-
-def _plan(opened: OpenModel, config: EngineConfig, dtype: str, kv_dtype: str) -> MemoryPlan:
-    path = opened.source.path if opened.source.kind == "directory" else None
-    dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
-    shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path)
-    memory = device_memory(opened.device)
-    plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
-    if plan.problem is not None:
-        raise plan.problem
-    return plan
-
-
-def _swap(config: EngineConfig, plan: MemoryPlan) -> SwapSpace:
-    """Return the swap space. It lies in host memory, which on a CPU also holds what the plan reserves."""
-    free = cpu_memory().free
-    if plan.device.kind == "cpu":
-        free -= plan.fixed_bytes + plan.kv_bytes
-    return plan_swap(config.swap_space, plan.block_bytes, free)

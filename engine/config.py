@@ -21,6 +21,10 @@ PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
 
 
+#: Knobs that memory is reserved for, and that may be lowered afterwards.
+LIMITS = ("max_num_batched_tokens", "max_num_seqs")
+
+
 class Limits(TypedDict, total=False):
     """Knobs that an engine can change without a restart. A knob that is left out keeps its value."""
 
@@ -255,8 +259,8 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
         raise ConfigError(name, f"{value}{unit} is out of range; allowed is {span}")
 
 
-def check_limits(config: ResolvedConfig, limits: Limits) -> None:
+def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
     """Raise ConfigError for limits above those of `config`, for which memory was reserved."""
-    for name in ("max_num_batched_tokens", "max_num_seqs"):
+    for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

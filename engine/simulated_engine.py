@@ -1,22 +1,36 @@
 """The engine without a model and text, on a virtual clock: its steps take the time that a cost model says.
 
-Scheduling and KV memory are decided by the same code as in `Engine`. Output lengths are given by max_tokens.
+Scheduling and KV memory are decided by the same code as in `Engine`. Output lengths are given by max_tokens. Blueprint
+holds the memory plan and the step times of an engine that is not built.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Unpack, cast
 
-from llmsched.engine.config import ResolvedConfig
-from llmsched.engine.executor.cost import StepCost
+from llmsched.engine.architecture.flops import model_flops
+from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
+from llmsched.engine.device import device_memory, gpu_device
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.executor.cost import FittedCost, StepCost
+from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.kv.swap import SwapSpace, plan_swap
+from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.planner import ModelPlanner, model_name
+from llmsched.engine.model.support import refusal
+from llmsched.engine.provenance import Provenance
 from llmsched.engine.request import FinishReason, Request, SamplingParams
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.step_loop import StepLoop
+from llmsched.profiles.calibrated import calibration_name, load_calibration
+from llmsched.profiles.engines import find_engine
+from llmsched.profiles.gpus import find_gpu
+from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 
 class SimulatedEngine(StepLoop):
@@ -72,3 +86,100 @@ class SimulatedEngine(StepLoop):
     def step(self) -> list[Update]:
         """Compute one step, which advances the clock, and return what each request gained."""
         return self.run_step()[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Engine that `build_engine` would build for `config`, without model and device.
+
+    `cost` is the time of a step; `swap_seconds` returns the time to copy that many bytes of KV to or from host memory.
+    `provenance` names the device, the engine whose step times are simulated if it is not this one, and the errors of
+    `cost`. `notes` are warnings for the user.
+    """
+
+    config: ResolvedConfig
+    plan: MemoryPlan
+    cost: StepCost
+    swap_seconds: Callable[[int], float]
+    provenance: Provenance
+    notes: tuple[str, ...] = ()
+
+    def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
+        """Return a new simulated engine, with other `limits` if given (see `StepLoop.reconfigure`)."""
+        # A simulated machine is assumed to have the host memory that swap_space asks for.
+        swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
+        engine = SimulatedEngine(
+            self.config,
+            self.plan.num_blocks,
+            self.cost,
+            swap=swap,
+            layout=self.plan.layout,
+            per_swapped_block=self.swap_seconds(self.plan.block_bytes),
+        )
+        engine.reconfigure(**limits)
+        return engine
+
+
+def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
+    """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
+
+    "h100" has the step times of this engine, "h100:vllm" those of an engine in profiles/engines.toml; both use our
+    scheduler. Raises ConfigError for an unknown GPU or engine, for settings that the GPU does not support, and if the
+    model does not fit.
+    """
+    gpu_name, colon, engine_name = name.partition(":")
+    try:
+        gpu, engine = find_gpu(gpu_name), find_engine(engine_name if colon else "default")
+    except UnknownNameError as unknown:
+        raise ConfigError("simulate", str(unknown)) from unknown
+    if config.device == "cpu":
+        raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
+    device = gpu_device(gpu)
+    resolved, plan = planner.resolve(config, device)
+    work = model_flops(
+        planner.content,
+        dtype_bytes=plan.dtype_bytes,
+        kv_dtype_bytes=plan.kv_dtype_bytes,
+        cache=planner.cache,
+    )
+    cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
+    where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
+    refused = refusal(planner.content, planner.cache)
+    notes = () if refused is None else (f"simulated, although serve does not support this model: {refused}",)
+    provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
+    return Blueprint(resolved, plan, cost, cost.swap_seconds, provenance, notes)
+
+
+def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
+    """Return the blueprint of an engine on this machine's device, with step times measured by `llmsched calibrate`.
+
+    Raises ConfigError if the model was not calibrated on this device or does not fit.
+    """
+    device = device_memory(config.device)
+    resolved, plan = planner.resolve(config, device)
+    name = calibration_name(model_name(config.model), device.name, resolved.dtype, resolved.kv_cache_dtype)
+    remedy = f"run `llmsched calibrate {config.model} --dtype {resolved.dtype}"
+    remedy += "`" if resolved.kv_cache_dtype == resolved.dtype else f" --kv-cache-dtype {resolved.kv_cache_dtype}`"
+
+    def unusable(reason: str) -> ConfigError:
+        return ConfigError("simulate", f"local: {reason}; {remedy}")
+
+    try:
+        found = load_calibration(name)
+        cost = None if found is None else FittedCost(**found.cost, window=plan.window)
+    except (ProfileError, TypeError) as problem:
+        raise unusable(str(problem)) from problem
+    if found is None or cost is None:
+        raise unusable(f"{config.model} in {resolved.dtype} was never measured on {device.name}")
+    if found.model["digest"] != planner.digest:
+        raise unusable(f"calibration {name} is of another model of this name")
+    per_byte = found.swap_seconds_per_byte
+    notes = []
+    if device.kind == "cpu":
+        import torch
+
+        calibrated, present = found.device.get("threads"), torch.get_num_threads()
+        if calibrated not in (None, present):
+            notes = [f"calibrated with {calibrated} threads, but torch would use {present} here (OMP_NUM_THREADS)"]
+    provenance = Provenance(device.name, measured=False, calibration_error=found.error, calibrated=found.created)
+    return Blueprint(resolved, plan, cost, lambda count: count * per_byte, provenance, tuple(notes))

@@ -26,13 +26,12 @@ from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import SimulatedClients
-from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, setting
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.simulated_engine import SimulatedEngine
+from llmsched.engine.simulated_engine import Blueprint, SimulatedEngine, gpu_blueprint, local_blueprint
 from llmsched.profiles.calibrated import LOCAL
 
 #: Called with a warning for the user.

@@ -21,14 +21,13 @@ from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun, run_of
-from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.simulated_engine import SimulatedEngine
+from llmsched.engine.simulated_engine import Blueprint, SimulatedEngine
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine

@@ -21,7 +21,6 @@ from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
 from llmsched.cli.tune.resume import ResumableRunner, SearchJournal, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trials import Goal, TrialHistory
-from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -30,6 +29,7 @@ from llmsched.engine.memory.plan import ratios
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
+from llmsched.engine.simulated_engine import Blueprint
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import TunedProfile, latest_profile

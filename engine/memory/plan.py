@@ -126,7 +126,12 @@ class MemoryPlan:
         return int(self.headroom * self.num_blocks)
 
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
-        """Return `config` with what this plan chose filled in, and with these types of weights and KV."""
+        """Return `config` with what this plan chose filled in, and with these types of weights and KV.
+
+        Raises `problem` if the plan does not fit.
+        """
+        if self.problem is not None:
+            raise self.problem
         knobs: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
         knobs |= {"device": self.device.kind, "dtype": dtype, "kv_cache_dtype": kv_dtype}
         knobs |= {"max_model_len": self.max_model_len, "max_num_batched_tokens": self.max_num_batched_tokens}

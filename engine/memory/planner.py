@@ -28,7 +28,7 @@ from llmsched.engine.architecture.fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.quantization import quantised_config
 from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
@@ -192,6 +192,11 @@ class ModelPlanner:
             dtype_bytes=DTYPE_BYTES[self.dtype(config, device)],
             kv_dtype_bytes=DTYPE_BYTES[self.kv_dtype(config, device)],
         )
+
+    def resolve(self, config: EngineConfig, device: DeviceMemory) -> tuple[ResolvedConfig, MemoryPlan]:
+        """Return the resolved settings and the memory plan. Raises ConfigError if the model does not fit."""
+        plan = self.plan(config, device)
+        return plan.resolve(config, self.dtype(config, device), self.kv_dtype(config, device)), plan
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
         """Return the model's shape in the dtype of these settings. Raises ModelError if its config says too little."""

@@ -25,12 +25,12 @@ from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trials import Trial, TrialHistory
 from llmsched.cli.tune.tune_report import rate_in_words
-from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.calibration.timing import measure_device
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
+from llmsched.engine.simulated_engine import Blueprint
 
 BUDGETS = tuple(powers_of_two(32, 512))
 #: The last is more than ever run at once, so no limit.

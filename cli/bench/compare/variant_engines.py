@@ -16,7 +16,7 @@ from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.load_run import send_workload, warm_up
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import LIMITS, EngineConfig
 from llmsched.engine.memory.plan import MemoryParts, MemoryPlan
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
@@ -44,7 +44,6 @@ class VariantEngines:
     def check(self) -> None:
         """Raise ConfigError or ModelError, before the first run, for a variant that cannot be built."""
         from llmsched.engine.architecture.dtypes import check_servable
-        from llmsched.engine.blueprint import resolve
         from llmsched.engine.device import device_memory, resolve_device
         from llmsched.engine.memory.planner import open_planner
 
@@ -53,7 +52,7 @@ class VariantEngines:
             check_servable(config)
         planner = open_planner(configs[0].model, self._progress)
         for config in configs:
-            resolve(planner, self._largest(config), device_memory(resolve_device(config.device)))
+            planner.resolve(self._largest(config), device_memory(resolve_device(config.device)))
 
     async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
         """Run a workload (see `RunVariant`). Raise ModelError and ConfigError."""
@@ -92,7 +91,7 @@ class VariantEngines:
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
         """Return the settings to build for a variant: with the largest limits of all variants that can share it."""
-        from llmsched.engine.build import LIMITS, RESERVING
+        from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
             return [getattr(one, name) for name in sorted(RESERVING)]
