@@ -21,7 +21,7 @@ from llmsched.engine import build
 from llmsched.engine.parity import verification as parity
 from llmsched.profiles.tuned import TunedProfile, save_profile
 
-CONFIG = Path(__file__).parent.parent / "data/model_configs/meta-llama--Meta-Llama-3.1-8B_config.json"
+CONFIG = Path(__file__).parent.parent / "data/model_configs/Qwen--Qwen3-0.6B_config.json"
 
 
 def helps() -> Iterator[tuple[str, str]]:
