@@ -61,22 +61,20 @@ def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] |
     """Build a class from its table in engines.toml, which states only what differs from the `default` class.
 
     The most specific share applies: the GPU's own before its architecture's before the typical ones, and at each of
-    these levels the class's before the default class's.
+    these levels the class's before the default class's. Their error is from the class's own table.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}
+    shares = {}
+    for kind in {**common, **own}:
+        found: dict[str, float] = {}
+        for name in ("default", gpus()[kind].architecture if kind in gpus() else kind, kind):
+            found |= common.get(name, {}) | own.get(name, {})
+        shares[kind] = Efficiency(**{**found, "error": own.get(kind, {}).get("error")})
     return EngineSpec(
         key=key,
         step_seconds=filled["step_us"] * 1e-6,
         layer_seconds=filled["layer_us"] * 1e-6,
         row_seconds=filled["row_us"] * 1e-6,
-        shares={kind: _efficiency(kind, own, common) for kind in {**common, **own}},
+        shares=shares,
     )
-
-
-def _efficiency(kind: str, own: Mapping[str, Any], common: Mapping[str, Any]) -> Efficiency:
-    """Return the shares for `kind`, a GPU, an architecture or "default"; their error is from the class's own table."""
-    shares: dict[str, float] = {}
-    for name in ("default", gpus()[kind].architecture if kind in gpus() else kind, kind):
-        shares |= common.get(name, {}) | own.get(name, {})
-    return Efficiency(**{**shares, "error": own.get(kind, {}).get("error")})

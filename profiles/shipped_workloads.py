@@ -26,14 +26,13 @@ class ShippedWorkload:
 @cache
 def workloads() -> Mapping[str, ShippedWorkload]:
     """Return all workloads of workloads.toml by name."""
-    return {name: _workload(name, entry) for name, entry in shipped_table("workloads/workloads.toml").items()}
+    found = {}
+    for name, entry in shipped_table("workloads/workloads.toml").items():
+        about, file = entry.pop("about"), entry.pop("file", None)
+        found[name] = ShippedWorkload(name, about, None if file is None else _FOLDER / file, entry)
+    return found
 
 
 def find_workload(name: str) -> ShippedWorkload:
     """Return the workload called `name`. Raises UnknownNameError."""
     return find_entry(workloads(), name, "workload")
-
-
-def _workload(name: str, entry: dict[str, Any]) -> ShippedWorkload:
-    about, file = entry.pop("about"), entry.pop("file", None)
-    return ShippedWorkload(name, about, None if file is None else _FOLDER / file, entry)

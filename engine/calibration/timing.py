@@ -20,7 +20,6 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.base import Executor, StepPlan, StepResult
 from llmsched.engine.executor.cost import LINEAR, FittedCost, shape_of
-from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.progress import Progress, silent, tracked
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.service import AsyncEngine
@@ -80,44 +79,32 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
     """Time the steps of an engine, as measure_device does. Afterwards it may be used only through `engine_beside`."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
-    chosen = choose_steps(_limits(engine))
+    config, window = engine.config, engine.plan.window
+    limits = StepLimits(
+        config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, engine.plan.num_tokens
+    )
+    chosen = choose_steps(limits)
     if len(chosen) < MIN_STEPS:
         raise ConfigError(
             "max_num_batched_tokens", f"there are only {len(chosen)} different steps within these limits; raise them"
         )
     plans = [executor.rehearsal(rows) for rows in chosen.values()]
-    times = _time_steps(executor, plans, repeats, progress)
-    steps = tuple(
-        MeasuredStep(shape_of(plan, engine.plan.window), seconds, name)
-        for name, plan, seconds in zip(chosen, plans, times, strict=True)
-    )
-    alone = fit(steps, engine.plan.window)
-    swap = _time_copies(executor, engine.scheduler.kv.swap, repeats)
-    serving = _serving_overheads(engine, progress)
-    return DeviceTimings(engine, steps, serving, alone, while_serving(alone.cost, serving), swap)
-
-
-def _limits(engine: Engine) -> StepLimits:
-    config, plan = engine.config, engine.plan
-    assert plan is not None
-    return StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, plan.num_tokens)
-
-
-def _time_steps(executor: Executor, plans: Sequence[StepPlan], repeats: int, progress: Progress) -> list[float]:
-    """Return the median time of each step in seconds, over `repeats` runs after a first run that does not count."""
     times: list[list[float]] = [[] for _ in plans]
-    runs = list(zip(plans, times, strict=True)) * (repeats + 1)
+    runs = list(zip(plans, times, strict=True)) * (repeats + 1)  # the first run of each step does not count
     for plan, found in tracked(runs, "measuring steps", progress):
         found.append(executor.execute(plan).elapsed)
-    return [statistics.median(found[1:]) for found in times]
-
-
-def _time_copies(executor: TorchExecutor, swap: SwapSpace, repeats: int) -> float:
-    """Return the seconds per byte of a copy from or to host memory."""
+    steps = tuple(
+        MeasuredStep(shape_of(plan, window), statistics.median(found[1:]), name)
+        for name, plan, found in zip(chosen, plans, times, strict=True)
+    )
+    alone = fit(steps, window)
+    swap = engine.scheduler.kv.swap
     count = min(_MAX_SWAPPED, swap.num_blocks, executor.num_blocks)
-    plan = executor.rehearsal([(0, 1)], num_swapped=count)
-    times = [executor.execute(plan).swap_elapsed for _ in range(repeats + 1)]
-    return statistics.median(times[1:]) / (2 * count * swap.block_bytes)
+    copies = executor.rehearsal([(0, 1)], num_swapped=count)
+    copy_times = [executor.execute(copies).swap_elapsed for _ in range(repeats + 1)]
+    per_byte = statistics.median(copy_times[1:]) / (2 * count * swap.block_bytes)
+    serving = _serving_overheads(engine, limits, progress)
+    return DeviceTimings(engine, steps, serving, alone, while_serving(alone.cost, serving), per_byte)
 
 
 def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> FittedCost:
@@ -152,38 +139,35 @@ class _RecordingExecutor:
         ]
 
 
-def _serving_overheads(engine: Engine, progress: Progress) -> tuple[ServingOverhead, ...]:
-    """Measure what scheduling, detokenising and streaming add to steps, for several numbers of sequences."""
-    limits = _limits(engine)
+def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
+    """Measure what scheduling, detokenising and streaming add to steps, for several numbers of sequences.
+
+    The sequences are served and the same steps run alone, in turns; medians are compared. Numbers of which no two
+    consecutive steps had all the sequences are left out.
+    """
+    executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})
     num_tokens = max(1, min(_SERVED_TOKENS, limits.max_model_len - 2))
-    found = [_serving_overhead(engine, count, num_tokens) for count in tracked(counts, "serving", progress)]
-    if not (measured := tuple(each for each in found if each is not None)):
+    measured = []
+    for num_seqs in tracked(counts, "serving", progress):
+        plan = executor.rehearsal([(num_tokens // 2, 1)] * num_seqs)
+        served, gaps, alone = [], [], []
+        for _ in range(_REPEATS):
+            beside = engine_beside(engine)
+            recorder = beside.executor = _RecordingExecutor(executor)
+            asyncio.run(_serve(AsyncEngine(beside), num_seqs, num_tokens))
+            for seconds, gap in recorder.decode_steps(num_seqs):
+                served.append(seconds)
+                gaps.append(gap)
+            alone += [executor.execute(plan).elapsed for _ in range(num_tokens)]
+        if gaps:
+            slowdown = statistics.median(served) / statistics.median(alone)
+            measured.append(ServingOverhead(num_seqs, statistics.median(gaps), slowdown))
+    if not measured:
         raise ConfigError(
             "max_model_len", f"{limits.max_model_len} tokens are too few to measure the time between steps"
         )
-    return measured
-
-
-def _serving_overhead(engine: Engine, num_seqs: int, num_tokens: int) -> ServingOverhead | None:
-    """Serve `num_seqs` sequences and run the same steps alone, in turns; compare the medians.
-
-    Returns None if no two consecutive steps had all the sequences.
-    """
-    executor = cast("TorchExecutor", engine.executor)
-    plan = executor.rehearsal([(num_tokens // 2, 1)] * num_seqs)
-    served, gaps, alone = [], [], []
-    for _ in range(_REPEATS):
-        beside = engine_beside(engine)
-        recorder = beside.executor = _RecordingExecutor(executor)
-        asyncio.run(_serve(AsyncEngine(beside), num_seqs, num_tokens))
-        for seconds, gap in recorder.decode_steps(num_seqs):
-            served.append(seconds)
-            gaps.append(gap)
-        alone += [executor.execute(plan).elapsed for _ in range(num_tokens)]
-    if not gaps:
-        return None
-    return ServingOverhead(num_seqs, statistics.median(gaps), statistics.median(served) / statistics.median(alone))
+    return tuple(measured)
 
 
 async def _serve(engine: AsyncEngine, num_seqs: int, num_tokens: int) -> None:

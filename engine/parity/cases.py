@@ -50,12 +50,26 @@ class PromptSet:
 
 def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_size: int, seed: int) -> PromptSet:
     """Make `count` general prompts and six at block edges; equal arguments make equal prompts."""
-    source = _Source(tokenizer, vocab_size, random.Random(seed))
-    lengths = [3 * block_size, 1, *(source.random.randint(2, 4 * block_size) for _ in range(count))][:count]
+    generator, id_limit = random.Random(seed), min(vocab_size, tokenizer.vocab_size)
+
+    def text(length: int) -> tuple[int, ...]:
+        """Return `length` tokens of text, repeated as needed."""
+        known = tokenizer.encode("".join(generator.sample(_TEXTS, len(_TEXTS))), add_special_tokens=True)
+        known = [token_id for token_id in known if token_id < vocab_size] or [0]
+        return tuple((known * -(-length // len(known)))[:length])
+
+    def random_ids(length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return `length` random tokens; the first is not in `other_than`."""
+        ids = [generator.randrange(id_limit) for _ in range(length)]
+        if ids and ids[0] in other_than:
+            ids[0] = (ids[0] + 1) % id_limit
+        return tuple(ids)
+
+    lengths = [3 * block_size, 1, *(generator.randint(2, 4 * block_size) for _ in range(count))][:count]
     general = tuple(
-        ParityPrompt(f"text {index}", source.text(length))
+        ParityPrompt(f"text {index}", text(length))
         if index % 2 == 0
-        else ParityPrompt(f"ids {index}", source.ids(length))
+        else ParityPrompt(f"ids {index}", random_ids(length))
         for index, length in enumerate(lengths)
     )
     base = general[0].token_ids
@@ -64,34 +78,11 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
     edges = tuple(
         ParityPrompt(
             f"edge {index} ({length} shared)",
-            base[:length] + source.ids(total - length, other_than=base[length : length + 1]),
+            base[:length] + random_ids(total - length, other_than=base[length : length + 1]),
         )
         for index, (length, total) in enumerate(zip(shared, totals, strict=True))
     )
     return PromptSet(general, edges, shared)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Random tokens and text."""
-
-    tokenizer: Tokenizer
-    vocab_size: int
-    random: random.Random
-
-    def text(self, length: int) -> tuple[int, ...]:
-        """Return `length` tokens of text, repeated as needed."""
-        known = self.tokenizer.encode("".join(self.random.sample(_TEXTS, len(_TEXTS))), add_special_tokens=True)
-        known = [token_id for token_id in known if token_id < self.vocab_size] or [0]
-        return tuple((known * -(-length // len(known)))[:length])
-
-    def ids(self, length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return `length` random tokens; the first is not in `other_than`."""
-        limit = min(self.vocab_size, self.tokenizer.vocab_size)
-        ids = [self.random.randrange(limit) for _ in range(length)]
-        if ids and ids[0] in other_than:
-            ids[0] = (ids[0] + 1) % limit
-        return tuple(ids)
 
 
 #: Chunk sizes in tokens, besides block_size and block_size + 1.
@@ -129,37 +120,21 @@ def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterato
     yield ParityCase("mixed batch", (prompts.all,), 3 * block_size, plenty, num_tokens)
     for size in sorted({*ODD_CHUNKS, block_size, block_size + 1}):
         yield ParityCase(f"chunks of {size}", (prompts.general,), size, plenty, num_tokens)
-    yield _prefix_case(prompts, plenty, num_tokens, block_size)
-    yield from _preemption_cases(prompts, num_tokens, layout)
 
-
-def _prefix_case(prompts: PromptSet, num_blocks: int, num_tokens: int, block_size: int) -> ParityCase:
-    """Return a case with the first prompt, followed by the same prompt beside prompts that share a beginning with it.
-
-    Hits count single tokens where that is worth a copy, and leave at least the last token to compute.
-    """
-    base = prompts.general[0]
-    again = (base, *prompts.edges)
-    shared = (len(base.token_ids), *prompts.shared)
-    hits = tuple(
-        _hit(min(length, len(prompt.token_ids) - 1), block_size) for length, prompt in zip(shared, again, strict=True)
-    )
+    # The first prompt, followed by the same prompt beside prompts that share a beginning with it. Hits count single
+    # tokens where that is worth a copy, and leave at least the last token to compute.
+    again = (prompts.general[0], *prompts.edges)
+    shared = (len(prompts.general[0].token_ids), *prompts.shared)
+    known = (min(length, len(prompt.token_ids) - 1) for length, prompt in zip(shared, again, strict=True))
+    hits = tuple(num if num % block_size >= MIN_COPIED else num // block_size * block_size for num in known)
     budget = sum(len(prompt.token_ids) for prompt in again)  # one step for all: no prompt finds another's blocks
-    return ParityCase("prefix hits", ((base,), again), budget, num_blocks, num_tokens, caching=True, cached_tokens=hits)
+    waves = (again[:1], again)
+    yield ParityCase("prefix hits", waves, budget, plenty, num_tokens, caching=True, cached_tokens=hits)
 
-
-def _hit(num_known: int, block_size: int) -> int:
-    """Return the prefix hit, in tokens, of a prompt whose first `num_known` tokens are cached."""
-    return num_known if num_known % block_size >= MIN_COPIED else num_known // block_size * block_size
-
-
-def _preemption_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
-    """Yield cases with four prompts of two blocks in a pool of eight blocks (per group of layers).
-
-    Each needs a third block for its second token, so that a request must be preempted. With prefix caching, preempted
-    requests find some of their blocks again; with swap, their blocks are copied back.
-    """
-    wave, length = (prompts.edges[:4],), 2 * layout.block_size
+    # Four prompts of two blocks in a pool of eight blocks (per group of layers). Each needs a third block for its
+    # second token, so that a request must be preempted. With prefix caching, preempted requests find some of their
+    # blocks again; with swap, their blocks are copied back.
+    wave, length = (prompts.edges[:4],), 2 * block_size
     pool, budget = 4 * layout.num_blocks(length), 4 * length
     most = min(num_tokens, layout.longest(pool) - length + 1)  # the longest output: its last token needs no KV
     yield ParityCase("preemption", wave, budget, pool, most, preempted="recompute")

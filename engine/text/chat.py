@@ -25,6 +25,8 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kw
 
     Raises RequestError if the model has no template, the template refuses the messages, or a keyword is reserved.
     """
+    from jinja2 import TemplateError
+
     if tokenizer.chat_template is None:
         raise RequestError(
             "messages", "this model has no chat template, so it cannot chat; send text to /v1/completions instead"
@@ -32,17 +34,9 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kw
     if refused := _RESERVED & template_kwargs.keys():
         raise RequestError("chat_template_kwargs", f"{', '.join(sorted(refused))} cannot be set by a request")
     flat = [_flatten(message, position) for position, message in enumerate(messages)]
-    text = _render(tokenizer, flat, template_kwargs)
-    check_unicode(text, "messages")
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any]) -> str:
-    from jinja2 import TemplateError
-
     options = {"add_generation_prompt": True, **template_kwargs}
     try:
-        rendered = tokenizer.fast.apply_chat_template(messages, tokenize=False, **options)
+        text = str(tokenizer.fast.apply_chat_template(flat, tokenize=False, **options))
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()
         raise RequestError(
@@ -50,7 +44,8 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], template_kwarg
             f"the model's chat template refuses these messages: {reason[0] if reason else type(error).__name__}; "
             "change the messages, or send the whole prompt as text to /v1/completions",
         ) from error
-    return str(rendered)
+    check_unicode(text, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:

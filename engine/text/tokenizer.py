@@ -37,7 +37,12 @@ class Tokenizer:
         self.bos_token_id: int | None = fast.bos_token_id
         self.eos_token_ids = frozenset[int]() if fast.eos_token_id is None else frozenset({int(fast.eos_token_id)})
         self._added = self.backend.get_added_tokens_decoder()
-        decoders = _decoder_parts(self.backend)
+        # The steps of the decoder, as in tokenizer.json.
+        backend = self.backend.decoder
+        decoder: dict[str, Any] = {"type": "Sequence", "decoders": []}
+        if backend is not None:
+            decoder = json.loads(backend.__getstate__())
+        decoders = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self.byte_level = any(part["type"] == "ByteLevel" for part in decoders)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoders)
         self._spiece = any(_SPIECE_SPACE in json.dumps(part, ensure_ascii=False) for part in decoders)
@@ -98,15 +103,6 @@ def check_unicode(text: str, param: str) -> None:
             f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; "
             "only valid Unicode text is allowed",
         ) from error
-
-
-def _decoder_parts(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the steps of the tokenizer's decoder, as in tokenizer.json."""
-    if backend.decoder is None:
-        return []
-    decoder = json.loads(backend.decoder.__getstate__())
-    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return parts
 
 
 @cache

@@ -41,13 +41,16 @@ def attend_chunk(
         begin = first_key if window is None else max(first_key, start - window + 1)
         rows, columns = slice(start - first_query, stop - first_query), slice(begin - first_key, stop - first_key)
         tile, tile_keys, tile_values = query[rows].transpose(0, 1), keys[:, columns], values[:, columns]
-        visible = visible_keys(start, stop, begin, window)
+        positions, key_positions = torch.arange(start, stop)[:, None], torch.arange(begin, stop)
+        visible = key_positions <= positions
+        if window is not None:
+            visible &= key_positions > positions - window
         if softcap is None and sinks is None and slopes is None:
             output[rows] = F.scaled_dot_product_attention(
                 tile[None], tile_keys[None], tile_values[None], attn_mask=visible, scale=scale, enable_gqa=True
             )[0].transpose(0, 1)
         else:
-            bias = None if slopes is None else alibi_bias(start, stop, begin, slopes)
+            bias = None if slopes is None else slopes[:, None, None] * (key_positions - positions)  # ALiBi
             attended = attend_tile(tile, tile_keys, tile_values, visible, scale, softcap, sinks, bias)
             output[rows] = attended.transpose(0, 1)
     return output
@@ -57,22 +60,6 @@ def gather(cache: Tensor, blocks: Tensor) -> Tensor:
     """Return the tokens of the blocks one after the other, [kv_heads, tokens, head_dim]."""
     # Selecting from a transposed cache would make torch copy all of it first.
     return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
-
-
-def visible_keys(start: int, stop: int, begin: int, window: int | None) -> Tensor:
-    """Return which of the keys begin..stop - 1 the queries at positions start..stop - 1 see, bool [queries, keys]."""
-    queries = torch.arange(start, stop)[:, None]
-    keys = torch.arange(begin, stop)
-    visible = keys <= queries
-    if window is not None:
-        visible &= keys > queries - window
-    return visible
-
-
-def alibi_bias(start: int, stop: int, begin: int, slopes: Tensor) -> Tensor:
-    """Return what ALiBi adds to scores of keys begin..stop - 1, queries start..stop - 1: [heads, queries, keys]."""
-    queries = torch.arange(start, stop)[:, None]
-    return slopes[:, None, None] * (torch.arange(begin, stop) - queries)
 
 
 def attend_tile(
