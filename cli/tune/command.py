@@ -130,8 +130,17 @@ def tune(
     if simulate is not None and rounds is not None:
         raise LlmschedError("--rounds: a simulation gives the same figures each time; leave out --rounds or --simulate")
     load_options.load.check_shape()
-    _check_smallest(min_num_batched_tokens, engine_options)
-    name = _model(model)
+    largest = engine_options.given.get("max_num_batched_tokens", _MOST_TOKENS)
+    if min_num_batched_tokens > largest:
+        raise LlmschedError(
+            f"--min-num-batched-tokens {min_num_batched_tokens} is above --max-num-batched-tokens {largest}"
+        )
+    if model is not None and model.startswith(("http://", "https://")):
+        raise LlmschedError(
+            f"{model}: cannot tune a running server, because its settings cannot be changed from here; give the model "
+            "that it serves, and its load"
+        )
+    name = resolve_model(model)
     task = TuneTask(
         model=name,
         options=engine_options,
@@ -148,7 +157,12 @@ def tune(
         warm_start=warm_start,
     )
     outcome = _run(task, simulate)
-    written = _save(outcome)
+    best, written = outcome.history.best(), None
+    if best is not None:
+        try:
+            written = save_profile(make_profile(outcome, best), str(task.destination))
+        except ProfileError as problem:
+            raise LlmschedError(f"--output: {problem}") from problem
     if report is not None:
         with writing("--report", report):
             report.write_text(page(outcome, written), encoding="utf-8")
@@ -173,15 +187,6 @@ def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
         raise
 
 
-def _model(argument: str | None) -> str:
-    if argument is not None and argument.startswith(("http://", "https://")):
-        raise LlmschedError(
-            f"{argument}: cannot tune a running server, because its settings cannot be changed from here; give the "
-            "model that it serves, and its load"
-        )
-    return resolve_model(argument)
-
-
 def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
     """Return the knobs to search: by default those that no flag fixes. Raises LlmschedError if a flag fixes one."""
     fixed = _FIXED & options.given.keys()
@@ -193,13 +198,6 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
             f"--knobs {knob}: --{knob.replace('_', '-')} {options.given[knob]:g} fixes it; leave out one of them"
         )
     return chosen
-
-
-def _check_smallest(smallest: int, options: EngineOptions) -> None:
-    """Raise LlmschedError if the sweep of the token budget would be empty."""
-    largest = options.given.get("max_num_batched_tokens")
-    if largest is not None and smallest > largest:
-        raise LlmschedError(f"--min-num-batched-tokens {smallest} is above --max-num-batched-tokens {largest}")
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
@@ -216,13 +214,3 @@ def _destination(output: str | None, model: str, simulate: str | None) -> Path:
     except ProfileError as problem:
         raise LlmschedError(f"--output: {problem}") from problem
     return path
-
-
-def _save(outcome: TuneOutcome) -> Path | None:
-    """Write the profile of the best setting; return None if no setting is feasible."""
-    if (best := outcome.history.best()) is None:
-        return None
-    try:
-        return save_profile(make_profile(outcome, best), str(outcome.task.destination))
-    except ProfileError as problem:
-        raise LlmschedError(f"--output: {problem}") from problem

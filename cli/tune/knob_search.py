@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from llmsched.cli.tune.knobs import PeakDemand, Setting, headroom_settings, seqs_settings, target_settings
 from llmsched.cli.tune.race import Race
-from llmsched.cli.tune.trial_runs import refused_run
+from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
 
 
@@ -35,7 +35,8 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
         first = [replace(space.start, max_num_batched_tokens=tokens) for tokens in space.budgets]
     await race.qualify("max_num_batched_tokens", first)
     for tokens, problem in sorted(space.refused.items()):
-        history.add(refused_run(replace(space.start, max_num_batched_tokens=tokens), problem))
+        setting = replace(space.start, max_num_batched_tokens=tokens)
+        history.add(TrialRun(setting, 0, 0, problem=f"does not fit: {' '.join(str(problem).split())}"))
     for knob in space.knobs:
         if knob == "max_num_batched_tokens":
             continue
@@ -58,8 +59,8 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
             f"{race.disturbed_rounds} of the first rounds were repeated because the machine's speed changed meanwhile"
         )
     best = history.best()
-    if best is not None and best.longest < race.rules.full:
-        notes.append(f"the choice rests on short runs: the first {best.longest:,} of {race.rules.full:,} requests")
+    if best is not None and best.longest < race.full:
+        notes.append(f"the choice rests on short runs: the first {best.longest:,} of {race.full:,} requests")
     if race.out_of_time:
         notes.append("the time limit ended the search early: longer runs or more repeats may change the choice")
     return notes
@@ -85,10 +86,15 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
     """Return the settings of a knob's race, the incumbent first, or the reason not to race."""
     incumbent = history.leader()
-    demand = _peak_demand(history)
-    if incumbent is None or demand is None:
+    known = [run.demand for run in history.all_runs if run.demand is not None]
+    if incumbent is None or not known:
         return "no setting works so far"
     start = incumbent.setting
+    demand = PeakDemand(
+        max(demand.running for demand in known),
+        max(demand.kv_share for demand in known),
+        any(demand.preempted for demand in known),
+    )
     if knob == "max_num_seqs":
         found = seqs_settings(start, demand, space.max_num_seqs)
         return found if len(found) > 1 else f"at most {demand.running} requests ran at once"
@@ -98,15 +104,3 @@ def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Sett
         return found if len(found) > 1 else f"KV was never scarce ({used})"
     found = target_settings(start, history.slo, space.budgets[-1])
     return found if len(found) > 1 else "it needs an SLO on ITL or TPOT (--slo-itl, --slo-tpot)"
-
-
-def _peak_demand(history: TrialHistory) -> PeakDemand | None:
-    """Return the peak demand over all runs; None if no run reported any."""
-    known = [run.demand for run in history.all_runs if run.demand is not None]
-    if not known:
-        return None
-    return PeakDemand(
-        max(demand.running for demand in known),
-        max(demand.kv_share for demand in known),
-        any(demand.preempted for demand in known),
-    )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from llmsched.engine.config import EngineConfig, Limits
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 
@@ -23,25 +23,12 @@ TARGETS = (1.0, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Values of all knobs: one point of the search. The fields are settings that a running engine can change."""
+    """Values of all knobs: one point of the search. The fields are the arguments of `Engine.reconfigure`."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     headroom: float = _DEFAULT.headroom
     target_itl: float | None = _DEFAULT.target_itl
-
-    def limits(self) -> Limits:
-        """Return the setting as arguments of `Engine.reconfigure`."""
-        return Limits(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            headroom=self.headroom,
-            target_itl=self.target_itl,
-        )
-
-    def known(self) -> dict[str, int | float]:
-        """Return the knobs that are not None, for a profile."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 #: Names of the knobs, in search order.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
@@ -18,13 +17,6 @@ from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name, judge
 MARGIN = 0.15
 #: Error (a log ratio) above which the predictions are ignored.
 MOST_ERROR = 0.5
-
-
-class ModelBias(NamedTuple):
-    """Log ratio of measured to predicted figures: its mean, and the largest deviation from it."""
-
-    shift: float
-    error: float
 
 
 def hopeless(
@@ -38,11 +30,12 @@ def hopeless(
     table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
     bias = _bias([table.effects[s] - _log(predicted[s].throughput) for s in known])
-    if bias is None or bias.error > MOST_ERROR:
+    if bias is None:
         return {}
+    shift, error = bias
     trials = {setting: judge(setting, [run], history.slo) for setting, run in predicted.items()}
     late = _late(settings, trials, known, history)
-    rates = {setting: _log(run.throughput) + bias.shift for setting, run in predicted.items()}
+    rates = {setting: _log(run.throughput) + shift for setting, run in predicted.items()}
     rates |= {setting: table.effects[setting] for setting in known}
     # A fast setting that misses an SLO must not rule out a slower one.
     judged = [history.trial(s) if history.runs.get(s) else trials[s] for s in predicted]
@@ -51,7 +44,7 @@ def hopeless(
     found = dict(late)
     for setting in settings:
         behind = best - rates.get(setting, best)
-        if setting not in late and behind > MARGIN + 2 * bias.error:
+        if setting not in late and behind > MARGIN + 2 * error:
             found[setting] = f"not measured: predicted {-math.expm1(-behind):.0%} less throughput than the best"
     return found
 
@@ -64,11 +57,12 @@ def _late(
     for name, limit in history.slo.given().items():
         pairs = [(history.trial(s).held.get(name), trials[s].held.get(name)) for s in known]
         bias = _bias([math.log(measured / said) for measured, said in pairs if measured and said])
-        if bias is None or bias.error > MOST_ERROR:
+        if bias is None:
             continue
+        shift, error = bias
         for setting in settings:
-            said = trials[setting].held.get(name, 0.0) * math.exp(bias.shift) if setting in trials else 0.0
-            if said > limit * (1 + MARGIN + 2 * bias.error):
+            said = trials[setting].held.get(name, 0.0) * math.exp(shift) if setting in trials else 0.0
+            if said > limit * (1 + MARGIN + 2 * error):
                 figure = f"predicted {figure_name(name, history.slo)} {said * 1e3:.0f} ms"
                 found.setdefault(setting, f"not measured: {figure} is far above {limit * 1e3:g} ms")
     return found
@@ -78,8 +72,13 @@ def _log(value: float | None) -> float:
     return math.log(value) if value else -math.inf
 
 
-def _bias(differences: Sequence[float]) -> ModelBias | None:
-    if len(differences) < 2:
+def _bias(log_ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return the mean log ratio of measured to predicted figures and the largest deviation from it.
+
+    None if the deviation exceeds MOST_ERROR, or if there are fewer than two ratios.
+    """
+    if len(log_ratios) < 2:
         return None
-    shift = sum(differences) / len(differences)
-    return ModelBias(shift, max(abs(difference - shift) for difference in differences))
+    shift = sum(log_ratios) / len(log_ratios)
+    error = max(abs(ratio - shift) for ratio in log_ratios)
+    return (shift, error) if error <= MOST_ERROR else None

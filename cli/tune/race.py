@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.pruning import hopeless
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run
-from llmsched.cli.tune.trials import Trial, TrialHistory
+from llmsched.cli.tune.trials import TrialHistory
 
 #: Factor by which a short run may miss an SLO and stay in the race: its P99 rests on few samples.
 SLACK = 1.25
@@ -51,24 +50,6 @@ async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_in
         return failed_run(setting, round_index, requests, problem)
 
 
-@dataclass(frozen=True, slots=True)
-class RaceRules:
-    """Lengths of the rounds in requests, ascending; repeats of the last; time limit in seconds.
-
-    The best settings run at the last length up to `repeats` times. After the first, a round starts only if it is
-    expected to end within `time_limit`.
-    """
-
-    lengths: tuple[int, ...]
-    repeats: int
-    time_limit: float = math.inf
-
-    @property
-    def full(self) -> int:
-        """Requests of a full run."""
-        return self.lengths[-1]
-
-
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
     """Return the requests of each round for a load of `requests`; no round is so short that it is all ramp-up."""
     least = min(requests, 2 * concurrency)
@@ -76,20 +57,28 @@ def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
 
 
 class Race:
-    """Runs rounds and adds their runs to `history`. `on_run(stage, done, total)` reports the requests of a stage."""
+    """Runs rounds and adds their runs to `history`.
+
+    `lengths` are the requests of each round, ascending. The best settings run at the last length up to `repeats` times.
+    After the first, a round starts only if it is expected to end within `time_limit` seconds. `on_run(stage, done,
+    total)` reports the requests of a stage.
+    """
 
     def __init__(
         self,
         runner: TrialRunner,
         history: TrialHistory,
-        rules: RaceRules,
+        lengths: Sequence[int],
+        repeats: int,
+        time_limit: float = math.inf,
         on_run: Callable[[str, int, int], None] = lambda stage, done, total: None,
     ) -> None:
         self.history = history
-        self.rules = rules
+        self.full = lengths[-1]
         self.out_of_time = False
         self.disturbed_rounds = 0
         self._runner = runner
+        self._lengths, self._repeats, self._time_limit = lengths, repeats, time_limit
         self._on_run = on_run
         self._now = asyncio.get_running_loop().time
         self._start = self._now()
@@ -101,8 +90,8 @@ class Race:
 
         With `prune`, settings that a cost model predicts to be far worse are not run.
         """
-        lengths = self.rules.lengths[:-1] or self.rules.lengths
-        has_final = len(self.rules.lengths) > 1 or self.rules.repeats > 1
+        lengths = self._lengths[:-1] or self._lengths
+        has_final = len(self._lengths) > 1 or self._repeats > 1
         share = FOR_SHORT_RUNS if has_final else 1.0
         self.history.consider(settings)
         alive, done = list(settings), 0
@@ -139,13 +128,13 @@ class Race:
 
     async def final(self) -> None:
         """Run the best settings in full until the winner is clear or each has run `repeats` times."""
-        stage, done, full = "the best in full", 0, self.rules.full
+        stage, done, full = "the best in full", 0, self.full
         while contenders := self._contenders():
             runs = [sum(run.requests == full for run in self.history.runs[setting]) for setting in contenders]
             clear = min(runs) > 0 and self.history.ranking().settled(contenders)
-            if clear or min(runs) >= self.rules.repeats or not self._in_time(contenders, full):
+            if clear or min(runs) >= self._repeats or not self._in_time(contenders, full):
                 break
-            total = done + full * len(contenders) * (self.rules.repeats - min(runs))
+            total = done + full * len(contenders) * (self._repeats - min(runs))
             await self._round(stage, contenders, full, done, total, prune=False)
             done += full * len(contenders)
         self._on_run(stage, done, done)
@@ -161,7 +150,11 @@ class Race:
         ran: list[Setting] = []
         while left:
             if prune and len(self.history.worked()) >= 2:
-                left, prune = self._without_hopeless(left, settings, requests), False
+                measured, prune = self.history.worked(), False
+                predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests)
+                out = hopeless([setting for setting in left if setting not in measured], predicted, self.history)
+                self.history.skipped |= out
+                left = [setting for setting in left if setting not in out]
                 if not ran and all(self.history.runs[setting] for setting in left):
                     break  # no untried setting is left
                 continue
@@ -176,7 +169,7 @@ class Race:
     async def _run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
         if self.history.exact:
             # Exact runs of one length belong to one round, and a repeated run would give the same figures.
-            round_index = self.rules.lengths.index(requests)
+            round_index = self._lengths.index(requests)
             if known := [run for run in self.history.runs.get(setting, ()) if run.requests == requests]:
                 return known[0]
         start = self._now()
@@ -186,19 +179,12 @@ class Race:
         self.history.add(run)
         return run
 
-    def _without_hopeless(self, left: list[Setting], settings: list[Setting], requests: int) -> list[Setting]:
-        measured = self.history.worked()
-        predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests)
-        out = hopeless([setting for setting in left if setting not in measured], predicted, self.history)
-        self.history.skipped |= out
-        return [setting for setting in left if setting not in out]
-
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
         """Return the settings worth a longer run: the better half, or the two nearest misses if none is good."""
         good = self._good(settings)
         if not good:
             missed = [trial for s in settings if (trial := self.history.trial(s)).completed and not trial.failed]
-            return [trial.setting for trial in sorted(missed, key=lambda t: t.miss(self.history.slo))[:2]]
+            return [trial.setting for trial in sorted(missed, key=lambda trial: trial.miss)[:2]]
         table = self.history.ranking()
         if table.settled(good) and all(self.history.trial(setting).feasible for setting in good):
             return [table.best(good)]
@@ -212,7 +198,7 @@ class Race:
         measured = self.history.worked()
         good = self._good(measured)
         if not good:
-            nearest, full = next(iter(self.history.missed()), None), self.rules.full
+            nearest, full = next(iter(self.history.missed()), None), self.full
             in_full = [s for s in measured if self.history.trial(s).longest == full]
             enough = nearest is None or nearest.longest == full or len(in_full) >= MOST_CONTENDERS
             return [] if nearest is None or enough else [nearest.setting]
@@ -223,12 +209,12 @@ class Race:
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
         """Return the settings that work and meet the SLOs, with SLACK for those that had only short runs."""
-
-        def nearly(trial: Trial) -> bool:
-            short = trial.completed and not trial.failed and trial.longest < self.rules.full
-            return bool(short) and trial.miss(self.history.slo) <= SLACK
-
-        return [trial.setting for trial in map(self.history.trial, settings) if trial.feasible or nearly(trial)]
+        good = []
+        for trial in map(self.history.trial, settings):
+            short = trial.completed and not trial.failed and trial.longest < self.full
+            if trial.feasible or (short and trial.miss <= SLACK):
+                good.append(trial.setting)
+        return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
         """Tell whether a round of these settings would end within a share of the time limit; True for the first."""
@@ -236,7 +222,7 @@ class Race:
             return True
         typical = sum(self._pace.values()) / len(self._pace)
         expected = sum(self._pace.get(setting, typical) for setting in settings) * requests
-        if self._now() - self._start + expected <= share * self.rules.time_limit:
+        if self._now() - self._start + expected <= share * self._time_limit:
             return True
         self.out_of_time = True
         return False

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import TrialRunner, attempt
-from llmsched.cli.tune.trial_runs import TrialRun, from_json, to_json
+from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import read_file
 
@@ -21,35 +22,43 @@ def state_path(profile: Path) -> Path:
     return profile.with_name(f"{profile.stem}.state.jsonl")
 
 
-class SearchJournal:
-    """JSON lines file: first the identity of the search, then its runs and predictions.
+class ResumableRunner:
+    """TrialRunner that returns the journal's runs first, then those of another runner, which it adds to the journal.
 
-    `runs` and `predicted` hold what was read from the journal of an interrupted search.
+    The journal is a file of JSON lines: first the identity of the search, then its runs and predictions.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(self, runner: TrialRunner, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
         """Start a journal, or with `resume` continue one.
 
         Raises LlmschedError if the journal belongs to another search, or if it cannot be read or written.
         """
         self.path = path
-        self.runs: list[TrialRun] = []
-        self.predicted: list[dict[Setting, TrialRun]] = []
+        self._runner = runner
+        self._runs: dict[tuple[Setting, int, int], deque[TrialRun]] = defaultdict(deque)
+        self._predicted: deque[dict[Setting, TrialRun]] = deque()
         self._writable = True
-        self._about = json.loads(json.dumps(about))
+        about = json.loads(json.dumps(about))
         if resume:
-            self._read()
+            self._read(about)
         else:
-            self._write(_line({"about": self._about}), mode="w")
+            self._write(_line({"about": about}), mode="w")
 
-    def add(self, run: TrialRun) -> None:
-        self.runs.append(run)
-        self._keep({"run": to_json(run)})
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+        if known := self._runs[setting, requests, round_index]:
+            return known.popleft()
+        run = await attempt(self._runner, setting, requests, round_index)
+        self._keep({"run": asdict(run)})
+        return run
 
-    def add_predicted(self, predicted: Mapping[Setting, TrialRun]) -> None:
-        self._keep({"predicted": [to_json(run) for run in predicted.values()]})
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+        if self._predicted and (known := self._predicted.popleft()).keys() <= set(settings):
+            return known
+        predicted = self._runner.predict(settings, requests)
+        self._keep({"predicted": [asdict(run) for run in predicted.values()]})
+        return predicted
 
-    def delete(self) -> None:
+    def delete_journal(self) -> None:
         """Delete the file, because the search is complete."""
         self.path.unlink(missing_ok=True)
 
@@ -70,7 +79,9 @@ class SearchJournal:
         except OSError as problem:
             raise LlmschedError(f"the search journal {self.path} cannot be written: {problem.strerror}") from problem
 
-    def _read(self) -> None:
+    def _read(self, about: Mapping[str, Any]) -> None:
+        from pydantic import TypeAdapter
+
         try:
             lines = read_file(self.path).split("\n")
         except FileNotFoundError:
@@ -81,22 +92,23 @@ class SearchJournal:
         complete = lines[:-1]
         if lines[-1]:
             self._write("".join(f"{line}\n" for line in complete), mode="w")
+        restore = TypeAdapter(TrialRun).validate_python
         try:
             entries = [json.loads(line, parse_constant=_no_number) for line in complete]
-            self._check(entries[0]["about"])
-            self.runs = [from_json(entry["run"]) for entry in entries if "run" in entry]
-            said = [[from_json(run) for run in entry["predicted"]] for entry in entries if "predicted" in entry]
+            self._check(entries[0]["about"], about)
+            for run in [restore(entry["run"]) for entry in entries if "run" in entry]:
+                self._runs[run.setting, run.requests, run.round_index].append(run)
+            for predicted in [map(restore, entry["predicted"]) for entry in entries if "predicted" in entry]:
+                self._predicted.append({run.setting: run for run in predicted})
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as problem:
             raise LlmschedError(f"--resume: {self.path} is not a search journal; leave out --resume") from problem
-        self.predicted = [{run.setting: run for run in each} for each in said]
 
-    def _check(self, about: Mapping[str, Any]) -> None:
-        for name in [*self._about, *(about.keys() - self._about.keys())]:
-            was, is_now = about.get(name), self._about.get(name)
-            if was != is_now:
+    def _check(self, about: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for name in [*now, *(about.keys() - now.keys())]:
+            if about.get(name) != now.get(name):
                 raise LlmschedError(
-                    f"--resume: {self.path} belongs to a search with another {name} ({was}, now {is_now}); "
-                    "leave out --resume to start over"
+                    f"--resume: {self.path} belongs to a search with another {name} ({about.get(name)}, now "
+                    f"{now.get(name)}); leave out --resume to start over"
                 )
 
 
@@ -106,30 +118,3 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number")
-
-
-class ResumableRunner:
-    """TrialRunner that returns the journal's runs first, then those of another runner, which it adds to the journal."""
-
-    def __init__(self, runner: TrialRunner, journal: SearchJournal) -> None:
-        self._runner = runner
-        self._journal = journal
-        self._predictions = iter(list(journal.predicted))
-        self._known: dict[tuple[Setting, int, int], deque[TrialRun]] = {}
-        for run in journal.runs:
-            self._known.setdefault((run.setting, run.requests, run.round_index), deque()).append(run)
-
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        if known := self._known.get((setting, requests, round_index)):
-            return known.popleft()
-        run = await attempt(self._runner, setting, requests, round_index)
-        self._journal.add(run)
-        return run
-
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        known = next(self._predictions, None)
-        if known is not None and known.keys() <= set(settings):
-            return known
-        predicted = self._runner.predict(settings, requests)
-        self._journal.add_predicted(predicted)
-        return predicted

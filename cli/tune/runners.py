@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,7 +92,7 @@ class EngineRunner:
         assert self._watch is not None
         start = asyncio.get_running_loop().time()
         await until_idle(engine)
-        await engine.call(lambda core: core.reconfigure(**setting.limits()))
+        await engine.call(lambda core: core.reconfigure(**asdict(setting)))
         target = EngineTarget(engine)
         if setting not in self._warm:
             await warm_up(target, work.load, 1, ids=work.ids, timeout=work.timeout, output_len=_WARMUP_OUTPUT_LEN)
@@ -147,7 +147,7 @@ class SimulatedRunner:
 def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work: TrialLoad) -> TrialRun:
     """Serve the first `requests` of the load with a setting, on an unused engine. Raises ConfigError."""
     start = time.perf_counter()
-    engine.reconfigure(**setting.limits())
+    engine.reconfigure(**asdict(setting))
     meter, peak_running = KVMeter(), 0
 
     def note_step(usage: KVUsage) -> None:
@@ -210,14 +210,12 @@ class StepWatch:
         return LearnedCost(model, median(self._gaps))
 
 
-class LearnedCost:
+class LearnedCost(NamedTuple):
     """StepCost fitted to the steps of this engine; `overhead` is the time between two steps in seconds."""
 
+    model: StepTimeModel
+    overhead: float
     window: int | None = None
 
-    def __init__(self, model: StepTimeModel, overhead: float) -> None:
-        self._model = model
-        self._overhead = overhead
-
     def seconds(self, shape: StepShape) -> float:
-        return self._overhead + self._model.predict(shape)
+        return self.overhead + self.model.predict(shape)

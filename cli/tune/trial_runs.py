@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.tune.knobs import PeakDemand, Setting
-from llmsched.engine.latency import RequestLatency, Summary, statistic, summarise
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from llmsched.engine.latency import Summary, statistic, summarise
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
@@ -110,70 +105,37 @@ def run_of(
 
     A load with a duration may have sent fewer. `peak_running` is the largest number of requests in one step.
     """
-    total = measured.requests.completed + measured.requests.failed
+    counts, memory, steady = measured.requests, measured.memory, measured.rates.output_tokens_steady
+    total = counts.completed + counts.failed
     attainment = measured.goodput.attainment if measured.goodput else {}
-    steady = measured.rates.output_tokens_steady
+    problem = None if measured.tokens.output else "no request had any output"
+    if counts.failed:
+        reason = next(iter(counts.failures), "no token came")
+        detail = counts.failure_examples.get(reason, "")
+        problem = f"{counts.failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
+    demand = None
+    if memory is not None:
+        demand = PeakDemand(peak_running, memory.peak_kv_share, bool(measured.run.preemptions))
+    samples = {name: [getattr(latency, name) for latency in measured.latencies] for name in FIGURES}
+    samples["itl"] = [gap for gaps in samples["itl"] for gap in gaps]
+    samples["tpot"] = [value for value in samples["tpot"] if value is not None]
     return TrialRun(
         setting,
         round_index,
         requests,
         seconds=seconds,
-        completed=measured.requests.completed,
-        failed=measured.requests.failed,
+        completed=counts.completed,
+        failed=counts.failed,
         output_tokens=measured.tokens.output,
         tokens_per_s=measured.rates.output_tokens if steady is None else steady,
         met={name: round(share * total) for name, share in attainment.items()},
-        samples={name: thinned(_samples(measured.latencies, name)) for name in FIGURES},
-        demand=_peak_demand(measured, peak_running),
-        problem=_problem(measured, total),
+        samples={name: thinned(values) for name, values in samples.items()},
+        demand=demand,
+        problem=problem,
     )
-
-
-def _samples(latencies: Sequence[RequestLatency], name: str) -> list[float]:
-    if name == "itl":
-        return [gap for latency in latencies for gap in latency.itl]
-    return [value for latency in latencies if (value := getattr(latency, name)) is not None]
-
-
-def _peak_demand(measured: Measurement, peak_running: int) -> PeakDemand | None:
-    """Return the peak demand; None if the target does not report its KV memory."""
-    if (memory := measured.memory) is None:
-        return None
-    return PeakDemand(peak_running, memory.peak_kv_share, bool(measured.run.preemptions))
-
-
-def _problem(measured: Measurement, total: int) -> str | None:
-    requests = measured.requests
-    if requests.failed:
-        reason = next(iter(requests.failures), "no token came")
-        detail = requests.failure_examples.get(reason, "")
-        return f"{requests.failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
-    return None if measured.tokens.output else "no request had any output"
 
 
 def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
     """Make the run of a setting that raised an exception."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return TrialRun(setting, round_index, requests, problem=reason)
-
-
-def refused_run(setting: Setting, problem: Exception) -> TrialRun:
-    """Make the run of a setting for which no engine could be built."""
-    return TrialRun(setting, 0, 0, problem=f"does not fit: {' '.join(str(problem).split())}")
-
-
-def to_json(run: TrialRun) -> dict[str, Any]:
-    """Convert a run to what JSON can hold."""
-    return asdict(run)
-
-
-def from_json(content: Mapping[str, Any]) -> TrialRun:
-    """Restore a run from `to_json`. Raises ValueError if the content is not a run."""
-    return _run_type().validate_python(content)
-
-
-@cache
-def _run_type() -> TypeAdapter[TrialRun]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(TrialRun)

@@ -20,17 +20,15 @@ Goal = Literal["goodput", "throughput"]
 class Trial:
     """Results of one setting, pooled over its longest runs (shorter runs serve another load).
 
-    Times are in seconds, None without a sample. Rates exclude the ramp-up and are means over the runs; `spread` is half
-    their range as a share of the mean. `held` maps each SLO to the figure compared with it, `attainment` to the share
-    of requests that met it (and "all"). `rounds` counts all runs, `longest` is the number of requests of the longest.
-    `reason` says why the setting is infeasible or, if `skipped`, why it was not measured; None if it is feasible.
+    `latencies` has the distribution of each of FIGURES, in seconds. Rates exclude the ramp-up and are means over the
+    runs; `spread` is half their range as a share of the mean. `held` maps each SLO to the figure compared with it,
+    `attainment` to the share of requests that met it (and "all"); `miss` is the largest ratio of a figure to its SLO, 0
+    without one. `rounds` counts all runs, `longest` is the number of requests of the longest. `reason` says why the
+    setting is infeasible or, if `skipped`, why it was not measured; None if it is feasible.
     """
 
     setting: Setting
-    ttft: Summary
-    itl: Summary
-    tpot: Summary
-    e2e: Summary
+    latencies: Mapping[str, Summary]
     output_tokens_per_s: float | None
     goodput_rps: float | None
     held: Mapping[str, float]
@@ -40,18 +38,13 @@ class Trial:
     failed: int
     rounds: int
     longest: int
+    miss: float
     reason: str | None
     skipped: bool = False
 
     @property
     def feasible(self) -> bool:
         return self.reason is None
-
-    def miss(self, slo: Slo) -> float:
-        """Return the largest ratio of a figure to its SLO; 0 without an SLO."""
-        limits = slo.given()
-        # Every figure misses an SLO of 0; the floor keeps those misses comparable.
-        return max((held / max(limits[name], 1e-9) for name, held in self.held.items()), default=0.0)
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
@@ -63,40 +56,36 @@ def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
     met = {name: sum(run.met.get(name, 0) for run in runs) for run in runs for name in run.met}
     total = sum(run.completed + run.failed for run in runs)
     samples = {name: [run.samples[name] for run in runs if name in run.samples] for name in FIGURES}
-    held = {name: pooled_statistic(samples[name], held_statistic(name, slo)) for name in slo.given()}
+    limits = slo.given()
+    figures = {name: pooled_statistic(samples[name], held_statistic(name, slo)) for name in limits}
+    held = {name: figure for name, figure in figures.items() if figure is not None}
+    missed = [
+        f"{figure_name(name, slo)} {three_figures(figure * 1e3)} ms is above {limits[name] * 1e3:g} ms"
+        for name, figure in held.items()
+        if figure > limits[name]
+    ]
     rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
-    trial = Trial(
+    return Trial(
         setting=setting,
-        ttft=pooled(samples["ttft"]),
-        itl=pooled(samples["itl"]),
-        tpot=pooled(samples["tpot"]),
-        e2e=pooled(samples["e2e"]),
+        latencies={name: pooled(parts) for name, parts in samples.items()},
         output_tokens_per_s=_mean([run.tokens_per_s for run in runs]),
         goodput_rps=_mean([run.goodput_rps for run in runs]),
-        held={name: figure for name, figure in held.items() if figure is not None},
+        held=held,
         attainment={name: count / total for name, count in met.items()} if total else {},
         spread=(max(rates) - min(rates)) / 2 / (sum(rates) / len(rates)) if rates else 0.0,
         completed=sum(run.completed for run in runs),
         failed=sum(run.failed for run in runs),
         rounds=rounds,
         longest=longest,
-        reason=None,
+        # Every figure misses an SLO of 0; the floor keeps those misses comparable.
+        miss=max((figure / max(limits[name], 1e-9) for name, figure in held.items()), default=0.0),
+        reason=broken or ", ".join(missed) or None,
     )
-    return replace(trial, reason=broken or _missed(trial, slo))
 
 
 def _mean(rates: Sequence[float | None]) -> float | None:
     known = [rate for rate in rates if rate is not None]
     return sum(known) / len(known) if known else None
-
-
-def _missed(trial: Trial, slo: Slo) -> str | None:
-    missed = [
-        f"{figure_name(name, slo)} {three_figures(figure * 1e3)} ms is above {limit * 1e3:g} ms"
-        for name, figure in trial.held.items()
-        if figure > (limit := slo.given()[name])
-    ]
-    return ", ".join(missed) or None
 
 
 def held_statistic(name: str, slo: Slo) -> str:
@@ -197,7 +186,7 @@ class TrialHistory:
         """Return the trials that worked but missed an SLO, nearest miss first."""
         worked = [setting for setting, runs in self.runs.items() if runs and not any(run.problem for run in runs)]
         missed = [trial for trial in map(self.trial, worked) if not trial.feasible]
-        return sorted(missed, key=lambda trial: trial.miss(self.slo))
+        return sorted(missed, key=lambda trial: trial.miss)
 
     def nearest_miss(self) -> Trial | None:
         """Return the trial with the longest runs that missed an SLO by the least; None if there is none."""

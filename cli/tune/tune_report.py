@@ -30,16 +30,16 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
     history, task = outcome.history, outcome.task
     best, nearest = history.best(), history.nearest_miss()
     return {
-        **{name: value for name, value in outcome.subject.provenance.as_json().items() if name != "where"},
+        **{name: value for name, value in outcome.provenance.as_json().items() if name != "where"},
         "model": task.model,
-        "device": dict(outcome.subject.device),
+        "device": dict(outcome.device),
         "best": None if best is None else asdict(best.setting),
         "nearest_miss": None if best is not None or nearest is None else _trial_json(nearest),
         "explanation": explain(history),
         "maximize": history.goal,
         "knobs": list(task.knobs),
         "trials": _trials_json(history),
-        "notes": list(outcome.notes),
+        "notes": outcome.notes,
         "runs": sum(run.requests > 0 for run in history.all_runs),
         "duration_s": outcome.seconds,
         "profile": None if profile is None else str(profile),
@@ -97,22 +97,22 @@ def page(outcome: TuneOutcome, profile: Path | None) -> str:
 
 def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
     """Make the profile of the best trial; the engine flags of the search are part of it."""
-    subject, task = outcome.subject, outcome.task
-    given = {name: value for name, value in task.options.given.items() if isinstance(value, Scalar)}
+    task, given = outcome.task, outcome.task.options.given
+    fixed = {name: value for name, value in given.items() if isinstance(value, Scalar) and name not in KNOBS}
     return TunedProfile(
-        engine={**{name: value for name, value in given.items() if name not in KNOBS}, **best.setting.known()},
+        engine={name: value for name, value in (fixed | asdict(best.setting)).items() if value is not None},
         slo=_slo_table(task.slo),
         workload={name: value for name, value in task.load.parameters().items() if isinstance(value, Scalar)},
-        model=subject.model,
-        device=subject.device,
+        model=outcome.model,
+        device=outcome.device,
         versions=versions_table(),
-        memory=subject.memory,
+        memory=outcome.memory,
         trials=tuple(
             {name: round(x, 3) if isinstance(x, float) else x for name, x in trial.items() if isinstance(x, Scalar)}
             for trial in _trials_json(outcome.history)
         ),
         reason=explain(outcome.history),
-        measured=subject.provenance.measured,
+        measured=outcome.provenance.measured,
     )
 
 
@@ -123,7 +123,7 @@ def _trials_json(history: TrialHistory) -> list[dict[str, Any]]:
 
 
 def _trial_json(trial: Trial) -> dict[str, Any]:
-    p99s = {"itl": trial.itl.p99, "ttft": trial.ttft.p99, "tpot": trial.tpot.p99, "e2e": trial.e2e.p99}
+    p99s = {name: trial.latencies[name].p99 for name in ("itl", "ttft", "tpot", "e2e")}
     return {
         **asdict(trial.setting),
         **{f"p99_{name}_ms": None if seconds is None else seconds * 1e3 for name, seconds in p99s.items()},
@@ -150,7 +150,7 @@ def _slo_table(slo: Slo) -> dict[str, Scalar]:
 
 def _origin(outcome: TuneOutcome) -> list[str]:
     """Say what was tuned, under which load, and how accurate a simulation is."""
-    task, provenance = outcome.task, outcome.subject.provenance
+    task, provenance = outcome.task, outcome.provenance
     return [Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()]
 
 
@@ -184,7 +184,7 @@ def _table(history: TrialHistory) -> Table:
             _cell(trial.output_tokens_per_s, 1),
             _cell(trial.goodput_rps, 1, digits=3),
             _cell(relative.get(trial.setting), 100),
-            *(_cell(summary.p99, 1e3) for summary in (trial.ttft, trial.itl, trial.tpot)),
+            *(_cell(trial.latencies[name].p99, 1e3) for name in ("ttft", "itl", "tpot")),
         ]
         for trial in trials
     ]
@@ -212,7 +212,7 @@ def _charts(history: TrialHistory) -> list[Chart]:
     limits, charts = history.slo.given(), []
     for name in ("itl", "ttft"):
         label = figure_name(name, history.slo)
-        figures = [(trial, trial.held.get(name, getattr(trial, name).p99)) for trial in trials]
+        figures = [(trial, trial.held.get(name, trial.latencies[name].p99)) for trial in trials]
         points = [(_budget(trial), 1e3 * figure) for trial, figure in figures if figure is not None]
         limit = ((f"SLO of {label}", 1e3 * limits[name]),) if name in limits else ()
         title, series = f"{label} by token budget", (Series(label, points),)
@@ -249,7 +249,11 @@ def explain(history: TrialHistory) -> str:
     trials, best = [trial for trial in history.trials() if not trial.skipped], history.best()
     settings = [trial.setting for trial in trials]
     if best is None:
-        return _none_feasible(trials, history.nearest_miss())
+        tried = f"none of the {len(trials)} settings tried" if len(trials) > 1 else "not even the only setting tried"
+        if (nearest := history.nearest_miss()) is None:
+            return f"{tried} works; see the reason of each"
+        name = describe(nearest.setting, settings)
+        return f"{tried} is feasible; the nearest is {name}: {nearest.reason}; relax the SLOs or lower the load"
     good = [trial for trial in trials if trial.feasible]
     chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, history.goal)}"
     if len(good) == 1:
@@ -259,14 +263,6 @@ def explain(history: TrialHistory) -> str:
     met = "meet the SLOs" if history.slo.given() else "work (no SLO was given)"
     of = f"of the {len(good)} of {len(trials)} settings that {met}"
     return f"{chosen} {_rank(best, good, history, settings)} {of}{_faster(best, history, settings)}"
-
-
-def _none_feasible(trials: Sequence[Trial], nearest: Trial | None) -> str:
-    tried = f"none of the {len(trials)} settings tried" if len(trials) > 1 else "not even the only setting tried"
-    if nearest is None:
-        return f"{tried} works; see the reason of each"
-    name = describe(nearest.setting, [trial.setting for trial in trials])
-    return f"{tried} is feasible; the nearest is {name}: {nearest.reason}; relax the SLOs or lower the load"
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:

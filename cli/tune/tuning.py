@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ from llmsched.cli.profiles.apply import device_table
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
-from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
-from llmsched.cli.tune.resume import ResumableRunner, SearchJournal, state_path
+from llmsched.cli.tune.race import Race, TrialRunner, rung_lengths
+from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trials import Goal, TrialHistory
 from llmsched.engine.config import EngineConfig, ResolvedConfig
@@ -74,25 +74,21 @@ class TuneTask:
         return TrialLoad(self.load, self.slo, self.timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class TuneSubject:
-    """Model and device that were tuned, as tables of a profile; `memory` holds ratios of actual to predicted bytes."""
+@dataclass(slots=True)
+class TuneOutcome:
+    """Result of a search, which took `seconds`; `notes` say what was left out, and why.
 
+    `model`, `device` and `memory` are tables of a profile; `memory` holds ratios of actual to predicted bytes.
+    """
+
+    task: TuneTask
     model: Mapping[str, str]
     device: Mapping[str, Scalar]
     memory: Mapping[str, Scalar]
     provenance: Provenance
-
-
-@dataclass(frozen=True, slots=True)
-class TuneOutcome:
-    """Result of a search, which took `seconds`; `notes` say what was left out, and why."""
-
-    subject: TuneSubject
-    task: TuneTask
     history: TrialHistory
-    notes: tuple[str, ...]
-    seconds: float
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
@@ -110,15 +106,18 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
     runner, refused = await _open_largest(task, device_memory(task.options.given.get("device", "auto")).kind, start)
     try:
         engine, planner = (await runner.engine()).core, open_planner(task.model, progress)
-        subject = TuneSubject(
+        outcome = TuneOutcome(
+            task,
             {"name": engine.model.name, "architecture": engine.model.architecture, "digest": planner.digest},
             device_table(engine.config.device),
             {} if engine.plan is None else ratios(engine.plan),
             Provenance("in process"),
+            TrialHistory(task.slo, task.goal),
         )
-        return await _search(task, subject, engine.config, refused, runner, progress)
+        await _search(outcome, engine.config, refused, runner, progress)
     finally:
         await runner.close()
+    return outcome
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
@@ -135,14 +134,17 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
     simulated = blueprint.plan.device
     here = device_table(simulated.kind) if blueprint.provenance.calibration_error is not None else {}
     architecture = str((planner.content.get("architectures") or [""])[0])
-    subject = TuneSubject(
+    outcome = TuneOutcome(
+        task,
         {"name": model_name(task.model), "architecture": architecture, "digest": planner.digest},
         here or {"kind": simulated.kind, "name": simulated.name},
         {},
         blueprint.provenance,
+        TrialHistory(task.slo, task.goal, exact=True),
     )
     runner = SimulatedRunner(blueprint, task.trial_load._replace(encode=TextEncode(task.model, render.warn)))
-    return await _search(task, subject, blueprint.config, refused, runner, progress)
+    await _search(outcome, blueprint.config, refused, runner, progress)
+    return outcome
 
 
 def _warn_of_long_load(task: TuneTask) -> None:
@@ -167,7 +169,18 @@ async def _open_largest(
 
     `kind` is "cpu" or "cuda". Raises ConfigError if not even the smallest budget fits.
     """
-    config, refused = _largest_config(task, kind), Refused()
+    if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
+        raise LlmschedError(
+            f"--scheduling-policy {policy} is a baseline that lacks the knobs searched here; use bench --compare to "
+            "compare it with fair"
+        )
+    load = task.load
+    useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
+    defaults = {
+        "max_num_batched_tokens": max(task.smallest, min(_LARGEST[kind], useful)),
+        "max_queue_size": max(2048, load.num_requests),
+    }
+    config, refused = task.options.config(task.model, defaults), Refused()
     while True:
         try:
             target = await open_target(config)
@@ -188,61 +201,37 @@ async def _open_largest(
     return target, refused
 
 
-def _largest_config(task: TuneTask, kind: str) -> EngineConfig:
-    """Return the configuration with the largest step of the search; its memory suffices for every setting."""
-    if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
-        raise LlmschedError(
-            f"--scheduling-policy {policy} is a baseline that lacks the knobs searched here; use bench --compare to "
-            "compare it with fair"
-        )
-    load = task.load
-    useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
-    defaults = {
-        "max_num_batched_tokens": max(task.smallest, min(_LARGEST[kind], useful)),
-        "max_queue_size": max(2048, load.num_requests),
-    }
-    return task.options.config(task.model, defaults)
-
-
 async def _search(
-    task: TuneTask,
-    subject: TuneSubject,
-    config: ResolvedConfig,
-    refused: Refused,
-    runner: TrialRunner,
-    progress: Progress,
-) -> TuneOutcome:
-    """Search with a runner whose engine has the resolved `config`; `refused` budgets count as infeasible."""
+    outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: TrialRunner, progress: Progress
+) -> None:
+    """Search with a runner whose engine has the resolved `config`, and fill in the outcome.
+
+    The search starts from the last profile of this model and device, if there is one. `refused` budgets count as
+    infeasible.
+    """
     now = asyncio.get_running_loop().time
-    start, exact = now(), not subject.provenance.measured
-    space, notes = _search_space(task, subject, config, refused)
-    journal = SearchJournal(state_path(task.destination), _identity(task, subject, space), resume=task.resume)
-    runner = ResumableRunner(runner, journal)
-    lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
-    if exact:
-        # Short runs only save time: if a simulation is fast enough, every setting runs in full.
-        pilot = await runner.run(space.start, lengths[0], 0)
-        if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= task.time_limit:
-            lengths = lengths[-1:]
-    history = TrialHistory(task.slo, task.goal, exact=exact)
-    notes += await search(space, Race(runner, history, RaceRules(lengths, task.rounds, task.time_limit), progress))
-    journal.delete()
-    return TuneOutcome(subject, task, history, tuple(notes), now() - start)
-
-
-def _search_space(
-    task: TuneTask, subject: TuneSubject, config: ResolvedConfig, refused: Refused
-) -> tuple[SearchSpace, list[str]]:
-    """Return where to search, and a note if the search starts from the last profile of this model and device."""
-    start, notes = Setting(**{knob: getattr(config, knob) for knob in KNOBS}), []
+    began, task = now(), outcome.task
+    start = Setting(**{knob: getattr(config, knob) for knob in KNOBS})
     budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
-    if task.warm_start and (found := latest_profile(subject.model, subject.device)) is not None:
+    if task.warm_start and (found := latest_profile(outcome.model, outcome.device)) is not None:
         name, profile = found
         start = _warm_start(start, profile, config)
         if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
             budgets = sorted({*budgets, start.max_num_batched_tokens})
-        notes.append(f"the search started from profile {name}")
-    return SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused), notes
+        outcome.notes.append(f"the search started from profile {name}")
+    identity = _identity(outcome, budgets)
+    resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume)
+    lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
+    if outcome.history.exact:
+        # Short runs only save time: if a simulation is fast enough, every setting runs in full.
+        pilot = await resumable.run(start, lengths[0], 0)
+        if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= task.time_limit:
+            lengths = lengths[-1:]
+    race = Race(resumable, outcome.history, lengths, task.rounds, task.time_limit, progress)
+    space = SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused)
+    outcome.notes += await search(space, race)
+    resumable.delete_journal()
+    outcome.seconds = now() - began
 
 
 def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
@@ -264,12 +253,12 @@ def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> 
     return replace(start, **known)
 
 
-def _identity(task: TuneTask, subject: TuneSubject, space: SearchSpace) -> dict[str, Any]:
+def _identity(outcome: TuneOutcome, budgets: Sequence[int]) -> dict[str, Any]:
     """Return what must be the same for `--resume` to continue a search."""
-    origin = subject.provenance
+    task, origin = outcome.task, outcome.provenance
     return {
-        "model": dict(subject.model),
-        "device": dict(subject.device),
+        "model": dict(outcome.model),
+        "device": dict(outcome.device),
         "kind": "measured" if origin.measured else "simulated",
         "cost of steps": [origin.where, origin.calibration_error, origin.published_error],
         "load": f"{task.load.describe_requests()}, {task.load.describe()}, seed {task.load.seed}",
@@ -278,7 +267,7 @@ def _identity(task: TuneTask, subject: TuneSubject, space: SearchSpace) -> dict[
         "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
         "goal": task.goal,
         "knobs": list(task.knobs),
-        "token budgets": list(space.budgets),
+        "token budgets": list(budgets),
         "number of rounds": task.rounds,
         "engine settings": {name: str(value) for name, value in sorted(task.options.given.items())},
         "version": version("llmsched"),

@@ -21,7 +21,7 @@ from itertools import pairwise, product
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, describe, powers_of_two
-from llmsched.cli.tune.race import Race, RaceRules, TrialRunner, rung_lengths
+from llmsched.cli.tune.race import Race, TrialRunner, rung_lengths
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trials import Trial, TrialHistory
 from llmsched.cli.tune.tune_report import rate_in_words
@@ -56,7 +56,7 @@ async def find_limit(runner: TrialRunner, task: GridTask) -> float:
     found = TrialHistory(Slo(), "throughput")
     for budget in BUDGETS:
         found.add(await runner.run(Setting(budget, SEQS[-1]), task.requests, 999))
-    figures = sorted(trial.itl.p99 or 1.0 for trial in found.trials())
+    figures = sorted(trial.latencies["itl"].p99 or 1.0 for trial in found.trials())
     below, above = max(pairwise(figures), key=lambda pair: pair[1] / pair[0])
     return float((below * above) ** 0.5)
 
@@ -66,8 +66,7 @@ async def tune(runner: TrialRunner, task: GridTask) -> tuple[TrialHistory, float
     exact = isinstance(runner, SimulatedRunner)
     history, start = task.history(exact=exact), time.perf_counter()
     lengths = rung_lengths(task.requests, task.asked.load.max_concurrency or 1)
-    rules = RaceRules(lengths[-1:], 1) if exact else RaceRules(lengths, task.rounds)
-    race = Race(runner, history, rules)
+    race = Race(runner, history, lengths[-1:], 1) if exact else Race(runner, history, lengths, task.rounds)
     await search(SearchSpace(("max_num_batched_tokens", "max_num_seqs"), BUDGETS, START, SEQS[-1], 0.25), race)
     return history, time.perf_counter() - start
 
@@ -99,7 +98,8 @@ def calibrated(config: EngineConfig) -> Blueprint:
 
 def show_trials(tuned: TrialHistory) -> None:
     for trial in tuned.trials():
-        itl = "n/a" if trial.itl.p99 is None else f"{1e3 * trial.itl.p99:.1f} ms"
+        p99 = trial.latencies["itl"].p99
+        itl = "n/a" if p99 is None else f"{1e3 * p99:.1f} ms"
         name = describe(trial.setting, GRID)
         rate = rate_in_words(trial, tuned.goal)
         print(f"  {name}: {trial.rounds} runs, {rate}, P99 ITL {itl}, {trial.reason or 'feasible'}")
@@ -112,7 +112,8 @@ def show_grid(measured: TrialHistory, simulated: TrialHistory) -> None:
     for setting in GRID:
         cells = []
         for trial in (measured.trial(setting), simulated.trial(setting)):
-            itl = "n/a" if trial.itl.p99 is None else f"{1e3 * trial.itl.p99:.1f}"
+            p99 = trial.latencies["itl"].p99
+            itl = "n/a" if p99 is None else f"{1e3 * p99:.1f}"
             rate = trial.output_tokens_per_s if measured.goal == "throughput" else trial.goodput_rps
             cells.append(f"{rate or 0.0:>9.2f} {itl:>8} {'' if trial.feasible else 'no':>4}")
         print(f"{setting.max_num_batched_tokens:>8} {setting.max_num_seqs:>5} | {' | '.join(cells)}")

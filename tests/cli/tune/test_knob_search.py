@@ -15,7 +15,7 @@ from virtual_time import run_virtual
 
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import KNOBS, PeakDemand, Setting, powers_of_two
-from llmsched.cli.tune.race import Race, RaceRules, rung_lengths
+from llmsched.cli.tune.race import Race, rung_lengths
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
 from llmsched.cli.tune.tune_report import explain
@@ -39,7 +39,7 @@ def searched(
     history = TrialHistory(slo or Slo(itl=1.0), "throughput")
 
     async def main() -> list[str]:
-        race = Race(surface, history, RaceRules(rung_lengths(FULL, 4), REPEATS, time_limit))
+        race = Race(surface, history, rung_lengths(FULL, 4), REPEATS, time_limit)
         return await search(SearchSpace(knobs, BUDGETS, start or Setting(32, 16), 16, 0.25), race)
 
     return history, run_virtual(main())

@@ -1,23 +1,17 @@
-"""Runs: the figures they keep, and their JSON form."""
+"""Samples that runs keep."""
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
-from simulated_machine import made_run
 
-from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import (
     MAX_SAMPLES,
     ThinnedSamples,
-    failed_run,
-    from_json,
     pooled,
     pooled_statistic,
     thinned,
-    to_json,
 )
 from llmsched.engine.latency import statistic, summarise
 
@@ -49,10 +43,3 @@ def test_a_thinned_run_weighs_what_it_had() -> None:
     assert together.count == 10_100
     assert together.p50 == 1.0
     assert together.mean == pytest.approx(10_300 / 10_100)
-
-
-def test_a_run_survives_json() -> None:
-    setting = Setting(64, 8, 0.05, 0.02)
-    for run in (made_run(setting, 4, 2, 50.0), failed_run(setting, 1, 4, MemoryError("no\nroom"))):
-        assert from_json(json.loads(json.dumps(to_json(run)))) == run
-    assert failed_run(setting, 1, 4, MemoryError("no\nroom")).problem == "MemoryError: no room"

@@ -12,7 +12,7 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import Race, RaceRules
+from llmsched.cli.tune.race import Race
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run, run_of
 from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, judge
 from llmsched.cli.tune.tune_report import explain
@@ -57,7 +57,7 @@ def raced(
     history = TrialHistory(slo, goal)
 
     async def main() -> None:
-        race = Race(runner, history, RaceRules(lengths, rounds))
+        race = Race(runner, history, lengths, rounds)
         await race.qualify("all", list(runner.outcomes))
         await race.final()
 
@@ -117,7 +117,7 @@ def test_the_nearest_miss_is_the_least_one() -> None:
     nearest = history.nearest_miss()
     assert nearest is not None
     assert nearest.setting == B
-    assert nearest.miss(SLO) == pytest.approx(1.3)
+    assert nearest.miss == pytest.approx(1.3)
 
 
 def test_a_limit_that_nothing_meets_has_a_nearest_miss_too() -> None:
@@ -225,9 +225,10 @@ def test_percentiles_are_of_all_runs_together() -> None:
     for index in range(2):
         history.add(run_of(A, index, 10, figures(1.0, ttft=0.1 + 0.5 * index)))
     trial: Trial = history.trial(A)
-    assert trial.ttft.count == 20
-    assert trial.ttft.p50 == pytest.approx(0.35)
-    assert trial.ttft.p99 == pytest.approx(0.6)
+    ttft = trial.latencies["ttft"]
+    assert ttft.count == 20
+    assert ttft.p50 == pytest.approx(0.35)
+    assert ttft.p99 == pytest.approx(0.6)
     assert trial.rounds == 2
 
 
@@ -268,7 +269,7 @@ def test_a_setting_is_judged_by_its_longest_runs() -> None:
     for run in (made_run(A, 8, 0, 20.0, itl=0.05), made_run(A, 32, 1, 10.0, itl=0.5), made_run(B, 8, 0, 20.0, itl=0.2)):
         history.add(run)
     trial = history.trial(A)
-    assert (trial.itl.p99, trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
+    assert (trial.latencies["itl"].p99, trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
     assert (trial.rounds, trial.longest) == (2, 32)
     assert [missed.setting for missed in history.missed()] == [B, A]
     assert history.nearest_miss() == trial
