@@ -102,7 +102,12 @@ class Arrivals:
                 raise ValueError("a schedule needs a count or a duration")
             ramp = 2 * max(1, count - 1) / (self.rate + (self.ramp_to or self.rate))
             return self._stretch(self._unit_times(generator, count), ramp)
-        due = self._stretch(self._units_before(generator, self.expected(duration), count), duration)
+        end, most = self.expected(duration), math.inf if count is None else count
+        state, drawn = generator.bit_generator.state, min(end + 16, most)
+        while (units := self._unit_times(generator, int(drawn)))[-1] < end and drawn < most:
+            generator.bit_generator.state = state
+            drawn = min(2 * drawn, most)
+        due = self._stretch(units, duration)
         return due[due < duration][:count]
 
     def _unit_times(self, generator: np.random.Generator, count: int) -> Times:
@@ -116,20 +121,9 @@ class Arrivals:
             drawn = generator.gamma(self.burstiness, 1 / self.burstiness, gaps)
         return np.concatenate([np.zeros(min(count, 1)), np.cumsum(drawn)])
 
-    def _units_before(self, generator: np.random.Generator, end: float, most: int | None) -> Times:
-        """Return arrivals at rate 1 until at least `end`, or `most` arrivals."""
-        state, count = generator.bit_generator.state, min(end + 16, math.inf if most is None else most)
-        while True:
-            generator.bit_generator.state = state
-            times = self._unit_times(generator, int(count))
-            if times[-1] >= end or count == most:
-                return times
-            count = min(2 * count, math.inf if most is None else most)
-
     def _integral(self, times: Times, ramp: float) -> Times:
         """Return the integral of the rate from 0 to `times`; a ramp lasts `ramp` seconds."""
-        if self.process == "ramp":
-            assert self.ramp_to is not None
+        if self.ramp_to is not None:
             inside = np.minimum(times, ramp)
             risen = self.rate * inside + (self.ramp_to - self.rate) * inside**2 / (2 * ramp)
             return risen + self.ramp_to * (times - inside)

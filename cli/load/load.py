@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
@@ -53,19 +53,15 @@ class Load(Schedule, ABC):
 
     @cached_property
     def _offsets(self) -> Times:
-        return self._all_offsets()
+        """The seconds from the start to each request, ascending."""
+        raise NotImplementedError
 
     @abstractmethod
-    def _all_offsets(self) -> Times:
-        """Return the seconds from the start to each request , ascending."""
-
-    @abstractmethod
-    def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]:
-        """Return the prompts ."""
+    def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]: ...
 
     @abstractmethod
     def _answers(self, encode: TextEncoder | None) -> Iterable[int]:
-        """Return the tokens of each answer ."""
+        """Return the tokens of each answer."""
 
     @abstractmethod
     def describe_requests(self) -> str:
@@ -73,12 +69,18 @@ class Load(Schedule, ABC):
 
     def parameters(self) -> dict[str, Any]:
         """Return all settings for JSON. Their `fingerprint` is equal if and only if the loads are."""
-        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.repr}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        for name, value in values.items():
+            if value == math.inf:  # JSON has no infinity
+                values[name] = None
+            elif value is not None and not isinstance(value, (str, int, float)):
+                values[name] = str(value)
         idle = set(SHAPES) if self.process is None else set()
         if self.arrivals != "daynight":
             idle |= {"day_period", "day_amplitude"}
         settings = {"load": self.describe(), **values, **dict.fromkeys(idle), **self._facts()}
-        return {**settings, "fingerprint": _fingerprint(settings)}
+        canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return {**settings, "fingerprint": hashlib.sha256(canonical.encode()).hexdigest()}
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
@@ -99,19 +101,6 @@ class Load(Schedule, ABC):
     def one_by_one(self, count: int, *, seed: int) -> Load:
         """Return `count` requests like these with other prompts, each sent when the one before it has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting for JSON, which has no infinity: the rate inf becomes null."""
-    if value == math.inf:
-        return None
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
-def _fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the settings' canonical JSON."""
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def plan_first(
@@ -152,7 +141,14 @@ async def run_load(
             await free.acquire()
             record.ready = now()
         try:
-            await _send_within(timeout, send, request, record)
+            async with asyncio.timeout(timeout):
+                await send(request, record)
+        except RequestFailed as failure:
+            record.failure = failure
+        except TimeoutError:
+            record.failure = RequestFailed("timeout", f"no end after {timeout:g} s")
+        except Exception as problem:  # a fault here must not lose the figures of the other requests
+            record.failure = RequestFailed("fault of the bench", f"{type(problem).__name__}: {problem}")
         finally:
             free.release()
         record.end = now() if record.end is None else record.end
@@ -173,15 +169,3 @@ async def run_load(
             records.append(record)
             tasks.create_task(one(request, record))
     return records
-
-
-async def _send_within(timeout: float | None, send: Send, request: PlannedRequest, record: RequestRecord) -> None:
-    try:
-        async with asyncio.timeout(timeout):
-            await send(request, record)
-    except RequestFailed as failure:
-        record.failure = failure
-    except TimeoutError:
-        record.failure = RequestFailed("timeout", f"no end after {timeout:g} s")
-    except Exception as problem:  # a fault here must not lose the figures of the other requests
-        record.failure = RequestFailed("fault of the bench", f"{type(problem).__name__}: {problem}")

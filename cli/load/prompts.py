@@ -89,8 +89,17 @@ class Vocabulary:
         self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
 
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
-        """Return the symbols of the parts, one part after the other."""
-        drawn: list[Any] = self._symbols[_indices(seed, parts, len(self._symbols))].tolist()
+        """Return the symbols of the parts, one part after the other.
+
+        The generator is counter-based, keyed by seed, family, number and position.
+        """
+        families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
+        keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
+        counts = lengths.astype(np.int64)
+        places = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+        bits = _mix(np.repeat(keys, counts) + places.astype(np.uint64) * _GOLDEN)
+        indices = ((bits >> np.uint64(32)) * np.uint64(len(self._symbols))) >> np.uint64(32)
+        drawn: list[Any] = self._symbols[indices.astype(np.int64)].tolist()
         return drawn
 
 
@@ -186,17 +195,6 @@ def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     return [
         token_id for token_id in range(size) if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
     ]
-
-
-def _indices(seed: int, parts: Sequence[Part], size: int) -> NDArray[np.int64]:
-    """Return indices below `size` from a counter-based generator keyed by seed, family, number and position."""
-    families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
-    keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
-    counts = lengths.astype(np.int64)
-    places = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    bits = _mix(np.repeat(keys, counts) + places.astype(np.uint64) * _GOLDEN)
-    drawn: NDArray[np.int64] = (((bits >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
-    return drawn
 
 
 #: Constants of SplitMix64 (Steele, Lea, Flood 2014): the odd number next to 2^64 / golden ratio, and the multipliers of

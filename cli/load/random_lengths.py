@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,17 +60,10 @@ def parse_lengths(text: str, name: str) -> int | RandomLengths:
     elif match := _RANGE.fullmatch(text):
         found = RandomLengths(int(match[1]), int(match[2]))
     elif match := _LOGNORMAL.fullmatch(text):
-        found = _lognormal(match)
+        with suppress(ValueError):
+            mean, sigma = float(match[1]), float(match[2])
+            if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= _MOST_SIGMA:
+                found = RandomLengths(1, int(match[3]) if match[3] else None, mean, sigma)
     if found is None or not 1 <= found.low <= (MOST_TOKENS if found.high is None else found.high) <= MOST_TOKENS:
         raise ConfigError(name, f"{text!r} is not a length; allowed are tokens, 1 to {MOST_TOKENS}: {SYNTAX}")
     return found.low if found.low == found.high else found
-
-
-def _lognormal(match: re.Match[str]) -> RandomLengths | None:
-    try:
-        mean, sigma = float(match[1]), float(match[2])
-    except ValueError:
-        return None
-    if not (1 <= mean <= MOST_TOKENS and 0 <= sigma <= _MOST_SIGMA):
-        return None
-    return RandomLengths(1, int(match[3]) if match[3] else None, mean, sigma)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from numpy.typing import NDArray
@@ -37,10 +38,8 @@ class SyntheticLoad(Load):
         longest = self.input_len if isinstance(self.input_len, int) else self.input_len.high
         valid = 0 <= self.prefix_len <= (longest or self.prefix_len)
         check_range("prefix_len", self.prefix_len, valid, f"0 to {setting('input_len')} ({self.input_len})")
-        if self.num_prompts is None:
-            self._check_end()
-
-    def _check_end(self) -> None:
+        if self.num_prompts is not None:
+            return
         if self.duration is None:
             raise ConfigError("num_prompts", f"may be left out only with {setting('duration')}, which ends the load")
         if self.process is not None and self.process.expected(self.duration) > MOST_REQUESTS:
@@ -53,7 +52,8 @@ class SyntheticLoad(Load):
     def longest_input(self) -> int:
         return int(self._lengths(self.input_len, INPUTS).max(initial=1))
 
-    def _all_offsets(self) -> Times:
+    @cached_property
+    def _offsets(self) -> Times:
         return self.due(self.num_prompts)
 
     def _lengths(self, lengths: int | RandomLengths, stream: int) -> NDArray[Any]:
@@ -66,8 +66,7 @@ class SyntheticLoad(Load):
             yield RandomPrompt(self.seed, tuple(part for part in parts if part.length), vocabulary)
 
     def _answers(self, encode: TextEncoder | None) -> Iterable[int]:
-        lengths: list[int] = self._lengths(self.output_len, OUTPUTS).tolist()
-        return lengths
+        return map(int, self._lengths(self.output_len, OUTPUTS))
 
     def describe_requests(self) -> str:
         count = f"up to {self.num_requests:,}" if self.stop_after else f"{self.num_requests:,}"

@@ -60,7 +60,17 @@ class TraceLoad(Load):
             if (value := getattr(self, name)) is not None:
                 check_range(name, value, value >= 1, "1 or more tokens")
         if self.replayed:
-            self._check_replay()
+            if self.request_rate is not None and self.speedup != 1:
+                raise ConfigError(
+                    "speedup", f"says how fast the trace runs, as {setting('request_rate')} does; give one of them"
+                )
+            if self.request_rate is not None and not self.trace.rate:
+                raise ConfigError("request_rate", f"cannot scale {self.trace.name}: all of it comes at one time")
+            if self.shaped:
+                raise LlmschedError(
+                    f"{', '.join(map(setting, self.shaped))}: {self.trace.name} has its own times; to draw others, "
+                    f"give {setting('ignore_timestamps')}"
+                )
         elif self.speedup != 1:
             raise ConfigError("speedup", f"{self.speedup:g} has no effect: no timestamps of the trace are used")
         elif self.request_rate is None and self.max_concurrency is None:
@@ -69,20 +79,6 @@ class TraceLoad(Load):
                 f"(inf: all at once) or {setting('max_concurrency')}"
             )
         super().__post_init__()
-
-    def _check_replay(self) -> None:
-        if self.request_rate is not None:
-            if self.speedup != 1:
-                raise ConfigError(
-                    "speedup", f"says how fast the trace runs, as {setting('request_rate')} does; give one of them"
-                )
-            if not self.trace.rate:
-                raise ConfigError("request_rate", f"cannot scale {self.trace.name}: all of it comes at one time")
-        if self.shaped:
-            raise LlmschedError(
-                f"{', '.join(map(setting, self.shaped))}: {self.trace.name} has its own times; to draw others, give "
-                f"{setting('ignore_timestamps')}"
-            )
 
     @property
     def replayed(self) -> bool:
@@ -105,7 +101,8 @@ class TraceLoad(Load):
     def _requests(self) -> tuple[TraceRequest, ...]:
         return self.trace.requests[: self.num_requests]
 
-    def _all_offsets(self) -> Times:
+    @cached_property
+    def _offsets(self) -> Times:
         if not self.replayed:
             return self.due(len(self.trace.requests))
         times = np.array([request.offset for request in self.trace.requests]) / self._pace
@@ -133,22 +130,16 @@ class TraceLoad(Load):
             left -= self.trace.block_tokens
 
     def _answers(self, encode: TextEncoder | None) -> list[int]:
-        drawn = (
-            None
-            if self.output_len is None
-            else draw_lengths(self.output_len, self.random(OUTPUTS), self.num_requests).tolist()
-        )
+        drawn = draw_lengths(self.output_len or 0, self.random(OUTPUTS), self.num_requests).tolist()
         answers = []
-        for index, request in enumerate(self._requests):
-            length = request.answer_len() if encode is None else request.answer_len(encode.count)
-            if length is None:
-                if drawn is None:
-                    raise LlmschedError(
-                        f"{self.trace.name}, line {request.line}: no max_tokens; "
-                        f"give {setting('output_len')} for requests without it"
-                    )
-                length = drawn[index]
-            answers.append(_sendable(length, self.max_output_len))
+        for request, length in zip(self._requests, drawn, strict=True):
+            stated = request.answer_len() if encode is None else request.answer_len(encode.count)
+            if stated is None and self.output_len is None:
+                raise LlmschedError(
+                    f"{self.trace.name}, line {request.line}: no max_tokens; "
+                    f"give {setting('output_len')} for requests without it"
+                )
+            answers.append(_sendable(length if stated is None else stated, self.max_output_len))
         return answers
 
     def _describe_arrivals(self) -> str:
@@ -164,7 +155,8 @@ class TraceLoad(Load):
         unit = "words" if self.trace.of_text else "tokens"
         out = facts["mean_output_len"]
         mean = f"mean {facts['mean_input_len']:,.0f} {unit} in" + ("" if out is None else f", {out:,.0f} out")
-        told = [f"{facts[name]:,} {text}" for name, text in _CHANGED.items() if facts[name]]
+        changed = {"zero_lengths": "of 0 sent as 1", "cut_lengths": "cut"}
+        told = [f"{facts[name]:,} {text}" for name, text in changed.items() if facts[name]]
         return f"{self.num_requests:,} requests of {self.trace.name} ({', '.join([mean, *told])})"
 
     def _length_facts(self) -> dict[str, Any]:
@@ -203,10 +195,6 @@ class TraceLoad(Load):
             output_len=output_len or int(median(self._answers(None))),
             seed=seed,
         )
-
-
-#: Counts of lengths that were changed before sending, in words.
-_CHANGED = {"zero_lengths": "of 0 sent as 1", "cut_lengths": "cut"}
 
 
 def _sendable(length: int, most: int | None) -> int:

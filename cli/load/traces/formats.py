@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from llmsched.cli.load.traces.length_tables import INPUT, OUTPUT, length_rows
-from llmsched.cli.load.traces.rows import Row, csv_rows, json_objects, shown
+from llmsched.cli.load.traces.rows import (
+    Row,
+    TraceError,
+    csv_header,
+    csv_rows,
+    first_line,
+    json_objects,
+    open_text,
+    shown,
+)
 from llmsched.cli.load.traces.timestamps import TimestampUnit
 from llmsched.cli.load.traces.trace import Content, TraceRequest
 from llmsched.engine.errors import setting
@@ -26,16 +36,31 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
     "system": "system",
 }
-#: Names of the field of a ShareGPT entry that holds the conversation.
-_TALKS = ("conversations", "items")
+
+#: Lower-case names of columns and keys in the traces of Azure, Mooncake, BurstGPT and Vidur, in OpenAI's usage and in
+#: benchmarks. A total counts only if there is no prompt length.
+_PROMPT = (
+    *("contexttokens", "input_length", "request tokens", "num_prefill_tokens"),
+    *("prompt_tokens", "prompt_len", "input_len"),
+)
+_OUTPUT = (
+    *("generatedtokens", "output_length", "response tokens", "num_decode_tokens"),
+    *("completion_tokens", "output_tokens", "output_len"),
+)
+_TOTAL = ("total_tokens", "num_total_tokens", "length", "tokens")
+
+#: Fields of the rows that `length_rows` yields.
+INPUT, OUTPUT = "input tokens", "output tokens"
+
+_NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
     """Options of some formats: turns of a conversation that become requests, and tokens of a block."""
 
-    turns: int = 1
-    block_tokens: int = 512
+    turns: int
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +79,53 @@ class Format:
     unit: TimestampUnit = "s"
 
 
-def _csv(columns: Mapping[str, str]) -> Callable[[Path], Iterator[Row]]:
-    return lambda path: csv_rows(path, columns)
+def has_lengths(line: str, names: Collection[str]) -> bool:
+    """Return whether `length_rows` can read a file with this first line, or with these columns or keys."""
+    return bool(_NUMBERS.fullmatch(line)) or bool(_length_fields([name.lower() for name in names]))
+
+
+def length_rows(path: Path) -> Iterator[Row]:
+    """Yield a row per request with the field INPUT, and OUTPUT if the file states it. Raises TraceError."""
+    line = first_line(path)
+    if _NUMBERS.fullmatch(line):
+        # Lines with one length, or with a prompt's and an answer's; commas and brackets are ignored.
+        with open_text(path) as text:
+            for number, row_text in enumerate(text, start=1):
+                if not (cells := row_text.strip().strip("[]").replace(",", " ").split()):
+                    continue
+                row = Row(path, number, dict(zip((INPUT, OUTPUT), cells, strict=False)))
+                if len(cells) > 2:
+                    raise row.wrong(
+                        f"{len(cells)} numbers; allowed are one (a length) or two (of the prompt and the answer)"
+                    )
+                yield row
+    elif line[:1] in ("[", "{"):
+        for row in json_objects(path):
+            values = {name.lower(): value for name, value in row.values.items()}
+            chosen = _length_fields([name for name, value in values.items() if value not in (None, "")])
+            if not chosen:
+                raise row.wrong(_no_length(list(row.values)))
+            yield row.inside({field: values[name] for name, field in chosen.items()})
+    elif line:
+        header = csv_header(line)
+        chosen = _length_fields([name.lower() for name in header])
+        if not chosen:
+            raise TraceError(f"{path}: {_no_length(header)}")
+        yield from csv_rows(path, chosen)
+
+
+def _length_fields(names: Collection[str]) -> dict[str, str]:
+    """Return the fields by the names that they are read from; empty if no name is a length of prompts or a total."""
+    output = next((name for name in _OUTPUT if name in names), None)
+    for name in _PROMPT:
+        if name in names:
+            return {name: INPUT} if output is None else {name: INPUT, output: OUTPUT}
+    return next(({name: INPUT} for name in _TOTAL if name in names), {})
+
+
+def _no_length(names: Collection[str]) -> str:
+    known = ", ".join((_PROMPT[0], _PROMPT[1], _PROMPT[4], _TOTAL[2]))
+    return f"none of {shown(', '.join(names))} is a length ({known}, ...)"
 
 
 def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
@@ -80,23 +150,19 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return a request for each of the first user messages that have an answer, with all messages before it."""
-    field = next((name for name in _TALKS if name in row.values), _TALKS[0])
+    field = "items" if "items" in row.values and "conversations" not in row.values else "conversations"
     said = row.values.get(field)
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
         raise row.wrong(f'{field} is {shown(said)}; allowed is a list of {{"from": ..., "value": TEXT}}')
-    messages = [{"role": _role(row, turn), "content": turn["value"]} for turn in said]
+    for turn in said:
+        if not isinstance(name := turn.get("from"), str) or name not in _ROLES:
+            raise row.wrong(f"from is {shown(name)}; allowed are {', '.join(_ROLES)}")
+    messages = [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in said]
     asked = [at for at, pair in enumerate(pairwise(messages)) if [m["role"] for m in pair] == ["user", "assistant"]]
     return [
         TraceRequest(row.line, 0.0, content=Content.of_messages(messages[: at + 1]), answer=messages[at + 1]["content"])
         for at in asked[: options.turns]
     ]
-
-
-def _role(row: Row, turn: Mapping[str, Any]) -> str:
-    name = turn.get("from")
-    if not isinstance(name, str) or name not in _ROLES:
-        raise row.wrong(f"from is {shown(name)}; allowed are {', '.join(_ROLES)}")
-    return _ROLES[name]
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
@@ -130,21 +196,17 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _time_of_log(row: Row) -> str | None:
-    return next((name for name in _TIMES if name in row.values), None)
-
-
 _AZURE = {"timestamp": "TIMESTAMP", "contexttokens": INPUT, "generatedtokens": OUTPUT}
 _BURSTGPT = {"timestamp": "Timestamp", "request tokens": INPUT, "response tokens": OUTPUT}
 
 FORMATS: dict[TraceFormat, Format] = {
     known.name: known
     for known in (
-        Format("azure", _csv(_AZURE), _lengths, lambda row: "TIMESTAMP"),
-        Format("burstgpt", _csv(_BURSTGPT), _lengths, lambda row: "Timestamp"),
+        Format("azure", partial(csv_rows, needed=_AZURE), _lengths, lambda row: "TIMESTAMP"),
+        Format("burstgpt", partial(csv_rows, needed=_BURSTGPT), _lengths, lambda row: "Timestamp"),
         Format("lengths", length_rows, _lengths, lambda row: None),
         Format("mooncake", json_objects, _mooncake, lambda row: "timestamp", "ms"),
         Format("sharegpt", json_objects, _sharegpt, lambda row: None),
-        Format("log", json_objects, _log, _time_of_log),
+        Format("log", json_objects, _log, lambda row: next((name for name in _TIMES if name in row.values), None)),
     )
 }

@@ -1,17 +1,19 @@
-"""FormatOptions a trace file: recognise its format, check its records, sort its requests by time."""
+"""Reading of a trace file: recognise its format, check its records, sort its requests by time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmsched.cli.load.traces.formats import FORMATS, Format, FormatOptions, TraceFormat
-from llmsched.cli.load.traces.length_tables import has_lengths
+from llmsched.cli.load.traces.formats import FORMATS, Format, FormatOptions, TraceFormat, has_lengths
 from llmsched.cli.load.traces.rows import Row, TraceError, csv_header, first_line, json_objects, shown
 from llmsched.cli.load.traces.timestamps import Timestamp, TimestampUnit, offsets, read_timestamp
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
 from llmsched.engine.errors import setting
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_trace(
@@ -34,7 +36,14 @@ def read_trace(
     not a number, or if a unit is ambiguous.
     """
     file_format = FORMATS[detect(path) if trace_format is None else trace_format]
-    options = _options(path, file_format, turns, trace_block_size)
+    for setting_name, value, only, content in (
+        ("turns", turns, "sharegpt", "conversations"),
+        ("trace_block_size", trace_block_size, "mooncake", "blocks"),
+    ):
+        if value is not None and file_format.name != only:
+            has_none = f"{file_format.name} traces have no {content}"
+            raise TraceError(f"{path}: {setting(setting_name)} {value} is given, but {has_none}")
+    options = FormatOptions(turns or 1, trace_block_size or 512)
     found: list[tuple[Timestamp | None, TraceRequest]] = []
     for entry in _entries(path, file_format, options):
         found.append(entry)
@@ -53,18 +62,6 @@ def read_trace(
     return Trace(name or path.name, file_format.name, tuple(requests[:limit]), bool(stamps), options.block_tokens)
 
 
-def _options(path: Path, file_format: Format, turns: int | None, trace_block_size: int | None) -> FormatOptions:
-    for name, value, only, content in (
-        ("turns", turns, "sharegpt", "conversations"),
-        ("trace_block_size", trace_block_size, "mooncake", "blocks"),
-    ):
-        if value is not None and file_format.name != only:
-            has_none = f"{file_format.name} traces have no {content}"
-            raise TraceError(f"{path}: {setting(name)} {value} is given, but {has_none}")
-    default = FormatOptions()
-    return FormatOptions(turns or default.turns, trace_block_size or default.block_tokens)
-
-
 def _entries(
     path: Path, file_format: Format, options: FormatOptions
 ) -> Iterator[tuple[Timestamp | None, TraceRequest]]:
@@ -78,17 +75,9 @@ def _entries(
             raise missing.wrong(f"no timestamp, though line {there.line} has one")
         stamp = None if field is None else read_timestamp(row, field)
         for request in file_format.requests(row, options):
-            if request.content is not None and not _is_unicode(request.content.text):
+            if request.content is not None and _SURROGATE.search(request.content.text):
                 raise row.wrong("the prompt is not valid Unicode: it contains half of a surrogate pair")
             yield stamp, request
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def detect(path: Path) -> TraceFormat:

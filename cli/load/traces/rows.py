@@ -1,4 +1,4 @@
-"""FormatOptions a trace file record by record, with errors that name the line."""
+"""Reading of a trace file record by record, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -124,10 +124,9 @@ def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
 
 def json_objects(path: Path) -> Iterator[Row]:
     """Yield the objects of a file that has one JSON object per line, or one JSON array of objects."""
-    return _elements(path) if first_line(path).startswith("[") else _one_a_line(path)
-
-
-def _one_a_line(path: Path) -> Iterator[Row]:
+    if first_line(path).startswith("["):
+        yield from _elements(path)
+        return
     with open_text(path) as text:
         for number, line in enumerate(text, start=1):
             if not line.strip():
@@ -158,7 +157,11 @@ def _elements(path: Path) -> Iterator[Row]:
             try:
                 value, at = decoder.raw_decode(waiting, at)
             except (ValueError, RecursionError) as problem:
-                more = "" if _is_broken(problem, waiting) else text.read(wanted)
+                # More text cannot help unless the fault is near the end of the text, or is an unclosed string.
+                mended = isinstance(problem, json.JSONDecodeError) and (
+                    problem.msg.startswith("Unterminated") or problem.pos >= len(waiting) - _LONGEST_WORD
+                )
+                more = text.read(wanted) if mended else ""
                 if not more:
                     raise row.wrong(
                         f"not valid JSON ({_reason(problem)}): {shown(waiting[at : at + _CHUNK])}"
@@ -169,13 +172,6 @@ def _elements(path: Path) -> Iterator[Row]:
                 raise row.wrong(f"{shown(value)}; allowed is a JSON object")
             number, wanted = number + 1, _CHUNK
             yield Row(path, number, value, "entry")
-
-
-def _is_broken(problem: Exception, text: str) -> bool:
-    """Return whether more text cannot make the JSON valid: the fault is not near its end, nor an unclosed string."""
-    if not isinstance(problem, json.JSONDecodeError):
-        return True
-    return not problem.msg.startswith("Unterminated") and problem.pos < len(text) - _LONGEST_WORD
 
 
 def _reason(problem: Exception) -> str:

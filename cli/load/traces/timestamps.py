@@ -68,18 +68,13 @@ def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: Tim
         raise TraceError(f"{where}: {dates} of {len(stamps)} timestamps are dates, the others numbers")
     if dates and unit is not None:
         raise TraceError(f"{where}: {setting('timestamp_unit')} {unit} is given, but the timestamps are dates")
-    per_second = UNITS["us" if dates else unit or _unit(values, stated, where)]
-    first = min(values)
-    return [(value - first) / per_second for value in values]
-
-
-def _unit(values: Sequence[float], stated: TimestampUnit, where: str) -> TimestampUnit:
-    """Return the unit of numbers: the stated unit, or a finer one if the numbers are dates since 1970 in it."""
     low, high = min(values), max(values)
+    # The stated unit, or a finer one if the numbers are dates since 1970 in it.
     seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), stated)
-    if UNITS[seen] >= UNITS[stated]:
-        return seen
-    raise TraceError(
-        f"{where}: timestamps from {low:.15g} to {high:.15g} are in {stated} in this format, but look like {seen} "
-        f"since 1970; say which with {setting('timestamp_unit')} s, ms, us or ns"
-    )
+    if unit is None and not dates and UNITS[seen] < UNITS[stated]:
+        raise TraceError(
+            f"{where}: timestamps from {low:.15g} to {high:.15g} are in {stated} in this format, but look like {seen} "
+            f"since 1970; say which with {setting('timestamp_unit')} s, ms, us or ns"
+        )
+    per_second = UNITS["us" if dates else unit or seen]
+    return [(value - low) / per_second for value in values]

@@ -21,18 +21,13 @@ class Content:
     @staticmethod
     def of_messages(messages: Sequence[Message]) -> Content:
         """Return the prompt of a chat. Its text, for targets without chat, joins the messages with blank lines."""
-        return Content("\n\n".join(_text_of(message) for message in messages), tuple(messages))
+        contents = [message.get("content") or () for message in messages]
+        texts = [said if isinstance(said, str) else "".join(part["text"] for part in said) for said in contents]
+        return Content("\n\n".join(texts), tuple(messages))
 
     @property
     def words(self) -> list[str]:
         return self.text.split()
-
-
-def _text_of(message: Message) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content or ())
 
 
 @dataclass(frozen=True, slots=True)
