@@ -75,10 +75,8 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
 
 def _refusal(response: httpx.Response) -> str:
     """Return the server's message, its Location and Retry-After headers, and a flag that may help."""
-    said = shorten(response.text)
-    more = [
-        f"{name}: {shorten(response.headers[name])}" for name in ("Location", "Retry-After") if name in response.headers
-    ]
+    said, headers = shorten(response.text), response.headers
+    more = [f"{name}: {shorten(headers[name])}" for name in ("Location", "Retry-After") if name in headers]
     if response.status_code in _REFUSALS:
         more += [remedy for field, remedy in _REFUSED_FIELDS.items() if field in said][:1]
     elif response.status_code in _REMEDIES:
@@ -96,7 +94,10 @@ async def _read_stream(
     """
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False
-    async for received in _content(response):
+    body: AsyncIterable[bytes] = response.aiter_bytes()
+    if "content-encoding" not in response.headers and isinstance(response.stream, httpx.AsyncByteStream):
+        body = response.stream  # httpx is slow, and needed only to decompress
+    async for received in body:
         events = parser.feed(received)
         any_event = any_event or bool(events)
         if not any_event:
@@ -104,18 +105,10 @@ async def _read_stream(
         for event in events:
             if record.end is None and _note_event(event, record, arrived()):
                 patience.reschedule(now() + _LINGER_S)
-    last = parser.close()
-    if last is not None and record.end is None:
+    if (last := parser.close()) is not None and record.end is None:
         _note_event(last, record, now())
     elif not any_event and beginning.strip():
         raise RequestFailed("not a stream", shorten(beginning.decode("utf-8", errors="replace")))
-
-
-def _content(response: httpx.Response) -> AsyncIterable[bytes]:
-    """Return the body as it arrives; through httpx, which is slow, only if it must be decompressed."""
-    if "content-encoding" not in response.headers and isinstance(response.stream, httpx.AsyncByteStream):
-        return response.stream
-    return response.aiter_bytes()
 
 
 def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
@@ -209,7 +202,6 @@ def _count(value: Any, otherwise: int | None) -> int | None:
 
 def shorten(text: str) -> str:
     """Return one line of a server's message, without control characters for the terminal."""
-    line = "".join(
-        letter if letter.isprintable() else "\ufffd" for letter in " ".join(text[: 4 * _DETAIL_LENGTH].split())
-    )
+    words = " ".join(text[: 4 * _DETAIL_LENGTH].split())
+    line = "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
     return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."

@@ -10,6 +10,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 from urllib.request import getproxies, proxy_bypass
 
@@ -176,11 +177,24 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         try:
-            connection = await self._connected(request)
-            await request.extensions["trace"]("http11.send_request_headers.started", {})
-            connection.transport.write(_head_of(request) + request.content)
+            trace, url = request.extensions["trace"], request.url
+            if (connection := self._connection) is None:
+                secure = url.scheme == "https"
+                await trace("connection.connect_tcp.started", {})
+                try:
+                    _, connection = await asyncio.get_running_loop().create_connection(
+                        Connection, url.host, url.port or (443 if secure else 80), ssl=self._ssl if secure else None
+                    )
+                except OSError as problem:
+                    raise httpx.ConnectError(_reason(problem)) from problem
+                self._connection = connection
+                await trace("connection.connect_tcp.complete", {})
+            await trace("http11.send_request_headers.started", {})
+            head = [f"{request.method} ".encode() + url.raw_path + b" HTTP/1.1"]
+            head += [name + b": " + value for name, value in request.headers.raw]
+            connection.transport.write(b"\r\n".join([*head, b"", b""]) + request.content)
             parser = ResponseParser()
-            body = _Body(self, connection, parser, await _read_head(connection, parser))
+            body = _Body(self, connection, parser, *await _read_head(connection, parser))
             extensions = {"arrived": lambda: body.arrived}
             return httpx.Response(parser.status, headers=parser.headers, stream=body, extensions=extensions)
         except OSError as problem:
@@ -193,53 +207,37 @@ class Http1Transport(httpx.AsyncBaseTransport):
             self.drop()
             raise
 
-    async def _connected(self, request: httpx.Request) -> Connection:
-        if self._connection is None:
-            trace, url = request.extensions["trace"], request.url
-            secure = url.scheme == "https"
-            await trace("connection.connect_tcp.started", {})
-            try:
-                _, self._connection = await asyncio.get_running_loop().create_connection(
-                    Connection, url.host, url.port or (443 if secure else 80), ssl=self._ssl if secure else None
-                )
-            except OSError as problem:
-                raise httpx.ConnectError(_reason(problem)) from problem
-            await trace("connection.connect_tcp.complete", {})
-        return self._connection
 
-
+@dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
     """Body of an answer, which begins with the content that came with its head.
 
     `arrived` is the time at which the part yielded last was received.
     """
 
-    def __init__(
-        self, transport: Http1Transport, connection: Connection, parser: ResponseParser, first: Received
-    ) -> None:
-        self.arrived = first.time
-        self._transport = transport
-        self._connection = connection
-        self._parser = parser
-        self._first = first.content
+    transport: Http1Transport
+    connection: Connection
+    parser: ResponseParser
+    first: bytes
+    arrived: float
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        if self._first:
-            yield self._first
+        if self.first:
+            yield self.first
         try:
-            while not self._parser.complete:
-                received, self.arrived = await self._connection.read()
+            while not self.parser.complete:
+                received, self.arrived = await self.connection.read()
                 if not received:
-                    self._parser.check_end()
+                    self.parser.check_end()
                     return
-                if content := self._parser.feed(received):
+                if content := self.parser.feed(received):
                     yield content
         except (OSError, ValueError) as problem:
             raise httpx.RemoteProtocolError(_reason(problem)) from problem
 
     async def aclose(self) -> None:
-        if not self._parser.reusable:
-            self._transport.drop()
+        if not self.parser.reusable:
+            self.transport.drop()
 
 
 async def _read_head(connection: Connection, parser: ResponseParser) -> Received:
@@ -256,12 +254,6 @@ async def _read_head(connection: Connection, parser: ResponseParser) -> Received
             return Received(content, time)
 
 
-def _head_of(request: httpx.Request) -> bytes:
-    lines = [f"{request.method} ".encode() + request.url.raw_path + b" HTTP/1.1"]
-    lines += [name + b": " + value for name, value in request.headers.raw]
-    return b"\r\n".join([*lines, b"", b""])
-
-
 def _reason(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
 
@@ -269,13 +261,14 @@ def _reason(problem: Exception) -> str:
 class TransportPool:
     """Transports to one server, lent to one request at a time; the last one returned is lent first.
 
-    If `transport` is given, all requests go through it.
+    If `transport` is given, all requests go through it. If the environment names a proxy, httpx's transport is used.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._shared = transport
         self._free: list[httpx.AsyncBaseTransport] = []
-        self._proxy = _proxy_of(httpx.URL(url))
+        target, proxies = httpx.URL(url), getproxies()
+        self._proxy = None if proxy_bypass(target.host) else proxies.get(target.scheme) or proxies.get("all")
         # Loading certificates takes tens of milliseconds: do it once, and only for https.
         self._verify = httpx.create_ssl_context(verify=url.startswith("https:"))
 
@@ -285,25 +278,18 @@ class TransportPool:
         if self._shared is not None:
             yield self._shared
             return
-        transport = self._free.pop() if self._free else self._new()
+        if self._free:
+            transport = self._free.pop()
+        elif self._proxy is None:
+            transport = Http1Transport(self._verify)
+        else:
+            transport = httpx.AsyncHTTPTransport(self._verify, proxy=self._proxy)
         try:
             yield transport
         finally:
             self._free.append(transport)
 
-    def _new(self) -> httpx.AsyncBaseTransport:
-        """Return a new transport: ours, or httpx's if there is a proxy."""
-        if self._proxy is None:
-            return Http1Transport(self._verify)
-        return httpx.AsyncHTTPTransport(self._verify, proxy=self._proxy)
-
     async def close(self) -> None:
         """Close all connections. No request may be under way."""
         for transport in self._free:
             await transport.aclose()
-
-
-def _proxy_of(url: httpx.URL) -> str | None:
-    """Return the proxy that the environment names for this server."""
-    proxies = getproxies()
-    return None if proxy_bypass(url.host) else proxies.get(url.scheme) or proxies.get("all")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -118,7 +118,11 @@ class HttpTarget:
         except (httpx.RequestError, TimeoutError):
             self._answers_lookups = False
             return
-        first = _first_model(response)
+        first: Any = None
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            first = response.json()["data"][0]
+        if not isinstance(first, dict):
+            first = {}
         owner = str(first.get("owned_by"))
         self._count_chunks = _COUNT_CHUNKS.get(owner, {})
         self._is_ours = owner == "llmsched"
@@ -220,15 +224,6 @@ class HttpTarget:
         return metrics
 
 
-def _first_model(response: httpx.Response) -> dict[str, Any]:
-    """Return the first entry of a list of models; {} if the answer is not such a list."""
-    try:
-        first = response.json()["data"][0]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return {}
-    return first if isinstance(first, dict) else {}
-
-
 def _detail(problem: Exception) -> str:
     said = shorten(str(problem)) or type(problem).__name__
     return f"{said} (SSL_CERT_FILE names certificates to trust)" if "CERTIFICATE_VERIFY_FAILED" in said else said
@@ -237,21 +232,24 @@ def _detail(problem: Exception) -> str:
 @asynccontextmanager
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
     """Connect to a server and warm it up. Raise TargetUnreachableError if it accepts no connection."""
-    ids, encode = _vocabulary(options.tokenizer)
-    known = None if options.endpoint == "chat" or options.text_prompts else ids
-    target = HttpTarget(options)
+    encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
+    ids: Sequence[int] | None = COMMON_IDS
+    if options.endpoint == "chat" or options.text_prompts:
+        ids = None
+    elif encode is not None:
+        ids = usable_ids(encode.tokenizer, encode.tokenizer.vocab_size)
+    target, warmup = HttpTarget(options), plan.warmup or 0
     target.encode = encode
-    warmup = plan.warmup or 0
     try:
         await target.connect()
-        await warm_up(target, plan.workload, warmup, ids=known, timeout=plan.timeout)
+        await warm_up(target, plan.workload, warmup, ids=ids, timeout=plan.timeout)
 
         async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
             return await run_workload(
                 target,
                 workload,
                 slo,
-                ids=known,
+                ids=ids,
                 timeout=plan.timeout,
                 progress=progress,
                 count_tokens=None if encode is None else encode.count,
@@ -261,11 +259,3 @@ async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[Open
         yield OpenTarget(target.name, Provenance(options.url), warmup, measure)
     finally:
         await target.close()
-
-
-def _vocabulary(model: str | None) -> tuple[Sequence[int], TextEncoder | None]:
-    """Return the ids to draw prompts from, and the encoder of texts if a tokenizer was named."""
-    if model is None:
-        return COMMON_IDS, None
-    encoder = load_encoder(model)
-    return usable_ids(encoder.tokenizer, encoder.tokenizer.vocab_size), encoder

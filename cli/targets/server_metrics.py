@@ -10,6 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Self
 
 from llmsched.cli.figures.kv_memory import TargetState
@@ -71,14 +72,11 @@ class ServerMetrics:
         if total:
             shares = [None if size is None else size / total for size in used]
             return TargetState(time, int(running), int(waiting), *shares)
-        return TargetState(time, int(running), int(waiting), kv_held=self._share(_KV_USAGE))
+        # The pools of one server are of equal size, so the mean over all labels is the server's share.
+        held = next((fmean(self._values[name]) for name in _KV_USAGE if name in self._values), None)
+        return TargetState(time, int(running), int(waiting), kv_held=held)
 
     def _first(self, names: Sequence[str]) -> float | None:
         """Return the sum over all labels."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total
-
-    def _share(self, names: Sequence[str]) -> float | None:
-        """Return the mean over all labels: the pools of one server are of equal size."""
-        found = next((self._values[name] for name in names if name in self._values), None)
-        return None if found is None else sum(found) / len(found)

@@ -14,7 +14,6 @@ from llmsched.cli.load.load import PlannedRequest
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import Request
-from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 _EMPTY = RequestFailed("empty stream", "the request ended without a token")
@@ -60,7 +59,18 @@ class SimulatedClients:
         except RuntimeError:  # outside an event loop
             task = None
         while self._advance():
-            self._note(self._engine.step())
+            updates = self._engine.step()
+            self._end_overdue()
+            now = self._engine.clock.now
+            chunk = Chunk(now, "", 1)
+            for update in updates:
+                request = update.request
+                if (running := self._running.get(request.request_id)) is None:
+                    continue
+                if update.result.token_id is not None:
+                    running[0].chunks.append(chunk)
+                if request.finish_reason is not None:
+                    self._end(request.request_id, now, None if running[0].chunks else _EMPTY)
             after_step()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
@@ -83,20 +93,6 @@ class SimulatedClients:
             else:
                 return False
 
-    def _note(self, updates: Sequence[Update]) -> None:
-        """Note the tokens and ends of a step."""
-        self._end_overdue()
-        now = self._engine.clock.now
-        chunk = Chunk(now, "", 1)
-        for update in updates:
-            request = update.request
-            if (running := self._running.get(request.request_id)) is None:
-                continue
-            if update.result.token_id is not None:
-                running[0].chunks.append(chunk)
-            if request.finish_reason is not None:
-                self._end(request.request_id, now, None if running[0].chunks else _EMPTY)
-
     def _due(self, planned: PlannedRequest) -> float:
         """Return when a request can be sent: at its time, but not before a client is free."""
         return max(self._start if self._closed else self._start + planned.offset, self._free[0])
@@ -107,14 +103,13 @@ class SimulatedClients:
             if due >= self._stop:
                 self._coming.clear()
                 return
-            planned = self._coming.popleft()
             heappop(self._free)
-            record = RequestRecord(planned.index, scheduled=due if self._closed else self._start + planned.offset)
-            record.ready = record.sent = due
-            self._records.append(record)
-            self._send(planned, record, due)
+            self._send(self._coming.popleft(), due)
 
-    def _send(self, planned: PlannedRequest, record: RequestRecord, now: float) -> None:
+    def _send(self, planned: PlannedRequest, now: float) -> None:
+        record = RequestRecord(planned.index, scheduled=now if self._closed else self._start + planned.offset)
+        record.ready = record.sent = now
+        self._records.append(record)
         prompt = planned.prompt.token_ids
         assert prompt is not None
         # Padded so that ids sort in the order of arrival, which decides between requests of the same time.

@@ -10,8 +10,8 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Unpack
@@ -31,7 +31,7 @@ from llmsched.engine.errors import ConfigError, LlmschedError, setting
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.simulated_engine import Blueprint, SimulatedEngine, gpu_blueprint, local_blueprint
+from llmsched.engine.simulated_engine import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.profiles.calibrated import LOCAL
 
 #: Called with a warning for the user.
@@ -76,8 +76,21 @@ def simulate_run(
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
     total = 0 if workload.stop_after else len(planned)
-    sampler, meter = _Sampler(engine), KVMeter()
-    engine.on_step = meter
+    engine.on_step = meter = KVMeter()
+    samples: list[TargetState] = []
+    interval = next_sample = _SAMPLE_INTERVAL
+
+    def sample() -> None:
+        """Take a sample if the interval has passed. At MOST_SAMPLES, drop every second one and double the interval."""
+        nonlocal interval, next_sample
+        if (now := engine.clock.now) < next_sample:
+            return
+        scheduler, usage = engine.scheduler, engine.scheduler.kv_usage()
+        samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), usage))
+        if len(samples) > MOST_SAMPLES:
+            del samples[1::2]
+            interval *= 2
+        next_sample = now + interval
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
@@ -94,9 +107,9 @@ def simulate_run(
             stop_after=workload.stop_after,
             on_end=count,
         )
-        records = clients.run(sampler.after_step)
+        records = clients.run(sample)
     preemptions, parts = engine.scheduler.counters.num_preemptions, blueprint.plan.parts
-    return RunRecord(records, preemptions, None, False, sampler.samples, parts, meter=meter)
+    return RunRecord(records, preemptions, None, False, samples, parts, meter=meter)
 
 
 @contextmanager
@@ -112,56 +125,32 @@ def _interrupted_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@dataclass(frozen=True, slots=True)
 class TextEncode:
     """Encoder of texts with the model's tokenizer, loaded at the first text; without one, a token per word.
 
     `warn` is told, once per model, that the tokenizer is missing.
     """
 
-    def __init__(self, model: str, warn: Warn = no_warning) -> None:
-        self._model = model
-        self._warn = warn
+    model: str
+    warn: Warn = no_warning
 
     def prompt(self, content: Content) -> list[int]:
-        return _encoder(self._model, self._warn).prompt(content)
+        return _encoder(self.model, self.warn).prompt(content)
 
     def count(self, text: str) -> int:
-        return _encoder(self._model, self._warn).count(text)
+        return _encoder(self.model, self.warn).count(text)
 
 
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
     """Return the tokenizer of a model on this disk. Of a hub id only config.json is fetched, so it has none."""
     path = Path(os.path.expanduser(model))
-    try:
+    with suppress(ConfigError):
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
             return load_encoder(model)
-    except ConfigError:
-        pass
     warn(f"the tokenizer of {model} is not on this disk: each word of a text counts as one token")
     return WordEncoder(COMMON_IDS)
-
-
-class _Sampler:
-    """Samples of an engine's state by its own clock; every second one is dropped when there are MOST_SAMPLES."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self.samples: list[TargetState] = []
-        self._engine = engine
-        self._interval = _SAMPLE_INTERVAL
-        self._next = self._interval
-
-    def after_step(self) -> None:
-        """Take a sample if the interval has passed."""
-        now = self._engine.clock.now
-        if now < self._next:
-            return
-        scheduler, usage = self._engine.scheduler, self._engine.scheduler.kv_usage()
-        self.samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), usage))
-        if len(self.samples) > MOST_SAMPLES:
-            del self.samples[1::2]
-            self._interval *= 2
-        self._next = now + self._interval
 
 
 def refuse_warmup(plan: RunPlan) -> None:
