@@ -60,9 +60,14 @@ def with_engine_options(
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
     knobs = [f for f in fields(EngineConfig) if f.name in wanted - {"model", *exclude}]
-    return replace_keyword(
-        "engine_options", [option_parameter(f.name, _flag(f, types[f.name])) for f in knobs], _options
-    )
+    options = []
+    for knob in knobs:
+        parse, metavar = _parser(knob, types[knob.name])
+        parser = None if parse is None else typed(parse)
+        option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
+        # The default None means "not given".
+        options.append(option_parameter(knob.name, Annotated[types[knob.name] | None, option]))
+    return replace_keyword("engine_options", options, _options)
 
 
 def _options(flags: Mapping[str, Any]) -> EngineOptions:
@@ -72,14 +77,6 @@ def _options(flags: Mapping[str, Any]) -> EngineOptions:
         check_knob(name, value, EngineConfig.knob_rule(name))
     check_together(given)
     return EngineOptions(given, automatic)
-
-
-def _flag(knob: Field[Any], annotation: Any) -> Any:
-    """Return the annotation from which Typer builds the option of a knob; its default None means "not given"."""
-    parse, metavar = _parser(knob, annotation)
-    parser = None if parse is None else typed(parse)
-    option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
-    return Annotated[annotation | None, option]
 
 
 def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | None, str | None]:
@@ -103,7 +100,11 @@ def knob_value(name: str, text: str) -> Any:
         near = difflib.get_close_matches(name, known, n=3) or sorted(known)
         raise ConfigError(name, f"is no setting of the engine; settings are {', '.join(near)}")
     annotation = get_type_hints(EngineConfig)[name]
-    parse = _parser(known[name], annotation)[0] or _plain_parser(annotation)
+    parse = _parser(known[name], annotation)[0]
+    if parse is None and annotation is bool:
+        parse = switch
+    elif parse is None:
+        parse = next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
     try:
         value = parse(text)
     except ValueError:
@@ -115,12 +116,6 @@ def knob_value(name: str, text: str) -> Any:
         return None
     check_knob(name, value, known[name].metadata)
     return value
-
-
-def _plain_parser(annotation: Any) -> Callable[[str], Any]:
-    if annotation is bool:
-        return switch
-    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
 
 
 def _help(knob: Field[Any]) -> str:

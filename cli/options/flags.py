@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from llmsched.cli import render
+from llmsched.cli.values import duration
 from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
 
@@ -44,27 +45,30 @@ def resolve_model(argument: str | None) -> str:
     return "demo"
 
 
-def quantization_option(doing: str) -> typer.models.OptionInfo:
+def duration_option(help: str, **settings: Any) -> Any:
+    """Return an option that takes a duration such as 800ms, in seconds."""
+    return typer.Option(parser=typed(duration), metavar="DURATION", help=help, **settings)
+
+
+def quantization_option(doing: str) -> Any:
     """Return --quantization; `doing` says what the command does with MODEL, as the beginning of a sentence."""
-    option: typer.models.OptionInfo = typer.Option(
+    return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
         help=f"{doing} of MODEL whose weights are quantised like this. Such a checkpoint need not exist. fp8_block has "
         "one scale per block of 128 x 128 weights.",
     )
-    return option
 
 
-def simulate_option(doing: str) -> typer.models.OptionInfo:
+def simulate_option(doing: str) -> Any:
     """Return --simulate; `doing` says what the command simulates, as the beginning of a sentence."""
-    option: typer.models.OptionInfo = typer.Option(
+    return typer.Option(
         metavar="GPU[:ENGINE]|local",
         show_default=False,
         help=f"{doing} on a virtual clock, without the hardware: on this GPU (l4, h100, ...), on it with another "
         "engine's speed (h100:vllm), or on this machine (local, after `llmsched calibrate`). Of MODEL, config.json is "
         "enough.",
     )
-    return option
 
 
 def flag(name: str) -> str:
@@ -106,12 +110,12 @@ def with_options(
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
-    options = [
-        option_parameter(
-            f.name, _showing(types[f.name], shown[f.name]) if f.name in shown else types[f.name], f.default
-        )
-        for f in fields(flags)
-    ]
+    for name, default in shown.items():
+        kind, option = get_args(types[name])
+        option = copy(option)
+        option.show_default = str(default)
+        types[name] = Annotated[kind, option]
+    options = [option_parameter(f.name, types[f.name], f.default) for f in fields(flags)]
     return replace_keyword(keyword, options, lambda values: make(flags(**values)))
 
 
@@ -143,11 +147,3 @@ def replace_keyword(
         return wrapper
 
     return decorate
-
-
-def _showing(annotation: Any, default: object) -> Any:
-    """Return the annotation with `default` as the default that the help states."""
-    kind, option = get_args(annotation)
-    option = copy(option)
-    option.show_default = str(default)
-    return Annotated[kind, option]

@@ -18,8 +18,7 @@ from llmsched.cli.load.traces.formats import TraceFormat
 from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.load.traces.rows import TraceError
 from llmsched.cli.load.traces.timestamps import TimestampUnit
-from llmsched.cli.options.flags import typed, with_options
-from llmsched.cli.values import duration as parse_duration
+from llmsched.cli.options.flags import duration_option, typed, with_options
 from llmsched.cli.values import fraction
 from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 from llmsched.profiles.shipped_workloads import find_workload, workloads
@@ -177,11 +176,8 @@ class LoadFlags(TraceFlags, SourceFlags):
     ] = None
     day_period: Annotated[
         float | None,
-        typer.Option(
-            parser=typed(parse_duration),
-            metavar="DURATION",
-            show_default="10min",
-            help="daynight: length of a day. The load begins at night, with the lowest rate.",
+        duration_option(
+            "daynight: length of a day. The load begins at night, with the lowest rate.", show_default="10min"
         ),
     ] = None
     day_amplitude: Annotated[
@@ -203,10 +199,8 @@ class LoadFlags(TraceFlags, SourceFlags):
     ] = None
     duration: Annotated[
         float | None,
-        typer.Option(
-            parser=typed(parse_duration),
-            metavar="DURATION",
-            help="Send requests for this long; --num-prompts then is an upper limit. Of a trace, send the requests due "
+        duration_option(
+            "Send requests for this long; --num-prompts then is an upper limit. Of a trace, send the requests due "
             "before it.",
         ),
     ] = None
@@ -218,15 +212,9 @@ class LoadFlags(TraceFlags, SourceFlags):
             "holds.",
         ),
     ] = 0
-    timeout: Annotated[
-        float,
-        typer.Option(
-            show_default="10min",
-            parser=typed(parse_duration),
-            metavar="DURATION",
-            help="Time after which a request counts as failed.",
-        ),
-    ] = 600.0
+    timeout: Annotated[float, duration_option("Time after which a request counts as failed.", show_default="10min")] = (
+        600.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,19 +255,14 @@ def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
     if flags.workload is not None and flags.trace is not None:
         raise LlmschedError("--trace and --workload both name a load; give one of them")
     if flags.workload is not None:
-        path, name, shape = _shipped(flags.workload)
+        try:
+            found = find_workload(flags.workload)
+        except UnknownNameError as problem:
+            raise ConfigError("workload", str(problem)) from problem
+        path, name, shape = found.file, found.name, found.settings
     if path is not None:
         return _trace_load(path, name, reading, given, defaults.get("max_concurrency"))
     return _synthetic_load(reading, {**shape, **given}, defaults)
-
-
-def _shipped(wanted: str) -> tuple[Path | None, str, Mapping[str, Any]]:
-    """Return the file of a shipped load, its name, and the settings of one without a file."""
-    try:
-        found = find_workload(wanted)
-    except UnknownNameError as problem:
-        raise ConfigError("workload", str(problem)) from problem
-    return found.file, found.name, found.settings
 
 
 def _trace_load(

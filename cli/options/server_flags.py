@@ -64,7 +64,18 @@ def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: En
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
-    _check_url(url)
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as problem:
+        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
+    if not parsed.host:
+        raise LlmschedError(f"{url!r} names no host; write http://host:port")
+    if parsed.port is not None and not 1 <= parsed.port <= 65535:
+        raise LlmschedError(f"{url!r}: port must be 1 to 65535, not {parsed.port}")
+    if parsed.userinfo:
+        raise LlmschedError("a user or password in the URL is not supported; --api-key sends a key")
+    if parsed.query or parsed.fragment:
+        raise LlmschedError(f"{url!r} has a query or a fragment; name the URL up to /v1")
     if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
         raise LlmschedError("--api-key may contain only printable ASCII, because it is sent in an HTTP header")
     return HttpOptions(
@@ -79,22 +90,6 @@ def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: En
         lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
         timelines=plan.timelines,
     )
-
-
-def _check_url(url: str) -> None:
-    """Raise LlmschedError for an invalid URL, and for parts of it that are not sent."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as problem:
-        raise LlmschedError(f"{url!r} is not a URL: {problem}") from problem
-    if not parsed.host:
-        raise LlmschedError(f"{url!r} names no host; write http://host:port")
-    if parsed.port is not None and not 1 <= parsed.port <= 65535:
-        raise LlmschedError(f"{url!r}: port must be 1 to 65535, not {parsed.port}")
-    if parsed.userinfo:
-        raise LlmschedError("a user or password in the URL is not supported; --api-key sends a key")
-    if parsed.query or parsed.fragment:
-        raise LlmschedError(f"{url!r} has a query or a fragment; name the URL up to /v1")
 
 
 def refuse_server_flags(typed: Sequence[str]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from llmsched.cli.options.flags import typed, with_options
+from llmsched.cli.options.flags import duration_option, typed, with_options
 from llmsched.cli.values import duration
 from llmsched.engine.latency import READER_SPEED, Slo
 
@@ -21,11 +21,8 @@ def parse_itl_target(text: str) -> Slo:
     return Slo(itl=duration(limit), itl_statistic=statistic if colon else "p99")
 
 
-def _slo(meaning: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        parser=typed(duration), metavar="DURATION", help=f"Target for {meaning}, such as 800ms."
-    )
-    return option
+def _slo(meaning: str) -> Any:
+    return duration_option(f"Target for {meaning}, such as 800ms.")
 
 
 @dataclass(frozen=True, slots=True)

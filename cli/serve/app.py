@@ -32,7 +32,6 @@ from llmsched.cli.serve.protocol import (
     priority_of,
 )
 from llmsched.cli.timeline import timeline_body
-from llmsched.engine.core import Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
 
@@ -48,9 +47,22 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
     served = _ServedModel(engine, model_name)
     for router in (_model_routes(engine, served), prefix_cache_routes(engine, served.preparer, served.check_model)):
         app.include_router(router, dependencies=[Depends(_require_key(api_key))])
-    app.add_exception_handler(LlmschedError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+
+    @app.exception_handler(LlmschedError)
+    async def answer_error(_: Request, error: LlmschedError) -> Response:
+        return api_error(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def answer_http_error(request: Request, error: HTTPException) -> Response:
+        """Answer unknown routes and wrong methods in OpenAI's error shape."""
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
+        """Return status 499, which proxies log for it. The client has disconnected and will not read it."""
+        return Response(status_code=499)
+
     return app
 
 
@@ -117,7 +129,15 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        timelines = await _timelines(engine, request_id)
+        names = [request_id, *engine_ids(request_id, MAX_CHOICES)]
+        timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
+        if not timelines:  # a request of several prompts: number the choices as in its answer
+            n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
+            timelines = [
+                replace(timeline, index=number * n + timeline.index)
+                for number, prompt in enumerate(of_prompts)
+                for timeline in prompt
+            ]
         if not timelines:
             raise ApiError(
                 404,
@@ -128,23 +148,6 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
         return json_response({"id": request_id, "choices": [timeline_body(timeline) for timeline in timelines]})
 
     return router
-
-
-async def _timelines(engine: AsyncEngine, request_id: str) -> list[Timeline]:
-    """Return the scheduler's decisions about each choice of a request, numbered as in its answer.
-
-    The list is empty if the request is unknown or no longer kept.
-    """
-    names = [request_id, *engine_ids(request_id, MAX_CHOICES)]
-    one, *several = await engine.call(lambda core: [core.explain(name) for name in names])
-    if one:
-        return one
-    n = 1 + max((timeline.index for prompt in several for timeline in prompt), default=0)
-    return [
-        replace(timeline, index=number * n + timeline.index)
-        for number, prompt in enumerate(several)
-        for timeline in prompt
-    ]
 
 
 class _ServedModel:
@@ -205,19 +208,3 @@ class _ServedModel:
         except Exception as error:
             logger.exception("%s failed", http.url.path)
             return api_error(error).response()
-
-
-async def _answer_error(_: Request, error: Exception) -> Response:
-    return api_error(error).response()
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Answer unknown routes and wrong methods in OpenAI's error shape."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
-
-
-async def _answer_disconnect(_: Request, __: Exception) -> Response:
-    """Return status 499, which proxies log for it. The client has disconnected and will not read it."""
-    return Response(status_code=499)

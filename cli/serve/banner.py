@@ -31,7 +31,14 @@ def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_
 
 def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
     """Return labels and values, in the order in which they are shown."""
-    config, model = engine.config, engine.model
+    config, model, blocks = engine.config, engine.model, engine.stats().host_blocks_total
+    preemption, sampling = "recompute (swap_space 0)", "the API's defaults: temperature 1, top_p 1"
+    if blocks:
+        host = f"{human_bytes(config.swap_space)} of host memory for {blocks} blocks (swap_space)"
+        preemption = f"{config.preemption_mode}, {host}"
+    if defaults := model.sampling_defaults:
+        said = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        sampling = f"{said} unless the request says otherwise"
     served = "" if model_name == model.name else f", served as {model_name}"
     rows = [("model", f"{model.name} ({model.architecture}){served}, {config.dtype} on {config.device}")]
     if engine.plan is not None:
@@ -41,8 +48,8 @@ def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
         ("running", _running(engine)),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),
-        ("preemption", _preemption(engine)),
-        ("sampling", _sampling(engine)),
+        ("preemption", preemption),
+        ("sampling", sampling),
     ]
     return rows
 
@@ -54,13 +61,6 @@ def _running(engine: Engine) -> str:
     if config.scheduling_policy == "serial":
         limit = "scheduling_policy serial"
     return f"at most {most} requests ({limit}), {config.max_queue_size} waiting"
-
-
-def _preemption(engine: Engine) -> str:
-    blocks, config = engine.stats().host_blocks_total, engine.config
-    if not blocks:
-        return "recompute (swap_space 0)"
-    return f"{config.preemption_mode}, {human_bytes(config.swap_space)} of host memory for {blocks} blocks (swap_space)"
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
@@ -88,11 +88,3 @@ def predicted_and_actual(part: Reconciled) -> str:
         return f"{predicted}, not counted on a CPU"
     ratio = "" if part.ratio is None else f" ({part.ratio:.3f} of predicted)"
     return f"{predicted}, {human_bytes(part.actual)} actual{ratio}{', more than planned' if part.exceeds else ''}"
-
-
-def _sampling(engine: Engine) -> str:
-    """Return the sampling parameters that apply where a request leaves them out."""
-    defaults = engine.model.sampling_defaults
-    if not defaults:
-        return "the API's defaults: temperature 1, top_p 1"
-    return ", ".join(f"{name} {value}" for name, value in defaults.items()) + " unless the request says otherwise"

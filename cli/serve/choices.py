@@ -174,18 +174,16 @@ class CompletionFormat(ChoiceFormat):
         if self.request.logprobs is not None:
             delta.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if prompt is not None and self.request.echo:
-            delta.text = self._echo(delta, prompt, output.prompt_logprobs) + delta.text
+            if delta.logprobs is None and prompt.text is not None:
+                echo = prompt.text
+            else:  # with log-probabilities, exactly the joined texts of the prompt's tokens
+                pieces = self.writer.prompt_pieces(prompt)
+                echo = "".join(pieces)
+                if delta.logprobs is not None:
+                    self._append(delta, delta.logprobs, pieces, output.prompt_logprobs or [])
+            delta.text = echo + delta.text
         if delta.logprobs is not None:
             self._append(delta, delta.logprobs, output.pieces, output.logprobs or [])
-
-    def _echo(self, delta: ChoiceDelta, prompt: PreparedPrompt, entries: Sequence[TokenLogprob | None] | None) -> str:
-        """Return the prompt's text; with log-probabilities, exactly the joined texts of its tokens."""
-        if delta.logprobs is None and prompt.text is not None:
-            return prompt.text
-        pieces = self.writer.prompt_pieces(prompt)
-        if delta.logprobs is not None:
-            self._append(delta, delta.logprobs, pieces, entries or [])
-        return "".join(pieces)
 
     def _append(
         self, delta: ChoiceDelta, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]
@@ -193,18 +191,16 @@ class CompletionFormat(ChoiceFormat):
         """Append tokens to the lists; `text_offset` counts characters from the beginning of the choice's text."""
         offset = self.offsets.get(delta.index, 0)
         for piece, entry in zip(pieces, entries, strict=True):
+            best = None
+            if entry is not None:  # the best tokens, and the chosen one if it is not among them
+                best = {self.writer.text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+                best.setdefault(self.writer.text(entry.token_id), _finite(entry.logprob))
             lists["tokens"].append(piece)
             lists["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-            lists["top_logprobs"].append(None if entry is None else self._best(entry))
+            lists["top_logprobs"].append(best)
             lists["text_offset"].append(offset)
             offset += len(piece)
         self.offsets[delta.index] = offset
-
-    def _best(self, entry: TokenLogprob) -> dict[str, float]:
-        """Return the best tokens, and the chosen one if it is not among them."""
-        best = {self.writer.text(token_id): _finite(logprob) for token_id, logprob in entry.top}
-        best.setdefault(self.writer.text(entry.token_id), _finite(entry.logprob))
-        return best
 
 
 @dataclass(slots=True)

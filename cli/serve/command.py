@@ -14,8 +14,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import ModelArgument, resolve_model, typed
-from llmsched.cli.values import duration
+from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model
 from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
@@ -52,11 +51,7 @@ def serve(
     ] = None,
     grace_period: Annotated[
         float,
-        typer.Option(
-            parser=typed(duration),
-            metavar="DURATION",
-            help="Time that running requests get to finish after SIGTERM or Ctrl-C.",
-        ),
+        duration_option("Time that running requests get to finish after SIGTERM or Ctrl-C."),
     ] = "30s",  # type: ignore[assignment]  # Typer parses defaults too
     metrics_prefix: Annotated[
         str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")

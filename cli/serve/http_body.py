@@ -81,8 +81,13 @@ class EventStream(Response):
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; if the client disconnects, cancel it and raise ClientDisconnect. Call after the body was read."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     job = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    watcher = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({job, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not job.done():
@@ -91,11 +96,6 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         await _cancel(job)
         await _cancel(watcher)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

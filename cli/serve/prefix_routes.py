@@ -80,6 +80,10 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
     misses = dict(stats.prefix_misses)
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
     queried, hit = stats.prefix_queried_tokens, stats.prefix_hit_tokens
+    changed: dict[str, Any] | None = None
+    if change is not None:
+        examples = None if change.private else [example._asdict() for example in change.examples]
+        changed = {"position": change.position, "count": change.count, "window": change.window, "examples": examples}
     return {
         "object": "cache",
         "block_size": block_size,
@@ -94,13 +98,8 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
         "prompt_tokens": {"queried": queried, "hit": hit, "hit_rate": hit / queried if queried else None},
         "recomputed_tokens": stats.recomputed_tokens,
         "requests": {kind.name.lower(): count for kind, count in misses.items()},
-        "prompt_change": None if change is None else _change_body(change),
+        "prompt_change": changed,
     }
-
-
-def _change_body(change: PromptChange) -> dict[str, Any]:
-    examples = None if change.private else [example._asdict() for example in change.examples]
-    return {"position": change.position, "count": change.count, "window": change.window, "examples": examples}
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:

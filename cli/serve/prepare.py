@@ -86,7 +86,14 @@ class Preparer:
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages as the chat template takes them. Raise RequestError if they are surely too long."""
-        self._refuse_surely_too_long(sum(_size(message.content) for message in messages), "messages")
+        characters = 0
+        for message in messages:
+            if isinstance(message.content, str):
+                characters += len(message.content)
+            else:  # parts that are not text are refused later
+                texts = [part.get("text") for part in message.content]
+                characters += sum(len(text) for text in texts if isinstance(text, str))
+        self._refuse_surely_too_long(characters, "messages")
         return [message.model_dump(exclude_none=True) for message in messages]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -112,10 +119,3 @@ class Preparer:
     def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
         """Return the request's parameters, with defaults from generation_config.json, else from the API."""
         return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})
-
-
-def _size(content: str | Sequence[dict[str, Any]]) -> int:
-    """Return the number of characters of a message. Parts that are not text are refused later and count 0."""
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(text) for part in content if isinstance(text := part.get("text"), str))

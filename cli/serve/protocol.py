@@ -71,8 +71,8 @@ def _one_prompt(value: Any) -> Prompt:
     raise _wrong("must be a text or a list of token ids")
 
 
-def _stops(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+#: Turns one text into a list of it.
+_LISTED = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
 def _int64(value: int) -> int:
@@ -116,7 +116,7 @@ class GenerationRequest(Schema):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_stops)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), _LISTED] | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_token_biases)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -144,15 +144,9 @@ class GenerationRequest(Schema):
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of SamplingParams that this request sets, without max_tokens."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        for name in ("stop", "stop_token_ids"):
-            if given[name] is not None:
-                given[name] = tuple(given[name])
-        return {name: value for name, value in given.items() if value is not None}
-
-
-_SAMPLING_FIELDS = [f.name for f in fields_of(SamplingParams) if f.name in GenerationRequest.model_fields]
-_SAMPLING_FIELDS.remove("max_tokens")
+        names = {f.name for f in fields_of(SamplingParams)} - {"max_tokens"}
+        given = self.model_dump(include=names & GenerationRequest.model_fields.keys(), exclude_none=True)
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 class CompletionRequest(GenerationRequest):
@@ -243,24 +237,18 @@ def _request_error(error: ValidationError) -> RequestError:
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]
     detail = max((d for d in details if d["loc"][:1] == first), key=lambda d: len(d["loc"]))
-    kind, where = detail["type"], ".".join(str(part) for part in detail["loc"] if not _is_branch(part))
+    kind, path = detail["type"], [str(part) for part in detail["loc"]]
+    # pydantic also names the member of a union, which is not a field.
+    where = ".".join(part for part in path if part not in ("str", "int", "none") and "[" not in part)
     param = str(first[0]) if first else detail.get("ctx", {}).get("field")
     message = detail["msg"][0].lower() + detail["msg"][1:]
     if kind == "missing":
         message = "this field is required"
     elif kind not in ("unknown_field", "wrong_value"):
-        message = f"{message}; got {_short(detail['input'])}"
+        value = detail["input"]
+        text = repr(value) if isinstance(value, str | int | float | bool) else type(value).__name__
+        message = f"{message}; got {text if len(text) <= 60 else text[:57] + '...'}"
     return RequestError(param, f"{where}: {message}" if where else message, _CODES.get(kind))
-
-
-def _is_branch(part: str | int) -> bool:
-    """Return whether part of a location names the member of a union, as pydantic does, and not a field."""
-    return isinstance(part, str) and (part in ("str", "int", "none") or "[" in part)
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | int | float | bool) else type(value).__name__
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _check_combinations(request: GenerationRequest) -> None:

@@ -108,7 +108,10 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
     A `held_up` (seconds) above the allowed error excuses twice as much, because a token may have to wait twice.
     """
     if probe.name == "failures":
-        return _failure_checks(probe, figures)
+        expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
+        counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]
+        counts += [(reason, count, figures.requests.failures.get(reason, 0)) for reason, count in expected.items()]
+        return [FigureCheck(probe.name, name, count, count, measured, 0) for name, count, measured in counts]
     excuse = 2 * held_up if held_up > TYPICAL_S else 0.0
     if probe.name == "rate":
         return _rate_checks(probe, figures, log, excuse)
@@ -126,8 +129,9 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
     }
     checks = []
     for name, value in measured.items():
+        allowed = TAIL_S if name in ("ITL P99", "worst stall") else TYPICAL_S
         times = _ms(script[name]), _ms(server[name]), _ms(value)
-        checks.append(FigureCheck(probe.name, name, *times, 1e3 * _allowed(name), 1e3 * excuse))
+        checks.append(FigureCheck(probe.name, name, *times, 1e3 * allowed, 1e3 * excuse))
     tokens = scripts[0].tokens * len(log)
     lag = FigureCheck(probe.name, "client lag P99", 0.0, 0.0, _ms(figures.client.send.p99), 1e3 * TAIL_S, 1e3 * excuse)
     return [*checks, lag, FigureCheck(probe.name, "tokens", tokens, tokens, figures.tokens.output, 0)]
@@ -151,10 +155,6 @@ def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: f
     }
 
 
-def _allowed(figure: str) -> float:
-    return TAIL_S if figure in ("ITL P99", "worst stall") else TYPICAL_S
-
-
 def _rate_checks(probe: Probe, figures: Measurement, log: AnswerLog, excuse: float) -> list[FigureCheck]:
     came = steady_rate([Arrival(at, 1) for at, _ in log])
     loop_lag = None if figures.client.loop is None else figures.client.loop.p99
@@ -164,13 +164,6 @@ def _rate_checks(probe: Probe, figures: Measurement, log: AnswerLog, excuse: flo
     rate = FigureCheck(probe.name, "requests/s", _RATE, came, figures.rates.achieved, _RATE_SHARE * _RATE, excused_rate)
     allowed = 1e3 * LAG_LIMIT_S
     return [rate, *(FigureCheck(probe.name, n, 0.0, 0.0, _ms(lag), allowed, 1e3 * excuse) for n, lag in lags.items())]
-
-
-def _failure_checks(probe: Probe, figures: Measurement) -> list[FigureCheck]:
-    expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
-    counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]
-    counts += [(reason, count, figures.requests.failures.get(reason, 0)) for reason, count in expected.items()]
-    return [FigureCheck(probe.name, name, count, count, measured, 0) for name, count, measured in counts]
 
 
 def _ms(seconds: float | None) -> float | None:

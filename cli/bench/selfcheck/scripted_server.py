@@ -50,24 +50,16 @@ def steady(count: int, first: float, gap: float, *, tokens: int = 1, ending: End
     return Script(tuple(ScriptPart(first + gap * n, " x" * tokens, tokens) for n in range(count)), ending)
 
 
-def _with_stall(script: Script, after: int, seconds: float) -> Script:
-    late = [replace(part, at=part.at + seconds) for part in script.parts[after:]]
-    return replace(script, parts=(*script.parts[:after], *late))
-
-
-def _after_role(script: Script) -> Script:
-    """Return the script with two chunks without a token before it, as a chat begins."""
-    return replace(script, parts=(ScriptPart(0.01, ""), ScriptPart(0.02, ""), *script.parts), role_first=True)
-
-
 _PLAIN = steady(40, 0.1, 0.02)
+#: Two chunks without a token, as a chat begins.
+_ROLE = (ScriptPart(0.01, ""), ScriptPart(0.02, ""))
 
 #: Scripts by the first name in the URL's path; requests of a name get its scripts in turn.
 SCRIPTS: Mapping[str, tuple[Script, ...]] = {
     "steady": (_PLAIN,),
     "chunks": (steady(5, 0.1, 0.2, tokens=10),),
-    "role": (_after_role(steady(20, 0.15, 0.02)),),
-    "stall": (_with_stall(_PLAIN, 20, 0.5),),
+    "role": (Script((*_ROLE, *steady(20, 0.15, 0.02).parts), role_first=True),),
+    "stall": (Script((*_PLAIN.parts[:20], *(replace(part, at=part.at + 0.5) for part in _PLAIN.parts[20:]))),),
     "crowd": (steady(75, 0.1, 0.02),),
     "rate": (steady(1, 0.0, 0.0),),
     "warm-up": (steady(1, 0.0, 0.0),),

@@ -42,17 +42,6 @@ _LOOK_S = 0.002
 _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_len=8, output_len=100))
 
 
-async def self_check(progress: Progress) -> list[ProbeOutcome]:
-    """Run all probes in turn. Raise LlmschedError if the server cannot be started."""
-    outcomes: list[ProbeOutcome] = []
-    async with scripted_server() as root:
-        await _run(root, _WARM_UP)
-        for number, probe in enumerate(PROBES):
-            progress("probes", number, len(PROBES))
-            outcomes.append(await tried(probe, partial(_attempt, root, probe)))
-    return outcomes
-
-
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
     """Attempt a probe, and again while it is not right and was held up for longer than the allowed error.
 
@@ -68,21 +57,17 @@ async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[Fig
 
 
 async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
+    """Return the checks of a probe, and the longest time in seconds that client or server was held up."""
     async with loop_lags(_LOOK_S) as lags:
         figures, log = await _run(root, probe)
-    held_up = max([_LOOK_S + max((lag.machine for lag in lags), default=0.0), _most_late(probe, log)])
-    return checks_of(probe, figures, log, held_up), held_up
-
-
-def _most_late(probe: Probe, log: AnswerLog) -> float:
-    """Return by how many seconds the server was later than its script, at most."""
     scripts = SCRIPTS[probe.name]
     late = [
         at - (came + part.at)
         for number, (came, written) in enumerate(log)
         for part, (at, _) in zip(scripts[number % len(scripts)].parts, written, strict=False)
     ]
-    return max(late, default=0.0)
+    held_up = max(_LOOK_S + max((lag.machine for lag in lags), default=0.0), *late)
+    return checks_of(probe, figures, log, held_up), held_up
 
 
 @asynccontextmanager
@@ -117,8 +102,13 @@ async def _run(root: str, probe: Probe) -> tuple[Measurement, AnswerLog]:
 
 
 async def bench_self(progress: Progress) -> Result:
-    """Measure a server with known times. Raise LlmschedError if it cannot be started."""
-    outcomes = await self_check(progress)
+    """Run all probes in turn. Raise LlmschedError if the server cannot be started."""
+    outcomes: list[ProbeOutcome] = []
+    async with scripted_server() as root:
+        await _run(root, _WARM_UP)
+        for number, probe in enumerate(PROBES):
+            progress("probes", number, len(PROBES))
+            outcomes.append(await tried(probe, partial(_attempt, root, probe)))
     report = as_json(outcomes)
     return Result(report, content(outcomes), report["right"], [])
 
