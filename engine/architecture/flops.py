@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields, size_errors
 from llmsched.engine.architecture.geometry import LayerGroup, LayerReader
-from llmsched.engine.architecture.parameters import Parameters
 from llmsched.engine.architecture.quantization import Arithmetic, Quantization, quantization_of
 from llmsched.engine.architecture.shape import inner_size
 from llmsched.engine.architecture.weights import parameters_of
@@ -67,12 +66,6 @@ class ModelFlops:
     attention: tuple[Attention, ...]
     window: int | None
 
-    @property
-    def active_parameters(self) -> float:
-        """Numbers that one token is multiplied with."""
-        share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
-        return self.dense.numbers + self.experts.numbers * share + self.head.numbers
-
 
 def model_flops(
     config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
@@ -95,14 +88,18 @@ def model_flops(
         groups = reader.geometry().groups
         layers = len(reader.layer_names())
         vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
-        count, chosen = _experts(fields) if parameters.experts else (0, 0)
-        dense, experts = _matrices(parameters, quantization_of(fields), dtype_bytes)
+        count, chosen = (fields.num_experts, fields.experts_per_token) if parameters.experts else (0, 0)
+        if parameters.experts and (chosen is None or not 1 <= int(chosen) <= int(count)):
+            raise ModelError(f"config sends a token to {chosen} of {int(count)} experts; it must be 1 to {int(count)}")
+        form = quantization_of(fields) or Quantization("none")
+        linear, expert = (dtype_bytes if bits is None else bits / 8 for bits in (form.linear_bits, form.expert_bits))
+        dense_bytes = parameters.linear * linear + parameters.other * dtype_bytes  # routers, norms and biases included
         return ModelFlops(
             layers=layers,
-            dense=dense,
-            experts=experts,
-            num_experts=count,
-            experts_per_token=chosen,
+            dense=Matrices(parameters.linear, dense_bytes, form.arithmetic),
+            experts=Matrices(parameters.experts, parameters.experts * expert, form.arithmetic),
+            num_experts=int(count),
+            experts_per_token=int(chosen),
             head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
             vector_bytes=layers * vectors * dtype_bytes,
             state_bytes=2.0 * sum(group.layers * group.state_bytes for group in groups),
@@ -115,33 +112,12 @@ def model_flops(
         )
 
 
-def _experts(fields: Fields) -> tuple[int, int]:
-    """Return the number of routed experts of a layer, and to how many of them a token is sent."""
-    count, chosen = int(fields.num_experts), fields.experts_per_token
-    if chosen is None or not 1 <= int(chosen) <= count:
-        raise ModelError(f"config sends a token to {chosen} of {count} experts; it must be 1 to {count}")
-    return count, int(chosen)
-
-
-def _matrices(parameters: Parameters, quantization: Quantization | None, dtype_bytes: int) -> tuple[Matrices, Matrices]:
-    """Return dense and routed matrices; routers, norms and biases count with the dense ones."""
-    form = quantization or Quantization("none")
-    linear, expert = (bits / 8 if bits is not None else dtype_bytes for bits in (form.linear_bits, form.expert_bits))
-    return (
-        Matrices(parameters.linear, parameters.linear * linear + parameters.other * dtype_bytes, form.arithmetic),
-        Matrices(parameters.experts, parameters.experts * expert, form.arithmetic),
-    )
-
-
 def _attention(group: LayerGroup, fields: Fields, reader: LayerReader, kv_bytes: int) -> Attention:
     heads = reader.heads()
-    pair = 2 * heads * (group.head_dim_k + group.head_dim_v)
+    prefill = decode = 2 * heads * (group.head_dim_k + group.head_dim_v)
     if group.kind == "mla":
-        whole = group.expanded // heads
-        latent = 2 * heads * (group.head_dim_k + int(fields.get("kv_lora_rank")))
-        prefill, decode = 2 * heads * whole, latent
-    else:
-        prefill = decode = pair
+        prefill = 2 * heads * (group.expanded // heads)
+        decode = 2 * heads * (group.head_dim_k + int(fields.get("kv_lora_rank")))
     return Attention(
         windowed=group.window is not None,
         latent=group.kind == "mla",

@@ -148,22 +148,17 @@ class LayerReader:
             model_type = self.fields.model_type or "not given"
             self.assumed.append(f"model_type is {model_type}: transformers knows no defaults for what the config omits")
         counted: Counter[LayerGroup] = Counter()
-        for layer, kinds in enumerate(self._cached_layers()):
-            counted.update(self._one_layer(kind, layer) for kind in kinds)
+        kinds = [self.kinds(name) for name in self.layer_names()]
+        if sharing := self.fields.get("num_kv_shared_layers", default=0):
+            self.facts.append(f"the last {sharing} of {len(kinds)} layers use the KV of earlier ones")
+        for layer, cached in enumerate(kinds[: len(kinds) - sharing]):
+            counted.update(self._one_layer(kind, layer) for kind in cached)
         unread = [name for name in self.fields.values if _NOT_UNDERSTOOD.match(name) and self.fields.values[name]]
         if unread:
             self.assumed.append(f"not taken into account: {', '.join(sorted(unread))}")
         groups = tuple(replace(group, layers=count) for group, count in counted.items())
         notes = tuple(dict.fromkeys(self.assumed + self.facts))
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
-
-    def _cached_layers(self) -> list[tuple[LayerKind, ...]]:
-        """Return what each layer caches, without the last layers that use the KV of earlier ones."""
-        kinds = [self.kinds(name) for name in self.layer_names()]
-        sharing = self.fields.get("num_kv_shared_layers", default=0)
-        if sharing:
-            self.facts.append(f"the last {sharing} of {len(kinds)} layers use the KV of earlier ones")
-        return kinds[: len(kinds) - sharing]
 
     def layer_names(self) -> list[str]:
         """Return the type of every layer, by the names that configs use."""
@@ -220,33 +215,29 @@ class LayerReader:
         return _KINDS[name]
 
     def _one_layer(self, kind: LayerKind, layer: int) -> LayerGroup:
+        get = self.fields.get
         if kind == "state":
-            return self._state_layer()
-        if kind == "full" and self.fields.get("kv_lora_rank"):
-            return self._mla_layer()
+            size = state_bytes(self.fields, self.dtype_bytes)
+            if size is None:
+                self.assumed.append("the recurrent state of some layers is of an unknown kind and is not counted")
+            return LayerGroup("state", 1, state_bytes=size or 0)
+        if kind == "full" and (latent := get("kv_lora_rank")):
+            if (rope := get("qk_rope_head_dim")) is None:
+                raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
+            key = get("qk_nope_head_dim", default=0) + rope
+            value = get("v_head_dim", default=key)
+            return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self.heads() * (key + value))
         kv_heads, head_dim = self.kv_heads(kind, layer), self.head_dim(kind, layer)
-        head_dim_v = self.fields.get("v_head_dim", default=head_dim)
+        head_dim_v = get("v_head_dim", default=head_dim)
         if min(kv_heads, head_dim, head_dim_v) < 1:
             raise ModelError(
                 f"config has layers of {kv_heads} KV heads with keys of {head_dim} and values of {head_dim_v} numbers; "
                 "each must be 1 or more"
             )
-        window = self._window() if kind == "window" else None
+        window = get("sliding_window", "attention_window_size", "attention_chunk_size") if kind == "window" else None
+        if kind == "window" and not isinstance(window, int):
+            raise ModelError(f"config has layers with a window, but sliding_window is {window!r}")
         return LayerGroup(kind, 1, kv_heads, head_dim, head_dim_v, window)
-
-    def _state_layer(self) -> LayerGroup:
-        size = state_bytes(self.fields, self.dtype_bytes)
-        if size is None:
-            self.assumed.append("the recurrent state of some layers is of an unknown kind and is not counted")
-        return LayerGroup("state", 1, state_bytes=size or 0)
-
-    def _mla_layer(self) -> LayerGroup:
-        latent, rope = self.fields.get("kv_lora_rank"), self.fields.get("qk_rope_head_dim")
-        if rope is None:
-            raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
-        key = self.fields.get("qk_nope_head_dim", default=0) + rope
-        value = self.fields.get("v_head_dim", default=key)
-        return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self.heads() * (key + value))
 
     def heads(self) -> int:
         """Return the number of query heads."""
@@ -292,12 +283,6 @@ class LayerReader:
         if hidden % heads:
             raise ModelError(f"config has no head_dim, and hidden_size {hidden} does not divide into {heads} heads")
         return hidden // heads
-
-    def _window(self) -> int:
-        window = self.fields.get("sliding_window", "attention_window_size", "attention_chunk_size")
-        if not isinstance(window, int):
-            raise ModelError(f"config has layers with a window, but sliding_window is {window!r}")
-        return window
 
     def _override(self, name: str, layer: int) -> Any:
         """Return the value that the config sets for this layer only; None if it sets none."""

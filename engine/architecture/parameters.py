@@ -47,17 +47,15 @@ def count_parameters(config: Fields) -> Parameters | None:
 
 def _is_variant(config: Fields) -> bool:
     """Return whether settings ask for parts that _Counter does not count."""
-    unusual = ["hidden_size_per_layer_input", "num_kv_shared_layers", "moe_latent_size", "qk_layernorm"]
-    if config.model_type == "nemotron_h":
-        unusual += ["use_bias", "mlp_bias", "mamba_proj_bias"]
-    if config.model_type == "stablelm":
-        unusual.append("use_parallel_residual")
-    if config.model_type == "falcon" and not config.get("parallel_attn"):
+    usual = {"falcon": "parallel_attn", "opt": "do_layer_norm_before"}.get(config.model_type)
+    if usual is not None and not config.get(usual):
         return True
-    if config.model_type == "falcon":
-        unusual.append("new_decoder_architecture")
-    if config.model_type == "opt" and not config.get("do_layer_norm_before"):
-        return True
+    unusual = {
+        "nemotron_h": ("use_bias", "mlp_bias", "mamba_proj_bias"),
+        "stablelm": ("use_parallel_residual",),
+        "falcon": ("new_decoder_architecture",),
+    }.get(config.model_type, ())
+    unusual += ("hidden_size_per_layer_input", "num_kv_shared_layers", "moe_latent_size", "qk_layernorm")
     projected = config.get("word_embed_proj_dim", default=config.hidden_size)
     return projected != config.hidden_size or any(config.get(name) for name in unusual)
 
@@ -81,21 +79,17 @@ class _Counter:
             reserved = 2 if self.config.model_type == "opt" else 0
             yield Parameters(embeddings=(self.config.get(self.parts.positions) + reserved) * self.hidden)
         for layer, name in enumerate(self.reader.layer_names()):
-            yield from self._layer(layer, name)
+            yield self._norms(self.parts.norms)
+            if name in ("linear_attention", "mamba"):
+                yield self._mamba2() if self.config.get("mamba_num_heads") else self._delta_net()
+            elif name not in ("moe", "mlp"):
+                yield self._mla() if self.config.get("kv_lora_rank") else self._attention(layer, name)
+            if self.config.model_type != "nemotron_h" or name in ("moe", "mlp"):
+                yield from self._mlps(layer, name)  # a layer of nemotron_h is a mixer or an MLP, never both
         yield self._norms(1)
 
     def _norms(self, count: int) -> Parameters:
         return Parameters(other=count * self.parts.norm_vectors * self.hidden)
-
-    def _layer(self, layer: int, name: str) -> Iterator[Parameters]:
-        yield self._norms(self.parts.norms)
-        if name in ("linear_attention", "mamba"):
-            yield self._mamba2() if self.config.get("mamba_num_heads") else self._delta_net()
-        elif name not in ("moe", "mlp"):
-            yield self._mla() if self.config.get("kv_lora_rank") else self._attention(layer, name)
-        if self.config.model_type == "nemotron_h" and name not in ("moe", "mlp"):
-            return  # a layer is a mixer or an MLP, never both
-        yield from self._mlps(layer, name)
 
     def _attention(self, layer: int, name: str) -> Parameters:
         """Count the projections of queries, keys, values and output, with the family's biases, norms and sinks."""
@@ -105,12 +99,9 @@ class _Counter:
         value = 0 if kind == "full" and self.config.get("attention_k_eq_v") else key
         rows = query * (2 if self.parts.gated_query else 1) + key + value
         other = (rows if self._on(self.parts.qkv_bias) else 0) + (self.hidden if self._on(self.parts.out_bias) else 0)
-        if self._has_qk_norm():
+        if self.parts.qk_norm and self.config.get("use_qk_norm", default=True):
             other += 2 * head_dim if self.parts.qk_norm == "head" else query + key
         return Parameters(linear=self.hidden * (rows + query), other=other + (heads if self.parts.sinks else 0))
-
-    def _has_qk_norm(self) -> bool:
-        return bool(self.parts.qk_norm) and bool(self.config.get("use_qk_norm", default=True))
 
     def _mla(self) -> Parameters:
         """Count multi-head latent attention (DeepSeek-V2): low-rank projections, of queries where they have a rank."""
@@ -148,7 +139,13 @@ class _Counter:
                 yield self._norms(3)
         elif self._is_sparse(layer, name):
             yield self._experts(self.config.num_experts, get(self.parts.experts))
-            yield from self._shared()
+            shared = self.config.shared_expert_size  # of the experts that every token is sent to
+            if shared is None:
+                shared = get("n_shared_experts", default=0) * get("moe_intermediate_size", default=0)
+            if shared:
+                yield self._mlp(shared)
+            if self.parts.shared_gate:
+                yield Parameters(other=self.hidden)
         else:
             yield self._mlp(self.config.mlp_size)
 
@@ -170,16 +167,6 @@ class _Counter:
         matrices = 3 if self.parts.gated_mlp else 2
         biases = count * ((matrices - 1) * inner + self.hidden + 1) if self.parts.expert_bias else 0
         return Parameters(experts=count * matrices * self.hidden * inner, other=count * self.hidden + biases)
-
-    def _shared(self) -> Iterator[Parameters]:
-        """Count the experts that every token is sent to."""
-        get, inner = self.config.get, self.config.shared_expert_size
-        if inner is None:
-            inner = get("n_shared_experts", default=0) * get("moe_intermediate_size", default=0)
-        if inner:
-            yield self._mlp(inner)
-        if self.parts.shared_gate:
-            yield Parameters(other=self.hidden)
 
     def _on(self, switch: Switch) -> bool:
         return bool(self.config.get(switch)) if isinstance(switch, str) else switch

@@ -52,13 +52,17 @@ def quantization_of(fields: Fields) -> Quantization | None:
         return None
     if not isinstance(settings, Mapping):
         return Quantization(method=str(settings))
-    linear, expert = _bits(settings)
+    linear, expert, fp8 = _format_of(settings)
+    if (scheme := settings.get("kv_cache_scheme")) is not None:
+        fp8_kv = isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float"
+    else:
+        fp8_kv = str(settings.get("kv_cache_quant_algo", "")).upper() == "FP8"
     return Quantization(
         method=str(settings.get("quant_method", "unknown")),
         linear_bits=linear,
         expert_bits=expert,
-        arithmetic=_arithmetic(settings),
-        fp8_kv=_has_fp8_kv(settings),
+        arithmetic="bf16" if not fp8 else "fp8_block" if settings.get("weight_block_size") else "fp8",
+        fp8_kv=fp8_kv,
     )
 
 
@@ -72,18 +76,20 @@ def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 
-def _bits(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Return linear_bits and expert_bits.
+def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None, bool]:
+    """Return linear_bits, expert_bits, and whether activations have 8 bits too, so that matrices multiply in fp8.
 
     fp8: 8 bits, and one float32 scale for each block if there are blocks. mxfp4: only experts, 4 bits and an 8-bit
     exponent for 32 numbers. awq, gptq, compressed-tensors: group_size numbers share a scale and a zero point.
-    bitsandbytes: a float32 maximum for 64 numbers, or 8 bits of it with double quantisation.
+    bitsandbytes: a float32 maximum for 64 numbers, or 8 bits of it with double quantisation. modelopt (NVIDIA): fp8,
+    nvfp4 (an 8-bit scale for 16 numbers), int4 in groups of 128.
     """
-    method = _method(settings)
+    method = str(settings.get("quant_method", "")).lower()
     if method == "mxfp4":
-        return None, 4.25
+        return None, 4.25, False
     bits: float | None = None
-    if method in ("fp8", "fbgemm_fp8"):
+    fp8 = method in ("fp8", "fbgemm_fp8")
+    if fp8:
         rows, columns = settings.get("weight_block_size") or (0, 0)
         bits = 8 + (_BLOCK_SCALE_BITS / (rows * columns) if rows else 0)
     elif method in ("awq", "gptq"):
@@ -94,11 +100,20 @@ def _bits(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
     elif method == "bitsandbytes":
         bits = 4 + (8 / 64 if settings.get("bnb_4bit_use_double_quant") else 32 / 64)
     elif method == "modelopt":
-        bits = _modelopt_bits(_algorithm(settings))
+        algorithm = str(settings.get("quant_algo", "")).upper()
+        fp8 = algorithm == "FP8"
+        if fp8:
+            bits = 8
+        elif "NVFP4" in algorithm:
+            bits = 4.5
+        elif "W4A16_AWQ" in algorithm:
+            bits = _grouped_bits(4, 128, zero_point=False)
     elif method == "compressed-tensors":
-        weights = _group_part(settings, "weights")
+        first: Mapping[str, Any] = next(iter((settings.get("config_groups") or {}).values()), {})
+        weights, activations = first.get("weights") or {}, first.get("input_activations") or {}
         bits = _grouped_bits(weights.get("num_bits"), weights.get("group_size"), not weights.get("symmetric", True))
-    return bits, bits
+        fp8 = activations.get("num_bits") == 8
+    return bits, bits, fp8
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
@@ -107,46 +122,3 @@ def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
         return None
     shared = _SCALE_BITS + (bits if zero_point else 0)
     return bits + (shared / group if isinstance(group, int) and group > 0 else 0)
-
-
-def _modelopt_bits(algorithm: str) -> float | None:
-    """Return the bits of NVIDIA's formats: fp8, nvfp4 (an 8-bit scale for 16 numbers), int4 in groups of 128."""
-    if algorithm == "FP8":
-        return 8
-    if "NVFP4" in algorithm:
-        return 4.5
-    return _grouped_bits(4, 128, zero_point=False) if "W4A16_AWQ" in algorithm else None
-
-
-def _arithmetic(settings: Mapping[str, Any]) -> Arithmetic:
-    """Return fp8 if activations are quantised to 8 bits as well, so that matrices are multiplied in fp8."""
-    method = _method(settings)
-    if method == "modelopt":
-        fp8 = _algorithm(settings) == "FP8"
-    elif method == "compressed-tensors":
-        fp8 = _group_part(settings, "input_activations").get("num_bits") == 8
-    else:
-        fp8 = method in ("fp8", "fbgemm_fp8")
-    if not fp8:
-        return "bf16"
-    return "fp8_block" if settings.get("weight_block_size") else "fp8"
-
-
-def _has_fp8_kv(settings: Mapping[str, Any]) -> bool:
-    if (scheme := settings.get("kv_cache_scheme")) is not None:
-        return isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float"
-    return str(settings.get("kv_cache_quant_algo", "")).upper() == "FP8"
-
-
-def _method(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("quant_method", "")).lower()
-
-
-def _algorithm(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("quant_algo", "")).upper()
-
-
-def _group_part(settings: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    """Return `part` (weights, input_activations) of the first group of a compressed-tensors config."""
-    groups: list[Mapping[str, Any]] = list((settings.get("config_groups") or {}).values())
-    return (groups[0].get(part) if groups else None) or {}

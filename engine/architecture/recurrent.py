@@ -15,16 +15,24 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
     The state is the recurrent matrix and the last kernel-1 inputs of the short convolution before it. The convolution
     has the model's type, the matrix the type that the config names, or else the one that the architecture uses.
     """
-    if fields.get("linear_num_value_heads"):
-        return _gated_delta_net(fields, dtype_bytes)
-    if fields.get("mamba_num_heads", "mamba_n_heads"):
-        return _mamba2(fields, dtype_bytes)
-    if fields.get("mamba_d_state") and not fields.get("n_mamba_heads"):
-        return _mamba1(fields, dtype_bytes)
-    if fields.get("conv_L_cache"):
-        return int(fields.get("conv_L_cache") - 1) * int(fields.get("hidden_size")) * dtype_bytes
-    if width := fields.get("lru_width"):
-        return int(width) * (_FLOAT32 + (int(fields.get("conv1d_width", default=4)) - 1) * dtype_bytes)
+    get = fields.get
+    named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
+    if get("linear_num_value_heads"):  # a matrix of key_dim x value_dim for each value head
+        delta = DeltaNetSizes.of(fields)
+        matrix = delta.value_width * delta.key_dim * (named or _FLOAT32)
+        return int(matrix + (delta.kernel - 1) * delta.channels * dtype_bytes)
+    if get("mamba_num_heads", "mamba_n_heads"):  # a matrix of head_dim x state_size for each head
+        mamba = Mamba2Sizes.of(fields)
+        matrix = mamba.width * mamba.state * (named or dtype_bytes)
+        return int(matrix + (mamba.kernel - 1) * mamba.channels * dtype_bytes)
+    if get("mamba_d_state") and not get("n_mamba_heads"):  # Jamba's Mamba-1: state_size numbers for each channel
+        width = get("mamba_expand", default=2) * get("hidden_size")
+        matrix = width * get("mamba_d_state") * (named or dtype_bytes)
+        return int(matrix + (get("mamba_d_conv") - 1) * width * dtype_bytes)
+    if get("conv_L_cache"):
+        return int(get("conv_L_cache") - 1) * int(get("hidden_size")) * dtype_bytes
+    if width := get("lru_width"):
+        return int(width) * (_FLOAT32 + (int(get("conv1d_width", default=4)) - 1) * dtype_bytes)
     return None
 
 
@@ -74,30 +82,3 @@ class Mamba2Sizes(NamedTuple):
     def channels(self) -> int:
         """Channels of the convolution over x, B and C."""
         return self.width + 2 * self.groups * self.state
-
-
-def _gated_delta_net(fields: Fields, dtype_bytes: int) -> int:
-    """Return the state: a key_dim x value_dim matrix, by default in float32, per value head, and the convolution."""
-    sizes = DeltaNetSizes.of(fields)
-    matrix = sizes.value_width * sizes.key_dim * _recurrent_type(fields, _FLOAT32)
-    return int(matrix + (sizes.kernel - 1) * sizes.channels * dtype_bytes)
-
-
-def _mamba2(fields: Fields, dtype_bytes: int) -> int:
-    """Return the state: a head_dim x state_size matrix per head, and the convolution."""
-    sizes = Mamba2Sizes.of(fields)
-    matrix = sizes.width * sizes.state * _recurrent_type(fields, dtype_bytes)
-    return int(matrix + (sizes.kernel - 1) * sizes.channels * dtype_bytes)
-
-
-def _mamba1(fields: Fields, dtype_bytes: int) -> int:
-    """Return the state of Jamba: state_size numbers per channel, and the convolution over the channels."""
-    width = fields.get("mamba_expand", default=2) * fields.get("hidden_size")
-    matrix = width * fields.get("mamba_d_state") * _recurrent_type(fields, dtype_bytes)
-    return int(matrix + (fields.get("mamba_d_conv") - 1) * width * dtype_bytes)
-
-
-def _recurrent_type(fields: Fields, otherwise: int) -> int:
-    """Return the bytes of one number of the recurrent matrix."""
-    named = fields.get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
-    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(named), otherwise)

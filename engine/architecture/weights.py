@@ -64,7 +64,11 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         reason = f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"
         return Weights(0, "unknown", exact=False, notes=(reason,))
     if (quantization := quantization_of(fields)) is not None:
-        note = _quantization_note(quantization, dtype_bytes)
+        bits = (("matrices", quantization.linear_bits), ("experts", quantization.expert_bits))
+        counted = f"its numbers count as {', '.join(f'{name} {each:.3g} bits' for name, each in bits if each)} each"
+        if not quantization.known:
+            counted = f"weights count {dtype_bytes} bytes each"
+        note = f"the checkpoint is quantised ({quantization.method}); without its files {counted}"
         return Weights(quantised_bytes(parameters, quantization, dtype_bytes), "config", exact=False, notes=(note,))
     return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
 
@@ -97,15 +101,6 @@ def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_by
     return plain * dtype_bytes + round(packed)
 
 
-def _quantization_note(quantization: Quantization, dtype_bytes: int) -> str:
-    """Say how quantised weights without files are counted, which makes their size an estimate."""
-    lead = f"the checkpoint is quantised ({quantization.method}); without its files"
-    if not quantization.known:
-        return f"{lead} weights count {dtype_bytes} bytes each"
-    sizes = (("matrices", quantization.linear_bits), ("experts", quantization.expert_bits))
-    return f"{lead} its numbers count as {', '.join(f'{name} {bits:.3g} bits' for name, bits in sizes if bits)} each"
-
-
 def _safetensors_files(directory: Path) -> list[Path]:
     """Return the weight files; none if a shard is missing, because the sum would be wrong."""
     if (directory / _INDEX).is_file():
@@ -124,26 +119,20 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weight
         for name, tensor in _header(file).items():
             if name == "__metadata__" or (tied and name == "lm_head.weight"):
                 continue
-            size = _loaded_bytes(tensor, dtype_bytes)
+            is_float = tensor["dtype"] in _FLOATS
+            start, end = tensor["data_offsets"]
+            size = math.prod(tensor["shape"]) * dtype_bytes if is_float else end - start
             match = _MTP_TENSORS.match(name)
             if match and (match["layer"] is None or int(match["layer"]) >= layers):
                 left_out += size
                 continue
             count += size
-            if tensor["dtype"] not in _FLOATS:
+            if not is_float:
                 stored.add(tensor["dtype"])
     notes = [f"tensors of type {', '.join(sorted(stored))} count as stored"] if stored else []
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files predict several tokens at once (MTP) and are not loaded")
     return Weights(count, "safetensors", exact=True, notes=tuple(notes))
-
-
-def _loaded_bytes(tensor: Mapping[str, Any], dtype_bytes: int) -> int:
-    """Return the bytes of one tensor: floating-point numbers in the serving type, others as stored."""
-    if tensor["dtype"] in _FLOATS:
-        return int(math.prod(tensor["shape"])) * dtype_bytes
-    start, end = tensor["data_offsets"]
-    return int(end - start)
 
 
 def _header(file: Path) -> dict[str, Any]:
