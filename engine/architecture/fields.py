@@ -47,7 +47,10 @@ class ConfigCache:
         """Return the kept answer `name`, or else call `ask` and keep its result, which must be plain JSON."""
         if name not in self._answers:
             self._answers[name] = ask()
-            self._save()
+            try:
+                replace_file(self._path, json.dumps(self._answers))
+            except (OSError, TypeError) as problem:
+                logger.debug("%s cannot be written: %s", self._path, problem)
         return self._answers[name]
 
     @cached_property
@@ -64,12 +67,6 @@ class ConfigCache:
             logger.debug("no answers are kept in %s: %s", self._path, problem)
             return {}
         return found if isinstance(found, dict) else {}
-
-    def _save(self) -> None:
-        try:
-            replace_file(self._path, json.dumps(self._answers))
-        except (OSError, TypeError) as problem:
-            logger.debug("%s cannot be written: %s", self._path, problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def model_flops(
             named = fields.model_type or "a model without model_type"
             raise ModelError(f"{named} cannot be simulated: its parameters cannot be counted from its config")
         reader = LayerReader(fields, dtype_bytes)
-        groups = reader.geometry().groups
+        geometry = reader.geometry()
         layers = len(reader.layer_names())
         vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
         count, chosen = (fields.num_experts, fields.experts_per_token) if parameters.experts else (0, 0)
@@ -102,13 +102,13 @@ def model_flops(
             experts_per_token=int(chosen),
             head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
             vector_bytes=layers * vectors * dtype_bytes,
-            state_bytes=2.0 * sum(group.layers * group.state_bytes for group in groups),
+            state_bytes=2.0 * geometry.state_bytes_per_seq,
             attention=tuple(
                 _attention(group, fields, reader, kv_dtype_bytes or dtype_bytes)
-                for group in groups
+                for group in geometry.groups
                 if group.kind != "state"
             ),
-            window=max((group.window for group in groups if group.window is not None), default=None),
+            window=geometry.window,
         )
 
 

@@ -30,8 +30,7 @@ def _layer_norm(size: int) -> int:
 
 
 def _dense(rows: int, columns: int) -> int:
-    """Count a matrix with its bias."""
-    return rows * columns + rows
+    return rows * columns + rows  # the matrix and its bias
 
 
 def _plain_block(hidden: int, inner: int) -> int:

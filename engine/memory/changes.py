@@ -210,7 +210,6 @@ class _Search:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a setting's value as a user would type it."""
     if name == "kv_cache_memory_bytes":
         return f"{value // _MIB}MiB"
     return f"{value:.2f}" if name == "gpu_memory_utilization" else str(value)

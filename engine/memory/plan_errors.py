@@ -60,7 +60,6 @@ def _parts(plan: MemoryPlan, kv_bytes: int) -> str:
 
 
 def _budget(plan: MemoryPlan) -> str:
-    """Return how the budget of a GPU is computed."""
     share = f"{plan.utilisation:g} of {human_bytes(plan.device.total)}"
     if plan.budget_bytes < math.floor(plan.device.total * plan.utilisation):
         return f"{share}, but other programs hold {human_bytes(plan.device.used_by_others)}"
@@ -68,7 +67,6 @@ def _budget(plan: MemoryPlan) -> str:
 
 
 def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
-    """Return ways to give a GPU's plan `need` bytes."""
     device = plan.device
     utilisation = math.ceil(100 * need / device.total) / 100
     remedies = []

@@ -122,11 +122,14 @@ def _plan_for_context(
         confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
         notes=(*geometry.notes, *shape.weights.notes, *shape.notes),
     )
-    return _with_length(_with_blocks(plan, config), config)
+    return _with_kv(plan, config)
 
 
-def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Divide what is left for KV into blocks."""
+def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
+    """Divide what is left for KV into blocks, and check that one request of max_model_len fits.
+
+    If the user did not set max_model_len, it is lowered to what fits.
+    """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
         wanted = config.num_gpu_blocks_override * plan.block_bytes
@@ -139,14 +142,9 @@ def _with_blocks(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     available = max(0, min(wanted, room))
     plan = replace(plan, available_kv_bytes=available, num_blocks=available // plan.block_bytes)
     if wanted > room:
-        return replace(plan, problem=plan_errors.too_large(plan, config, wanted))
-    if plan.num_blocks < plan.blocks_for(1):
-        return replace(plan, problem=plan_errors.no_room(plan, config))
-    return plan
-
-
-def _with_length(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Check that one request of max_model_len fits, or lower max_model_len to what fits if the user did not set it."""
+        plan = replace(plan, problem=plan_errors.too_large(plan, config, wanted))
+    elif plan.num_blocks < plan.blocks_for(1):
+        plan = replace(plan, problem=plan_errors.no_room(plan, config))
     if config.max_model_len is not None:
         if plan.blocks_for(config.max_model_len) > plan.num_blocks:
             return replace(plan, problem=plan.problem or plan_errors.too_long(plan, config))

@@ -33,18 +33,14 @@ class BloomModel:
         inner = self._model.transformer
         hidden = inner.word_embeddings_layernorm(inner.word_embeddings(input_ids))
         for index, block in enumerate(inner.h):
-            hidden = self._block(block, index, hidden, context)
+            after_norm = block.apply_residual_connection_post_layernorm
+            normed = block.input_layernorm(hidden)
+            hidden = self._attention(block.self_attention, index, normed, context) + (normed if after_norm else hidden)
+            normed = block.post_attention_layernorm(hidden)
+            hidden = block.mlp(normed, normed if after_norm else hidden)
         hidden = inner.ln_f(hidden)
         logits: Tensor = self._model.lm_head(hidden if logit_rows is None else hidden[logit_rows])
         return logits
-
-    def _block(self, block: Any, index: int, hidden: Tensor, context: PagedContext) -> Tensor:
-        after_norm = block.apply_residual_connection_post_layernorm
-        normed = block.input_layernorm(hidden)
-        hidden = self._attention(block.self_attention, index, normed, context) + (normed if after_norm else hidden)
-        normed = block.post_attention_layernorm(hidden)
-        output: Tensor = block.mlp(normed, normed if after_norm else hidden)
-        return output
 
     def _attention(self, attention: Any, index: int, hidden: Tensor, context: PagedContext) -> Tensor:
         fused = attention.query_key_value(hidden).view(-1, self.heads, 3, self.head_dim)
@@ -61,9 +57,6 @@ def alibi_slopes(heads: int) -> Tensor:
     next smaller power n, then every second slope of 2n heads.
     """
     power = 1 << int(math.log2(heads))
-    between = _geometric(2 * power)[::2][: heads - power]
-    return torch.tensor(_geometric(power) + between, dtype=torch.float32)
-
-
-def _geometric(count: int) -> list[float]:
-    return [2.0 ** (-8.0 * head / count) for head in range(1, count + 1)]
+    exponents = [8 * head / power for head in range(1, power + 1)]
+    exponents += [8 * head / (2 * power) for head in range(1, 2 * power, 2)][: heads - power]
+    return torch.tensor([2.0**-exponent for exponent in exponents], dtype=torch.float32)

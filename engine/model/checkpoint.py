@@ -79,7 +79,14 @@ def some(names: set[str] | list[str]) -> str:
 
 
 def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -> StateDict:
-    weight_map = _read_weight_map(index)
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{index}: is not a valid index (JSON with a weight_map): {one_line(error)}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index}: weight_map must map tensor names to file names")
+    if outside := {name for name in weight_map.values() if Path(name).name != name}:
+        raise ModelError(f"{index}: shards must lie beside the index, not at {some(outside)}")
     files = set(weight_map.values())
     if absent := {name for name in files if not (index.parent / name).is_file()}:
         raise ModelError(f"{index}: {len(absent)} of {len(files)} shards missing: {some(absent)}; download them again")
@@ -92,19 +99,6 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
             raise ModelError(f"{index.parent / file}: lacks tensors that the index places there: {some(unknown)}")
         state.update(shard)
     return state
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    """Read the map from tensor names to file names, which must lie in the index's own directory."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index}: is not a valid index (JSON with a weight_map): {one_line(error)}") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index}: weight_map must map tensor names to file names")
-    if outside := {name for name in weight_map.values() if Path(name).name != name}:
-        raise ModelError(f"{index}: shards must lie beside the index, not at {some(outside)}")
-    return weight_map
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:

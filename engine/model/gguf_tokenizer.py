@@ -89,7 +89,13 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         raise ModelError(
             f"{file.path}: tokenizer {model!r} is not supported; supported: gpt2 (BPE), llama (SentencePiece)"
         )
-    backend.add_tokens(_added_tokens(file))
+    qwen = SPLITS.get(str(file.metadata.get("tokenizer.ggml.pre"))) is _QWEN2
+    added = []  # control tokens, which are special, and user-defined ones, which are text that is always one token
+    for token, kind in zip(_tokens(file), file.metadata["tokenizer.ggml.token_type"], strict=True):
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN):
+            special = kind != TokenType.USER_DEFINED and not (qwen and token in _QWEN_TEXT_TOKENS)
+            added.append(AddedToken(token, special=special, normalized=False))
+    backend.add_tokens(added)
     _surround(file, backend, add_bos)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     named = {f"{role}_token": _token(file, f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}
@@ -111,7 +117,9 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
             "use the model's Hugging Face directory"
         )
     vocabulary = {token: index for index, token in enumerate(_tokens(file))}
-    merges = [_merge(pair) for pair in file.metadata.get("tokenizer.ggml.merges", ())]
+    # a merge is two tokens with a space between them; byte-level tokens contain no space
+    pairs = (pair.partition(" ") for pair in file.metadata.get("tokenizer.ggml.merges", ()))
+    merges = [(left, right) for left, _, right in pairs]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     if split.pattern is not None:
@@ -122,12 +130,6 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos
-
-
-def _merge(pair: str) -> tuple[str, str]:
-    """Split a merge, which is written as two tokens with a space between them; byte-level tokens contain no space."""
-    left, _, right = pair.partition(" ")
-    return left, right
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
@@ -163,18 +165,6 @@ def _merges_by_score(
             if left in vocabulary and right in vocabulary:
                 found.append((-score, vocabulary[left], vocabulary[right], left, right))
     return [(left, right) for *_, left, right in sorted(found)]
-
-
-def _added_tokens(file: GGUFFile) -> list[AddedToken]:
-    """Return control tokens, which are special, and user-defined tokens, which are text that is always one token."""
-    qwen = SPLITS.get(str(file.metadata.get("tokenizer.ggml.pre"))) is _QWEN2
-    types = file.metadata["tokenizer.ggml.token_type"]
-    added = []
-    for token, kind in zip(_tokens(file), types, strict=True):
-        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN):
-            special = kind != TokenType.USER_DEFINED and not (qwen and token in _QWEN_TEXT_TOKENS)
-            added.append(AddedToken(token, special=special, normalized=False))
-    return added
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from llmsched.engine.model.checkpoint import StateDict
-
 #: Files that hold a vocabulary. Without any of them transformers would return an empty tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
@@ -62,8 +60,14 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     else:
         from transformers import AutoConfig
 
-        described = _describe_config(source)
-        with _reading(source, described):
+        path = source.path / "config.json"
+        if not path.is_file():
+            beside = sorted(file.name for file in source.path.glob("*.gguf"))
+            hint = f"name a file in it, e.g. {beside[0]}" if beside else "expected a Hugging Face model directory"
+            raise ModelError(f"model {source.spec}: {source.path} has no config.json; {hint}")
+        raw = read_json_object(path)
+        described = raw.get("architectures") or raw.get("model_type") or "no architecture"
+        with _reading(source, f"config.json ({described})"):
             config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     check_supported(config, source.spec)
     return config
@@ -91,19 +95,33 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
     """Collect facts from the model's config, tokenizer and generation_config.json. Raises ModelError."""
-    generation = _generation_config(source)
+    if source.kind == "gguf":
+        from llmsched.engine.model.gguf_config import gguf_generation_config
+        from llmsched.engine.model.gguf_file import read_gguf
+
+        generation = gguf_generation_config(read_gguf(source.path))
+    else:
+        path = source.path / GENERATION_CONFIG
+        generation = read_json_object(path) if path.is_file() else {}
     with _reading(source, "eos_token_id"):
         ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
     limit, _ = max_position(read_fields(config))
     if limit is None:
         raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
+    # With do_sample: false only repetition_penalty counts, as in transformers; temperature stays the API's default.
+    names = (PENALTY_FIELD,) if generation.get("do_sample") is False else (*SAMPLING_FIELDS, PENALTY_FIELD)
+    defaults = {name: generation[name] for name in names if generation.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except (RequestError, TypeError) as error:
+        raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {one_line(error)}") from error
     return ModelInfo(
         name=source.name,
         architecture=architecture_of(config),
         vocab_size=config.vocab_size,
         max_position=int(limit),
         eos_token_ids=ends,
-        sampling_defaults=_sampling_defaults(source, generation),
+        sampling_defaults=defaults,
     )
 
 
@@ -122,9 +140,16 @@ def load_model(
     """
     import transformers
 
-    from llmsched.engine.model.checkpoint import with_progress
+    from llmsched.engine.model.checkpoint import open_checkpoint, with_progress
 
-    state = with_progress(_open_weights(source), f"loading {source.name}", progress)
+    if source.kind == "gguf":
+        from llmsched.engine.model.gguf_file import read_gguf
+        from llmsched.engine.model.gguf_weights import gguf_state_dict
+
+        weights = gguf_state_dict(read_gguf(source.path))
+    else:
+        weights = open_checkpoint(source.path)
+    state = with_progress(weights, f"loading {source.name}", progress)
     model_class = getattr(transformers, architecture_of(config))
     with _quiet_transformers():
         model, report = model_class.from_pretrained(
@@ -141,17 +166,6 @@ def load_model(
     _move(model, device, progress)
     loaded: PreTrainedModel = model.eval()
     return loaded
-
-
-def _open_weights(source: ModelSource) -> StateDict:
-    if source.kind == "gguf":
-        from llmsched.engine.model.gguf_file import read_gguf
-        from llmsched.engine.model.gguf_weights import gguf_state_dict
-
-        return gguf_state_dict(read_gguf(source.path))
-    from llmsched.engine.model.checkpoint import open_checkpoint
-
-    return open_checkpoint(source.path)
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
@@ -182,48 +196,11 @@ def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
     nn.Module.to(model, device)  # buffers
 
 
-def _describe_config(source: ModelSource) -> str:
-    """Describe config.json with its architectures, for messages. Raises ModelError if it is not a JSON object."""
-    path = source.path / "config.json"
-    if not path.is_file():
-        beside = sorted(file.name for file in source.path.glob("*.gguf"))
-        hint = f"name a file in it, e.g. {beside[0]}" if beside else "expected a Hugging Face model directory"
-        raise ModelError(f"model {source.spec}: {source.path} has no config.json; {hint}")
-    raw = read_json_object(path)
-    return f"config.json ({raw.get('architectures') or raw.get('model_type') or 'no architecture'})"
-
-
-def _generation_config(source: ModelSource) -> dict[str, Any]:
-    """Read generation_config.json, empty if there is none, or its equivalent in a GGUF file."""
-    if source.kind == "gguf":
-        from llmsched.engine.model.gguf_config import gguf_generation_config
-        from llmsched.engine.model.gguf_file import read_gguf
-
-        return gguf_generation_config(read_gguf(source.path))
-    path = source.path / GENERATION_CONFIG
-    return read_json_object(path) if path.is_file() else {}
-
-
 def _as_ids(value: Any) -> frozenset[int]:
     """Return token ids that are written as null, one number or a list."""
     if value is None:
         return frozenset()
     return frozenset(int(token_id) for token_id in (value if isinstance(value, list | tuple) else [value]))
-
-
-def _sampling_defaults(source: ModelSource, generation: dict[str, Any]) -> dict[str, float | int]:
-    """Return the defaults that generation_config.json sets for fields of requests.
-
-    With do_sample: false only its repetition_penalty counts, as in transformers; requests still sample at the API's
-    default temperature.
-    """
-    fields = (PENALTY_FIELD,) if generation.get("do_sample") is False else (*SAMPLING_FIELDS, PENALTY_FIELD)
-    defaults = {field: generation[field] for field in fields if generation.get(field) is not None}
-    try:
-        SamplingParams(**defaults)
-    except (RequestError, TypeError) as error:
-        raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {one_line(error)}") from error
-    return defaults
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,16 +38,11 @@ NUM_TOKENS = 33
 FULL, UNKNOWN = 0, -1
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Result of a probe: KV shapes by layer, and the width of the logits (more than the tokenizer may name)."""
+def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
+    """Return the KV shapes of the model's layers, and the width of its logits (more than the tokenizer may name).
 
-    layers: list[LayerShape]
-    vocab_size: int
-
-
-def probe(model: PreTrainedModel) -> Probed:
-    """Probe `model`; the recording attention stays set. Raises ModelError if it cannot be computed exactly."""
+    The recording attention stays set. Raises ModelError if the model cannot be computed exactly.
+    """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
@@ -68,7 +62,7 @@ def probe(model: PreTrainedModel) -> Probed:
     tolerance = 1e-2 * float(logits.abs().max())
     if not torch.allclose(logits, other_logits, rtol=0, atol=tolerance, equal_nan=True):
         raise ModelError(f"{name} mixes tokens outside attention (recurrent state, convolution): it cannot be served")
-    return Probed([layers[layer] for layer in range(num_layers)], logits.shape[0])
+    return [layers[layer] for layer in range(num_layers)], logits.shape[0]
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:

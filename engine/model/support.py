@@ -41,7 +41,7 @@ _OWN_ATTENTION = {
 }
 #: Classes by model type that are known to pass _check_class, and those that fail it because of their recurrent state.
 #: With these tables config.json decides most cases without importing transformers.
-_DECODERS = {
+DECODERS = {
     "bloom": "BloomForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -105,9 +105,12 @@ def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
 
     Returns whether that decides the matter, and the reason for a refusal, None if the model is accepted or undecided.
     """
-    config = _stated_config(content)
+    read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
+    config: Any = SimpleNamespace(**{name: content.get(name) for name in read})
+    text = nested_text(content)
+    config.get_text_config = lambda: config if text is None else text
     name = architecture_of(config)
-    known = _DECODERS.get(config.model_type) == name
+    known = DECODERS.get(config.model_type) == name
     reason = _check_kind(config) or _check_quantisation(config)
     if reason is None and _RECURRENT.get(config.model_type) == name:
         reason = _has_state(name)
@@ -119,14 +122,6 @@ def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
 def _refusal_of_class(config: PretrainedConfig) -> str | None:
     checks = (_check_kind, _check_quantisation, _check_class, _check_layers)
     return next((reason for check in checks if (reason := check(config))), None)
-
-
-def _stated_config(content: Mapping[str, Any]) -> Any:
-    """Return the attributes of a transformers config that the checks read, from the content of a config.json."""
-    read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
-    config = SimpleNamespace(**{name: content.get(name) for name in read})
-    config.get_text_config = lambda: config if nested_text(content) is None else nested_text(content)
-    return config
 
 
 def _check_kind(config: PretrainedConfig) -> str | None:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, BloomForCausalLM, PreTrainedModel
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.bloom import BloomModel
-from llmsched.engine.model.paged import LayerShape, PagedContext, PagedModel
+from llmsched.engine.model.paged import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
 
 IMPLEMENTATION = "llmsched_paged"
@@ -27,10 +27,8 @@ class TransformersModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        probed = probe(model)
+        self.layers, self.vocab_size = probe(model)
         set_attention(model, IMPLEMENTATION)
-        self.layers: list[LayerShape] = probed.layers
-        self.vocab_size: int = probed.vocab_size
         self._model = model
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
