@@ -13,7 +13,7 @@ from tiny_models import ARCHITECTURES, build_config
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.loader import load_config
 from llmsched.engine.model.source import locate
-from llmsched.engine.model.support import _DECODERS, _RECURRENT, TESTED, check_supported, refusal_of_file
+from llmsched.engine.model.support import _RECURRENT, DECODERS, TESTED, check_supported, refusal_of_file
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 QWEN3_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
@@ -112,14 +112,14 @@ def test_code_from_the_directory_is_never_run(tmp_path: Path) -> None:
         load_config(locate(spec))
 
 
-@pytest.mark.parametrize("model_type", sorted(_DECODERS | _RECURRENT))
+@pytest.mark.parametrize("model_type", sorted(DECODERS | _RECURRENT))
 def test_config_json_and_model_class_agree(model_type: str) -> None:
     from transformers import AutoConfig
 
-    name = (_DECODERS | _RECURRENT)[model_type]
+    name = (DECODERS | _RECURRENT)[model_type]
     config = AutoConfig.for_model(model_type, architectures=[name])
     content = {"model_type": model_type, "architectures": [name]}
-    if model_type in _DECODERS:
+    if model_type in DECODERS:
         check_supported(config, "m")
         assert refusal_of_file(content) == (True, None)
         return
