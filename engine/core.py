@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from llmsched.engine.output import OutputStream
 from llmsched.engine.prompt_changes import PromptChanges
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
 from llmsched.engine.scheduler.ledger import Entry
-from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.stats import EngineStats, StatsRecorder
 from llmsched.engine.step_loop import StepLoop
 
@@ -79,7 +77,7 @@ class Engine(StepLoop):
         self._recorder = StatsRecorder(self.scheduler, self.metrics, clock)
         self._streams: dict[str, OutputStream] = {}
         self._groups: dict[str, list[str]] = {}
-        self._seeds = random.Random(config.seed) if config.seed is not None else None
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ class Engine(StepLoop):
         if limit_queue:
             self.check_queue(len(self.scheduler.waiting), sampling.n)
         arrival = self.clock() if arrival_time is None else arrival_time
-        seed = self._seed_of(sampling)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         names = [_sequence_name(request_id, index) for index in range(sampling.n)]
         for index, name in enumerate(names):
@@ -131,7 +129,8 @@ class Engine(StepLoop):
                 token_ids=list(prompt_token_ids),
                 num_prompt_tokens=len(prompt_token_ids),
                 sampling=sampling,
-                seed=_choice_seed(seed, index),
+                # The first choice has the request's own seed, so that n does not change it.
+                seed=(seed + index * _GOLDEN_RATIO) & _SEED_MASK,
                 stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
                 arrival_time=arrival,
                 priority=priority,
@@ -182,22 +181,26 @@ class Engine(StepLoop):
         outputs = []
         for update in updates:
             stream = self._streams[update.request.request_id]
-            if (output := _take(stream, update)) is not None:
-                outputs.append(output)
-                self._account(stream, output, now)
+            try:
+                output = stream.take(update)
+            except Exception as error:  # it ends this output only
+                logger.exception("request %s, choice %d: its output failed", stream.group_id, stream.index)
+                message = f"its output failed with {type(error).__name__}; the log has more"
+                output = stream.end(FinishReason.ERROR, message)
+            if output is None:
+                continue
+            outputs.append(output)
+            if output.token_ids:
+                self._recorder.generation_tokens += len(output.token_ids)
+                stream.record(self.metrics, now)
+            if output.finish_reason is not None:
+                self.scheduler.finish(stream.request, output.finish_reason)
+                self._end(stream, output.finish_reason)
         self.prefixes.changes.update()
         self.metrics.observe("iteration_tokens_total", plan.num_tokens)
         self._recorder.steps += 1
         self._recorder.update()
         return outputs
-
-    def _account(self, stream: OutputStream, output: RequestOutput, now: float) -> None:
-        if output.token_ids:
-            self._recorder.generation_tokens += len(output.token_ids)
-            stream.record(self.metrics, now)
-        if output.finish_reason is not None:
-            self.scheduler.finish(stream.request, output.finish_reason)
-            self._end(stream, output.finish_reason)
 
     def _end(self, stream: OutputStream, reason: FinishReason) -> None:
         now = self.clock()
@@ -240,11 +243,6 @@ class Engine(StepLoop):
         self.scheduler.check_integrity()
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         assert waiting + running == len(self._streams), f"{len(self._streams)} streams, {running}+{waiting} requests"
-
-    def _seed_of(self, sampling: SamplingParams) -> int:
-        if sampling.seed is not None:
-            return sampling.seed
-        return self._seeds.getrandbits(63) if self._seeds is not None else secrets.randbits(63)
 
 
 class PrefixAdmin:
@@ -295,19 +293,5 @@ class PrefixAdmin:
         return self._kv.pins.states()
 
 
-def _take(stream: OutputStream, update: Update) -> RequestOutput | None:
-    """Return the output that a step adds to a stream; an exception ends this stream with an error, not the engine."""
-    try:
-        return stream.take(update)
-    except Exception as error:
-        logger.exception("request %s, choice %d: its output failed", stream.group_id, stream.index)
-        return stream.end(FinishReason.ERROR, f"its output failed with {type(error).__name__}; the log has more")
-
-
 def _sequence_name(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
-
-
-def _choice_seed(seed: int, index: int) -> int:
-    """Return the seed of a choice; the first choice has the request's own seed, so that n does not change it."""
-    return (seed + index * _GOLDEN_RATIO) & _SEED_MASK

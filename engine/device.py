@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from llmsched.engine.errors import ConfigError
 from llmsched.profiles.gpus import GpuSpec
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -74,7 +71,11 @@ def computes_bf16(device: str) -> bool:
         import torch
 
         return torch.cuda.get_device_capability()[0] >= _BF16_MAJOR
-    return bool(_BF16_FLAGS & _cpu_flags())
+    for line in _read(_CPUINFO).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return not _BF16_FLAGS.isdisjoint(value.split())
+    return False
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
@@ -102,10 +103,7 @@ def gpu_memory() -> DeviceMemory | None:
     Raises ConfigError if the driver of the GPU does not report its memory.
     """
     with _nvml() as nvml:
-        if nvml is None:
-            return None
-        handle = _visible_gpu(nvml)
-        if handle is None:
+        if nvml is None or (handle := _visible_gpu(nvml)) is None:
             return None
         try:
             # Version 2 reports the driver's reserve separately; CUDA cannot allocate it.
@@ -116,7 +114,7 @@ def gpu_memory() -> DeviceMemory | None:
         holders = _holders(nvml, handle)
         own = next((holder.used for holder in holders if holder.pid == os.getpid()), 0)
         others = tuple(holder for holder in holders if holder.pid != os.getpid())
-        name = _text(nvml.nvmlDeviceGetName(handle))
+        name = nvml.nvmlDeviceGetName(handle)
         bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= _BF16_MAJOR
         return DeviceMemory("cuda", name, total, max(0, used - own), others, bf16)
 
@@ -124,21 +122,17 @@ def gpu_memory() -> DeviceMemory | None:
 @contextmanager
 def _nvml() -> Iterator[Any]:
     """Yield the initialised NVML module, or None without a driver."""
+    import pynvml
+
     try:
-        import pynvml
-    except ImportError:
-        yield None
-        return
-    module: ModuleType = pynvml
-    try:
-        module.nvmlInit()
-    except module.NVMLError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         yield None
         return
     try:
-        yield module
+        yield pynvml
     finally:
-        module.nvmlShutdown()
+        pynvml.nvmlShutdown()
 
 
 def _visible_gpu(nvml: Any) -> Any:
@@ -164,19 +158,14 @@ def _holders(nvml: Any, handle: Any) -> list[Holder]:
             used |= {process.pid: int(process.usedGpuMemory) for process in listed(handle) if process.usedGpuMemory}
         except nvml.NVMLError:
             continue  # the other query may still work
-    largest = sorted(used.items(), key=lambda each: each[1], reverse=True)
-    return [Holder(pid, _process_name(nvml, pid), size) for pid, size in largest]
-
-
-def _process_name(nvml: Any, pid: int) -> str:
-    try:
-        return Path(_text(nvml.nvmlSystemGetProcessName(pid))).name
-    except nvml.NVMLError:
-        return "process"
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    holders = []
+    for pid, size in sorted(used.items(), key=lambda each: each[1], reverse=True):
+        try:
+            name = Path(nvml.nvmlSystemGetProcessName(pid)).name
+        except nvml.NVMLError:
+            name = "process"
+        holders.append(Holder(pid, name, size))
+    return holders
 
 
 def cpu_memory() -> DeviceMemory:
@@ -191,28 +180,13 @@ def cpu_memory() -> DeviceMemory:
     return DeviceMemory("cpu", name, total, total - available, computes_bf16=computes_bf16("cpu"))
 
 
-def _cpu_flags() -> frozenset[str]:
-    """Return the feature flags of the first processor in /proc/cpuinfo; empty where there is no such file."""
-    if not _CPUINFO.exists():
-        return frozenset()
-    for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
     """Return (limit, used) in bytes of every cgroup (v1 or v2) of this process that has a memory limit.
 
     Page cache that the kernel can reclaim (inactive_file) does not count as used.
     """
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
+    for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, names = root, ("memory.max", "memory.current")
@@ -223,25 +197,17 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgr
         # In a container the path is the host's and may not exist here, so try its parents up to the root as well.
         below = base / path.strip("/")
         for group in (below, *(parent for parent in below.parents if parent.is_relative_to(base))):
-            limit, used = (_number(group / name) for name in names)
-            if limit is not None and used is not None and limit < 1 << 60:
-                found.append((limit, max(0, used - _inactive_file(group / "memory.stat"))))
+            limit, used = (_read(group / name).strip() for name in names)
+            if limit.isdecimal() and used.isdecimal() and int(limit) < 1 << 60:  # a limit may also be "max"
+                stat = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+                inactive = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                found.append((int(limit), max(0, int(used) - inactive)))
     return found
 
 
-def _number(file: Path) -> int | None:
-    """Return the number in a cgroup file; None if the file is missing or says "max"."""
+def _read(file: Path) -> str:
+    """Return the text of a file of the kernel; "" if it is missing."""
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _inactive_file(file: Path) -> int:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+        return ""

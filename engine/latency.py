@@ -206,8 +206,8 @@ class Slo:
 
     def given(self) -> dict[str, float]:
         """Return the targets that are not None, by name."""
-        targets = {"ttft": self.ttft, "itl": self.itl, "tpot": self.tpot, "e2e": self.e2e}
-        return {name: limit for name, limit in targets.items() if limit is not None}
+        names = ("ttft", "itl", "tpot", "e2e")
+        return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
         """Return whether a request met each target. Undefined figures, such as ITL of one token, meet it."""

@@ -126,45 +126,9 @@ class EngineMetrics:
         """Set a gauge of _GAUGES."""
         self._gauges[gauge].set(value)
 
-    def first_token(self, ttft_s: float) -> None:
-        """Count the first token of an output."""
-        self.add("generation_tokens")
-        self.observe("time_to_first_token_seconds", ttft_s)
-
-    def token_gap(self, seconds: float, count: int = 1) -> None:
-        """Count `count` further tokens, each `seconds` after the one before."""
-        self.add("generation_tokens", count)
-        for _ in range(count):
-            self.observe("inter_token_latency_seconds", seconds)
-
-    def finished(
-        self,
-        reason: FinishReason,
-        *,
-        e2e_s: float,
-        prefill_s: float | None,
-        decode_s: float | None,
-        tpot_s: float | None,
-        prompt_tokens: int | None,
-        output_tokens: int,
-    ) -> None:
-        """Count a finished sequence. A time that is None (no first token, a single token) is not observed.
-
-        `prompt_tokens` is None for all choices of a request but one, so that its prompt counts once.
-        """
+    def finished(self, reason: FinishReason) -> None:
+        """Count a finished sequence."""
         self._finished[reason].inc()
-        if prompt_tokens is not None:
-            self.add("prompt_tokens", prompt_tokens)
-            self.observe("request_prompt_tokens", prompt_tokens)
-        self.observe("request_generation_tokens", output_tokens)
-        self.observe("e2e_request_latency_seconds", e2e_s)
-        for histogram, seconds in (
-            ("request_prefill_time_seconds", prefill_s),
-            ("request_decode_time_seconds", decode_s),
-            ("request_time_per_output_token_seconds", tpot_s),
-        ):
-            if seconds is not None:
-                self.observe(histogram, seconds)
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:
         """Count `count` admitted requests whose prefix hit ended for this reason; a full hit is not a miss."""

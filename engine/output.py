@@ -34,16 +34,32 @@ class OutputStream:
 
         If a stop string ends the output, `finish_reason` is set, and the caller must tell the scheduler.
         """
-        result = update.result
-        self._collect_prompt_logprobs(update)
-        if result.token_id is None and self.request.finish_reason is None:
+        request, result = self.request, update.result
+        # After a preemption the prompt is computed, and reported, again: keep only the new entries.
+        known = len(self._prompt_logprobs) - (update.start + 1)
+        self._prompt_logprobs.extend(result.prompt_logprobs[max(0, known) :])
+        if result.token_id is None and request.finish_reason is None:
             return None
         output = self._new_output()
         output.error = result.error
-        if result.token_id is not None:
-            self._add_token(output, result.token_id, result.logprob)
+        if (token_id := result.token_id) is not None:
+            output.token_ids = [token_id]
+            output.logprobs = None if result.logprob is None else [result.logprob]
+            stopped_by_id = request.finish_reason is FinishReason.STOP
+            if stopped_by_id:
+                output.stop_reason = None if token_id not in request.sampling.stop_token_ids else token_id
+            silent = stopped_by_id and not request.sampling.include_stop_str_in_output
+            piece = "" if silent else self._detokenizer.push(token_id)
+            output.pieces = [piece]
+            self._add_text(output, piece)
         if output.finish_reason is not None and not isinstance(output.stop_reason, str):
-            self._flush(output)
+            # Add the text that was held back: an incomplete character, then the beginning of a stop string.
+            tail = self._detokenizer.flush()
+            if output.pieces:
+                output.pieces[-1] += tail
+            self._add_text(output, tail)
+            if not isinstance(output.stop_reason, str):
+                output.text += self._stops.flush()
         return output
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
@@ -58,32 +74,30 @@ class OutputStream:
         request = self.request
         if self._last_token_time is None:
             request.first_token_time = now
-            metrics.first_token(now - request.arrival_time)
+            metrics.observe("time_to_first_token_seconds", now - request.arrival_time)
             self._record_queue_time(metrics)
         else:
-            metrics.token_gap(now - self._last_token_time)
+            metrics.observe("inter_token_latency_seconds", now - self._last_token_time)
+        metrics.add("generation_tokens")
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the latencies of the whole sequence."""
+        """Record the tokens and latencies of the whole sequence; a request's prompt counts once for all choices."""
         request, last = self.request, self._last_token_time
+        metrics.finished(reason)
+        if self.index == 0:
+            metrics.add("prompt_tokens", request.num_prompt_tokens)
+            metrics.observe("request_prompt_tokens", request.num_prompt_tokens)
+        metrics.observe("request_generation_tokens", request.num_output_tokens)
+        metrics.observe("e2e_request_latency_seconds", now - request.arrival_time)
         if last is None:
             self._record_queue_time(metrics)
-        prefill = decode = time_per_token = None
-        if request.first_token_time is not None and request.first_scheduled_time is not None and last is not None:
-            prefill = request.first_token_time - request.first_scheduled_time
-            decode = last - request.first_token_time
+        elif request.first_token_time is not None and request.first_scheduled_time is not None:
+            metrics.observe("request_prefill_time_seconds", request.first_token_time - request.first_scheduled_time)
+            metrics.observe("request_decode_time_seconds", last - request.first_token_time)
             ttft, e2e = request.first_token_time - request.arrival_time, last - request.arrival_time
-            time_per_token = tpot(ttft, e2e, request.num_output_tokens)
-        metrics.finished(
-            reason,
-            e2e_s=now - request.arrival_time,
-            prefill_s=prefill,
-            decode_s=decode,
-            tpot_s=time_per_token,
-            prompt_tokens=request.num_prompt_tokens if self.index == 0 else None,
-            output_tokens=request.num_output_tokens,
-        )
+            if (per_token := tpot(ttft, e2e, request.num_output_tokens)) is not None:
+                metrics.observe("request_time_per_output_token_seconds", per_token)
 
     def _record_queue_time(self, metrics: EngineMetrics) -> None:
         """Record the queue time, once per sequence, if the sequence was ever scheduled."""
@@ -107,23 +121,6 @@ class OutputStream:
             output.prompt_logprobs, self._prompt_logprobs_due = self._prompt_logprobs, False
         return output
 
-    def _collect_prompt_logprobs(self, update: Update) -> None:
-        """Keep the new entries: after a preemption the prompt is computed, and reported, again."""
-        known = len(self._prompt_logprobs) - (update.start + 1)
-        self._prompt_logprobs.extend(update.result.prompt_logprobs[max(0, known) :])
-
-    def _add_token(self, output: RequestOutput, token_id: int, logprob: TokenLogprob | None) -> None:
-        request = self.request
-        output.token_ids = [token_id]
-        output.logprobs = None if logprob is None else [logprob]
-        stopped_by_id = request.finish_reason is FinishReason.STOP
-        if stopped_by_id:
-            output.stop_reason = None if token_id not in request.sampling.stop_token_ids else token_id
-        silent = stopped_by_id and not request.sampling.include_stop_str_in_output
-        piece = "" if silent else self._detokenizer.push(token_id)
-        output.pieces = [piece]
-        self._add_text(output, piece)
-
     def _add_text(self, output: RequestOutput, piece: str) -> None:
         """Add text to an output, up to a stop string. Stop strings count only after min_tokens."""
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
@@ -133,12 +130,3 @@ class OutputStream:
         output.text += text
         if stop is not None:
             output.finish_reason, output.stop_reason = FinishReason.STOP, stop
-
-    def _flush(self, output: RequestOutput) -> None:
-        """Add the text that was held back: an incomplete character, then the beginning of a stop string."""
-        tail = self._detokenizer.flush()
-        if output.pieces:
-            output.pieces[-1] += tail
-        self._add_text(output, tail)
-        if not isinstance(output.stop_reason, str):
-            output.text += self._stops.flush()

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmsched.engine.kv.misses import SPREAD, WINDOW, ChangingPrompts, PromptWatch
+from llmsched.engine.kv.misses import SPREAD, WINDOW, PromptWatch
 from llmsched.engine.metrics import EngineMetrics
 
 if TYPE_CHECKING:
@@ -70,16 +70,13 @@ class PromptChanges:
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)
         if found is None:
             return None
-        change = self._with_text(found)
+        cut = found.position - found.start
+        one, two = (Example(self._text(ids[:cut]), self._text(ids[cut:])) for ids in found.examples)
+        change = PromptChange(found.position, found.count, found.window, (one, two), found.private)
         if abs(change.position - self._logged) >= SPREAD:
             self._logged = change.position
             logger.warning("%s", change)
         return change
-
-    def _with_text(self, found: ChangingPrompts) -> PromptChange:
-        cut = found.position - found.start
-        one, two = (Example(self._text(ids[:cut]), self._text(ids[cut:])) for ids in found.examples)
-        return PromptChange(found.position, found.count, found.window, (one, two), found.private)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractAsyncContextManager
 
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.request import RequestOutput
@@ -15,11 +14,11 @@ from llmsched.engine.request import RequestOutput
 MAX_PENDING_OUTPUTS = 256
 
 
-class RequestStream:
+class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
     """Asynchronous iterator over the outputs of one request; ends when all its choices have ended.
 
     Raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
-    after `submit` returned. Leaving the stream early (`aclose`, `async with`) aborts the request. Used on the event
+    after `submit` returned. Leaving its `async with` block early aborts the request. Used on the event
     loop only.
     """
 
@@ -35,14 +34,14 @@ class RequestStream:
         """Add an output without blocking. With MAX_PENDING_OUTPUTS unread, merge it into the last one of its choice."""
         if output.finished:
             self._unfinished -= 1
-        if len(self._pending) >= MAX_PENDING_OUTPUTS and (last := self._last_pending(output.index)) is not None:
-            _merge(last, output)
-        else:
+        last = None
+        if len(self._pending) >= MAX_PENDING_OUTPUTS:
+            last = next((pending for pending in reversed(self._pending) if pending.index == output.index), None)
+        if last is None:
             self._pending.append(output)
+        else:
+            _merge(last, output)
         self._ready.set()
-
-    def _last_pending(self, index: int) -> RequestOutput | None:
-        return next((output for output in reversed(self._pending) if output.index == index), None)
 
     def fail(self, error: LlmschedError) -> None:
         """End the stream with an error, which the reader gets after the pending outputs."""
@@ -55,12 +54,9 @@ class RequestStream:
         return self._unfinished == 0 or self._error is not None
 
     def abort(self) -> None:
-        """End the request, whatever its state."""
+        """End the request unless it has ended."""
         if not self.finished:
             self._abort(self.request_id)
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
 
     async def __anext__(self) -> RequestOutput:
         while not self._pending:
@@ -72,16 +68,7 @@ class RequestStream:
             await self._ready.wait()
         return self._pending.popleft()
 
-    async def aclose(self) -> None:
-        """Abort the request unless it has ended."""
-        self.abort()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.abort()
 
 

@@ -88,9 +88,14 @@ class StatsRecorder:
             metrics.kv_usage(scheduler.kv_usage())
             self._next_use = self._clock() + _USE_INTERVAL_S
         if scheduler.counters != self._recorded:
-            self._record_counters()
-        if scheduler.kv.prefix_cache.misses.counts != self._recorded_misses:
-            self._record_misses()
+            for metric, counter in _COUNTED.items():
+                metrics.add(metric, getattr(scheduler.counters, counter) - getattr(self._recorded, counter))
+            self._recorded = replace(scheduler.counters)
+        misses = scheduler.kv.prefix_cache.misses.counts
+        if misses != self._recorded_misses:
+            for kind, count in (misses - self._recorded_misses).items():
+                metrics.prefix_miss(kind, count)
+            self._recorded_misses = misses.copy()
 
     def stats(self) -> EngineStats:
         """Return the current state."""
@@ -116,15 +121,3 @@ class StatsRecorder:
             finished=dict(self.finished),
             steps=self.steps,
         )
-
-    def _record_counters(self) -> None:
-        after = self._scheduler.counters
-        for metric, counter in _COUNTED.items():
-            self._metrics.add(metric, getattr(after, counter) - getattr(self._recorded, counter))
-        self._recorded = replace(after)
-
-    def _record_misses(self) -> None:
-        counts = self._scheduler.kv.prefix_cache.misses.counts
-        for kind, count in (counts - self._recorded_misses).items():
-            self._metrics.prefix_miss(kind, count)
-        self._recorded_misses = counts.copy()

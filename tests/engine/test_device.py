@@ -60,8 +60,8 @@ class FakeNvml(ModuleType):
             raise self.NVMLError("not supported")
         return SimpleNamespace(total=24 * GIB, reserved=2 * GIB, used=6 * GIB, free=16 * GIB)
 
-    def nvmlDeviceGetName(self, handle: str) -> bytes:
-        return b"NVIDIA L4"
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return "NVIDIA L4"
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
         return self.capability

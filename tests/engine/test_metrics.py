@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from engines import tokenizer
 from exposition import samples
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.request import FinishReason
+from llmsched.engine.output import OutputStream
+from llmsched.engine.request import FinishReason, Request, SamplingParams
 
 HISTOGRAMS = (
     "time_to_first_token_seconds",
@@ -36,8 +38,14 @@ def metrics() -> EngineMetrics:
     return EngineMetrics("demo", block_size=16, num_blocks=100)
 
 
-def finish(metrics: EngineMetrics, reason: FinishReason) -> None:
-    metrics.finished(reason, e2e_s=2.0, prefill_s=0.5, decode_s=1.0, tpot_s=0.1, prompt_tokens=7, output_tokens=11)
+def stream(index: int = 0) -> OutputStream:
+    """Return the output of a choice that arrived at 1 s, was scheduled at 1.5 s and has 11 tokens, its prompt 7."""
+    request = Request("r", [5] * 18, 7, SamplingParams(), 0, frozenset(), arrival_time=1.0, first_scheduled_time=1.5)
+    return OutputStream(request, "r", index, tokenizer())
+
+
+def finish(metrics: EngineMetrics, reason: FinishReason, index: int = 0) -> None:
+    stream(index).record_end(metrics, reason, now=3.0)
 
 
 @pytest.mark.parametrize("prefix", ["llmsched", "vllm"])
@@ -60,9 +68,9 @@ def test_info_has_the_size_of_the_cache(metrics: EngineMetrics) -> None:
 
 
 def test_tokens_are_counted_as_they_come(metrics: EngineMetrics) -> None:
-    metrics.first_token(0.25)
-    metrics.token_gap(0.02)
-    metrics.token_gap(0.03, count=2)
+    one = stream()
+    for time in (1.25, 1.27, 1.3, 1.33):
+        one.record(metrics, time)
     found = samples(metrics)
     assert found["llmsched:generation_tokens_total"] == 4
     assert found["llmsched:inter_token_latency_seconds_count"] == 3
@@ -84,20 +92,20 @@ def test_finished_requests_count_by_reason(metrics: EngineMetrics) -> None:  # C
 
 
 def test_undefined_times_are_not_observed(metrics: EngineMetrics) -> None:
-    metrics.finished(
-        FinishReason.ABORT, e2e_s=1, prefill_s=None, decode_s=None, tpot_s=None, prompt_tokens=5, output_tokens=0
-    )
+    stream().record_end(metrics, FinishReason.ABORT, now=2.0)
+    single = stream()
+    single.request.token_ids = [5] * 8
+    single.record(metrics, 2.0)
+    single.record_end(metrics, FinishReason.STOP, now=2.0)
     found = samples(metrics)
     assert found["llmsched:request_time_per_output_token_seconds_count"] == 0
-    assert found["llmsched:request_prefill_time_seconds_count"] == 0
-    assert found["llmsched:e2e_request_latency_seconds_count"] == 1
+    assert found["llmsched:request_prefill_time_seconds_count"] == 1
+    assert found["llmsched:e2e_request_latency_seconds_count"] == 2
 
 
 def test_a_prompt_of_several_choices_counts_once(metrics: EngineMetrics) -> None:
     finish(metrics, FinishReason.STOP)
-    metrics.finished(
-        FinishReason.STOP, e2e_s=1, prefill_s=None, decode_s=None, tpot_s=None, prompt_tokens=None, output_tokens=3
-    )
+    finish(metrics, FinishReason.STOP, index=1)
     found = samples(metrics)
     assert (found["llmsched:request_prompt_tokens_count"], found["llmsched:request_prompt_tokens_sum"]) == (1, 7)
     assert found["llmsched:prompt_tokens_total"] == 7
