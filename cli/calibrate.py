@@ -11,10 +11,9 @@ from llmsched.cli import render
 from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
 from llmsched.cli.profiles.apply import versions_table
-from llmsched.engine.errors import LlmschedError
 from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
-from llmsched.profiles.toml_files import ProfileError, check_directory
+from llmsched.profiles.toml_files import check_directory
 
 if TYPE_CHECKING:
     from llmsched.engine.calibration.timing import DeviceTimings
@@ -47,20 +46,14 @@ def calibrate(
       llmsched calibrate ./my-model --repeats 20 --json
     """
     spec = resolve_model(model)
-    try:
-        check_directory(calibration_dir())
-    except ProfileError as problem:
-        raise LlmschedError(str(problem)) from problem
+    check_directory(calibration_dir())
     with render.progress_bar() as progress:
         from llmsched.engine.calibration.timing import measure_device
 
         planner = open_planner(spec, progress)
         measured = measure_device(engine_options.config(spec), repeats, progress)
     calibration = _calibration(spec, planner, measured)
-    try:
-        path = save_calibration(calibration)
-    except ProfileError as problem:
-        raise LlmschedError(str(problem)) from problem
+    path = save_calibration(calibration)
     if as_json:
         render.emit_json(_as_json(spec, measured, calibration, repeats) | {"saved": path})
     else:
@@ -87,23 +80,18 @@ def _calibration(spec: str, planner: ModelPlanner, measured: DeviceTimings) -> C
             **{name: getattr(config, name) for name in limits},
         },
         versions=versions_table(),
-        steps=tuple(_steps(measured)),
+        # Errors are shares; `error_left_out` is of a fit to all other steps.
+        steps=tuple(
+            {
+                "step": step.name,
+                "measured_ms": step.seconds * 1e3,
+                "predicted_ms": step.seconds * (1 + error) * 1e3,
+                "error": error,
+                "error_left_out": left_out,
+            }
+            for step, error, left_out in zip(measured.steps, measured.fit.errors, measured.fit.left_out, strict=True)
+        ),
     )
-
-
-def _steps(measured: DeviceTimings) -> list[dict[str, Any]]:
-    """Tabulate measured and predicted step times. Errors are shares; `error_left_out` is of a fit to all others."""
-    rows = zip(measured.steps, measured.fit.errors, measured.fit.left_out, strict=True)
-    return [
-        {
-            "step": step.name,
-            "measured_ms": step.seconds * 1e3,
-            "predicted_ms": step.seconds * (1 + error) * 1e3,
-            "error": error,
-            "error_left_out": left_out,
-        }
-        for step, error, left_out in rows
-    ]
 
 
 def _as_json(spec: str, measured: DeviceTimings, calibration: Calibration, repeats: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from llmsched.cli import render
 from llmsched.cli.options.flags import flag
 from llmsched.engine.errors import LlmschedError
+from llmsched.profiles.toml_files import ProfileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,9 @@ def main() -> None:
         sys.exit(app(standalone_mode=False) or 0)
     except LlmschedError as problem:
         render.error(problem.text(flag))
+        sys.exit(2)
+    except ProfileError as problem:
+        render.error(str(problem))
         sys.exit(2)
     except typer.TyperException as problem:
         render.error(_usage(problem))

@@ -100,7 +100,7 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
         (
             check.name,
             "ok" if check.ok else "FAILED",
-            _tokens(check),
+            "equal" if check.tokens_equal else f"{len(check.divergences)} differ",
             check.detail,
             "-" if check.max_abs_logit_diff is None else f"{check.max_abs_logit_diff:.2g}",
             f"{check.tolerance:.2g}",
@@ -131,10 +131,6 @@ def _remarks(check: CaseResult) -> Iterator[str]:
         )
     if len(partings) > MAX_PARTINGS:
         yield f"{len(partings) - MAX_PARTINGS} more sequences differ"
-
-
-def _tokens(check: CaseResult) -> str:
-    return "equal" if check.tokens_equal else f"{len(check.divergences)} differ"
 
 
 def _name(subject: LoadedModel) -> str:

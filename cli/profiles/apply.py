@@ -77,21 +77,19 @@ def _other_model(profile: TunedProfile, model: str) -> list[tuple[str, Scalar, S
 
 
 def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> list[tuple[str, Scalar, Scalar]]:
-    was, now = profile.device, device_table(device) if simulate in (None, LOCAL) else _gpu_table(str(simulate))
-    found = []
+    if simulate is None or simulate == LOCAL:
+        now = device_table(device)
+    else:
+        try:
+            now = {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
+        except UnknownNameError:  # it is refused elsewhere
+            now = {}
+    was, found = profile.device, []
     if "name" in was and now and not same_gpu(str(was["name"]), str(now["name"])):
         found.append(("device", was["name"], now["name"]))
     if "cores" in was and now.get("kind") == "cpu" and was["cores"] != now["cores"]:
         found.append(("number of cores", was["cores"], now["cores"]))
     return found
-
-
-def _gpu_table(simulate: str) -> dict[str, Scalar]:
-    """Return the table [device] of a simulated GPU; empty for an unknown GPU, which is refused elsewhere."""
-    try:
-        return {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
-    except UnknownNameError:
-        return {}
 
 
 def device_table(device: str) -> dict[str, Scalar]:

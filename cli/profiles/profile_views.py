@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.calibrated import Calibration, calibration_dir, list_calibrations, load_calibration
 from llmsched.profiles.toml_files import ProfileError, Scalar
 from llmsched.profiles.tuned import TunedProfile, list_profiles, load_profile, profile_dir, profile_path
@@ -27,47 +26,30 @@ def list_entries() -> list[dict[str, Any]]:
     `summary` gives the settings of a "tuned" profile or the error of a "calibrated" cost model in words. `problem` says
     why a file cannot be read; all that it would state is then None.
     """
-    return [*map(_profile_entry, list_profiles()), *map(_calibration_entry, list_calibrations())]
+    profiles = [_entry(name, "tuned", load_profile) for name in list_profiles()]
+    return profiles + [_entry(name, "calibrated", load_calibration) for name in list_calibrations()]
 
 
-def _profile_entry(name: str) -> dict[str, Any]:
+def _entry(name: str, kind: str, load: Callable[[str], TunedProfile | Calibration | None]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": name, "kind": kind}
+    entry |= dict.fromkeys(("model", "device", "measured", "summary", "created", "problem"))
     try:
-        found = load_profile(name)
+        found = load(name)
     except ProfileError as problem:
-        return _entry(name, "tuned", problem=str(problem))
-    summary = ", ".join(f"{knob} {found.engine[knob]}" for knob in _KNOBS if knob in found.engine)
-    return _entry(name, "tuned", found, found.measured, summary)
-
-
-def _calibration_entry(name: str) -> dict[str, Any]:
-    try:
-        found = load_calibration(name)
-    except ProfileError as problem:
-        return _entry(name, "calibrated", problem=str(problem))
+        return entry | {"problem": str(problem)}
     if found is None:
-        return _entry(name, "calibrated", problem=f"calibration {calibration_dir() / name}.toml has just been removed")
-    return _entry(name, "calibrated", found, True, f"median error of step times {found.error:.1%}")
-
-
-def _entry(
-    name: str,
-    kind: str,
-    found: TunedProfile | Calibration | None = None,
-    measured: bool | None = None,
-    summary: str | None = None,
-    problem: str | None = None,
-) -> dict[str, Any]:
-    tables: tuple[Mapping[str, Scalar], ...] = ({}, {}) if found is None else (found.model, found.device)
-    model, device = (str(table.get("name", "")) or None for table in tables)
-    return {
-        "name": name,
-        "kind": kind,
-        "model": model,
-        "device": device,
+        return entry | {"problem": f"calibration {calibration_dir() / name}.toml has just been removed"}
+    if isinstance(found, Calibration):
+        measured, summary = True, f"median error of step times {found.error:.1%}"
+    else:
+        measured = found.measured
+        summary = ", ".join(f"{knob} {found.engine[knob]}" for knob in _KNOBS if knob in found.engine)
+    return entry | {
+        "model": str(found.model.get("name", "")) or None,
+        "device": str(found.device.get("name", "")) or None,
         "measured": measured,
         "summary": summary or None,
-        "created": None if found is None else _iso(found.created),
-        "problem": problem,
+        "created": _iso(found.created),
     }
 
 
@@ -103,16 +85,13 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Load a profile, or else the calibration of that name, as JSON. Raises LlmschedError if it cannot be read."""
-    try:
-        if not profile_path(name).exists() and name in list_calibrations():
-            calibration = load_calibration(name)
-            assert calibration is not None
-            content = {"kind": "calibrated", **asdict(calibration)}
-        else:
-            content = {"kind": "tuned", "path": str(profile_path(name)), **asdict(load_profile(name))}
-    except ProfileError as problem:
-        raise LlmschedError(str(problem)) from problem
+    """Load a profile, or else the calibration of that name, as JSON. Raises ProfileError if it cannot be read."""
+    if not profile_path(name).exists() and name in list_calibrations():
+        calibration = load_calibration(name)
+        assert calibration is not None
+        content = {"kind": "calibrated", **asdict(calibration)}
+    else:
+        content = {"kind": "tuned", "path": str(profile_path(name)), **asdict(load_profile(name))}
     return content | {"created": _iso(content["created"])}
 
 
@@ -141,12 +120,9 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
 def compare_profiles(first: str, second: str) -> dict[str, Any]:
     """Return the differing keys of each table with both values (null: not set); `result` compares the chosen settings.
 
-    Raises LlmschedError if a profile cannot be read.
+    Raises ProfileError if a profile cannot be read.
     """
-    try:
-        one, other = load_profile(first), load_profile(second)
-    except ProfileError as problem:
-        raise LlmschedError(str(problem)) from problem
+    one, other = load_profile(first), load_profile(second)
     found: dict[str, Any] = {table: _differences(getattr(one, table), getattr(other, table)) for table in _TABLES}
     found["measured"] = _differences({"measured": one.measured}, {"measured": other.measured})
     return {**found, "result": _differences(_result(one), _result(other))}

@@ -162,7 +162,7 @@ def long_prompt(bench: Bench) -> None:
     def load() -> list[TimedRequest]:
         return [*chats(120), TimedRequest("long", short + 30 * step, prompt(random.Random(3), 3000), 4)]
 
-    settings = {"1024 tokens": {}, f"target {1e3 * target:.0f} ms": {"target_itl": target}}
+    settings: dict[str, dict[str, Any]] = {"1024 tokens": {}, f"target {1e3 * target:.0f} ms": {"target_itl": target}}
     outcomes = bench.compare(load, settings)
     rows(
         "(b) 3k prompt among 8 chats: P99 ITL of the chats",

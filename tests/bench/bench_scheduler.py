@@ -40,7 +40,7 @@ def loaded_scheduler(
 
     Prompt lengths differ by up to `spread` tokens. The pool has `blocks_each` blocks for each running request.
     """
-    config = resolved(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)  # type: ignore[arg-type]
+    config = resolved(max_num_seqs=running, max_num_batched_tokens=8192, scheduling_policy=policy)
     kv = KVManager(running * blocks_each, KVLayout(16))
     scheduler = make_scheduler(kv, config, time.monotonic)
     for length in range(100, 400, 3):
@@ -82,7 +82,7 @@ def decoding(running: int, waiting: int) -> list[tuple[float, float]]:
 def quiet(running: int, waiting: int) -> list[tuple[float, float]]:
     """Use requests of one length: one step in BLOCK crosses a boundary, and the others are measured."""
     scheduler = loaded_scheduler(running, waiting, spread=1)
-    times = []
+    times: list[tuple[float, float]] = []
     while len(times) < STEPS:
         free, taken = scheduler.kv.pool.num_free, step(scheduler)
         if scheduler.kv.pool.num_free == free:

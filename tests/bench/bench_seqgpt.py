@@ -49,8 +49,8 @@ KV_BYTES_PER_TOKEN = 24 * 2 * 1024 * 2
 def write_model(directory: Path) -> None:
     """Write a model of bigscience/bloom-560m's shape in bfloat16, and a tokenizer to make prompts with."""
     torch.manual_seed(0)
-    config = BloomConfig(vocab_size=250_880, hidden_size=1024, n_layer=24, n_head=16, seq_length=RESERVED)
-    BloomForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    shape = {"vocab_size": 250_880, "hidden_size": 1024, "n_layer": 24, "n_head": 16, "seq_length": RESERVED}
+    BloomForCausalLM(BloomConfig.from_dict(shape)).bfloat16().save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
 
 
