@@ -10,8 +10,6 @@ from typing import Any
 
 from llmsched.profiles.toml_files import find_entry, shipped_table
 
-_FOLDER = Path(__file__).parent / "workloads"
-
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
@@ -26,10 +24,10 @@ class ShippedWorkload:
 @cache
 def workloads() -> Mapping[str, ShippedWorkload]:
     """Return all workloads of workloads.toml by name."""
-    found = {}
+    folder, found = Path(__file__).parent / "workloads", {}
     for name, entry in shipped_table("workloads/workloads.toml").items():
         about, file = entry.pop("about"), entry.pop("file", None)
-        found[name] = ShippedWorkload(name, about, None if file is None else _FOLDER / file, entry)
+        found[name] = ShippedWorkload(name, about, None if file is None else folder / file, entry)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Timing of a device: steps, the overhead of serving, and copies to host memory."""
+"""Timing of a device: choice and times of its steps, the overhead of serving, and copies to host memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, MeasuredStep, fit, non_negative
-from llmsched.engine.calibration.sample_steps import StepLimits, choose_steps
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
@@ -27,6 +26,11 @@ from llmsched.engine.service import AsyncEngine
 if TYPE_CHECKING:
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
+#: Rows of a step: (context, new tokens) each.
+Rows = tuple[tuple[int, int], ...]
+
+#: Contexts in tokens, each up to a share of the longest sequence.
+_CONTEXTS = ((64, 1 / 8), (512, 1 / 4), (2048, 1 / 2))
 #: Fewest steps from which the coefficients can be fitted.
 MIN_STEPS = 12
 #: Numbers of sequences served together to measure the overhead, tokens of each, and repeats.
@@ -36,6 +40,59 @@ _REPEATS = 3
 #: Host memory for the measured copies if the config has none, and the most blocks copied in one step.
 _SWAPPING: Mapping[str, Any] = {"swap_space": 256 << 20, "preemption_mode": "auto"}
 _MAX_SWAPPED = 64
+
+
+class StepLimits(NamedTuple):
+    """Limits of an engine: tokens and sequences in a step, tokens in a sequence and in all blocks."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    kv_tokens: int
+
+    @property
+    def max_rows(self) -> int:
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def allow(self, rows: Rows) -> bool:
+        """Return whether the engine could plan a step of these rows."""
+        lengths = [context + tokens for context, tokens in rows]
+        return (
+            len(rows) <= self.max_num_seqs
+            and sum(tokens for _, tokens in rows) <= self.max_num_batched_tokens
+            and max(lengths) <= self.max_model_len
+            and sum(lengths) <= self.kv_tokens
+        )
+
+
+def choose_steps(limits: StepLimits) -> dict[str, Rows]:
+    """Return about twenty steps by name, fewer where the limits are tight."""
+    short, middle, long = (max(1, min(tokens, int(share * limits.max_model_len))) for tokens, share in _CONTEXTS)
+    most, largest = limits.max_rows, limits.max_num_batched_tokens
+    quarter = max(1, largest // 4)
+    counts = sorted({min(most, count) for count in (1, 4, 16, 64)} | {most})
+    steps: list[Rows] = [((context, 1),) * count for count, context in product(counts, (short, middle, long))]
+    sizes = sorted({min(16, largest), min(64, largest), quarter, max(1, largest // 2), largest})
+    steps += [((0, tokens),) for tokens in sizes]
+    steps += [((context, tokens),) for context, tokens in product((middle, long), (quarter, largest))]
+    steps.append(((0, quarter),) * 4)
+    for share, count, context in ((2, 4, middle), (1, 16, short), (4, 16, middle)):
+        if largest // share > count:
+            steps.append(((0, largest // share - count), *((context, 1),) * count))
+    return {describe(rows): rows for rows in steps if limits.allow(rows)}
+
+
+def describe(rows: Rows) -> str:
+    """Name a step, for example "4 decodes of 512 + prefill of 124 after 0"."""
+    decodes = [context for context, tokens in rows if tokens == 1]
+    prefills = [row for row in rows if row[1] > 1]
+    parts = []
+    if decodes:
+        parts.append(f"{len(decodes)} decode{'s' * (len(decodes) > 1)} of {decodes[0]}")
+    for context, tokens in dict.fromkeys(prefills):
+        times = prefills.count((context, tokens))
+        parts.append(f"{f'{times} x ' if times > 1 else ''}prefill of {tokens} after {context}")
+    return " + ".join(parts)
 
 
 class ServingOverhead(NamedTuple):

@@ -24,9 +24,6 @@ from llmsched.engine.executor.cost import StepShape
 from llmsched.profiles.engines import Efficiency, EngineSpec
 from llmsched.profiles.gpus import GpuSpec
 
-#: Share of the host link's rate that copies from page-locked memory reach.
-SWAP_SHARE = 0.8
-
 
 class Roofline:
     """StepCost of one model on one GPU under one class of engines.
@@ -57,7 +54,7 @@ class Roofline:
             (a.windowed, a.decode_flops / (attention_rate if a.latent else decode_rate)) for a in work.attention
         )
         self._kv = _sums((a.windowed, a.kv_bytes / (gpu.bandwidth * share.kv)) for a in work.attention)
-        self._swap = 1 / (gpu.host_bandwidth * SWAP_SHARE)
+        self._swap = 1 / (gpu.host_bandwidth * 0.8)  # copies from page-locked memory reach 80 % of the link's rate
 
     def seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step. Fields of `shape` may be numpy arrays of one length; then so is the result."""

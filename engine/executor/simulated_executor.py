@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.cost import StepCost, shape_of
@@ -20,6 +21,7 @@ class VirtualClock:
         return self.now
 
 
+@dataclass(frozen=True, slots=True)
 class SimulatedExecutor:
     """Advances `clock` by the cost of each step and makes up tokens.
 
@@ -27,29 +29,22 @@ class SimulatedExecutor:
     does. `per_swapped_block` are the seconds to copy one block to or from host memory.
     """
 
-    def __init__(
-        self,
-        cost: StepCost,
-        clock: VirtualClock,
-        output_length: Callable[[Sequence], int | None] = lambda _: None,
-        per_swapped_block: float = 0.0,
-    ) -> None:
-        self._cost = cost
-        self._per_swapped_block = per_swapped_block
-        self._clock = clock
-        self._output_length = output_length
+    cost: StepCost
+    clock: VirtualClock
+    output_length: Callable[[Sequence], int | None] = lambda _: None
+    per_swapped_block: float = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        swapping = self._per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
-        elapsed = self._cost.seconds(shape_of(plan, self._cost.window)) + swapping
-        self._clock.now += elapsed
+        swapping = self.per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
+        elapsed = self.cost.seconds(shape_of(plan, self.cost.window)) + swapping
+        self.clock.now += elapsed
         return StepResult([self._result(row) for row in plan.rows], elapsed, swapping)
 
     def _result(self, row: ScheduledRow) -> RowResult:
         if not row.sample:
             return RowResult()
         sequence = row.sequence
-        length = self._output_length(sequence)
+        length = self.output_length(sequence)
         if length is not None and sequence.num_output_tokens + 1 >= length and sequence.stop_ids:
             return RowResult(token_id=min(sequence.stop_ids))
         # Never a stop id, and different for each request, so that outputs do not look like shared prefixes.

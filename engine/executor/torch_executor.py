@@ -66,20 +66,14 @@ class TorchExecutor:
         self.num_blocks = num_blocks
         self._model = paged_model(model)
         self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, kv_dtype, self.device)
+        self.kv_cache_bytes = self._cache.num_bytes
+        #: Width of the logits. Only ids below it can be sampled or biased.
+        self.vocab_size = self._model.vocab_size
         self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
         self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
         #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return self._cache.num_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits. Only ids below it can be sampled or biased."""
-        return self._model.vocab_size
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step (see `Executor.execute`). `elapsed` is the wall time until all of it is computed."""

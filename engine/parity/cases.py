@@ -85,10 +85,6 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
     return PromptSet(general, edges, shared)
 
 
-#: Chunk sizes in tokens, besides block_size and block_size + 1.
-ODD_CHUNKS = (1, 7)
-
-
 @dataclass(frozen=True, slots=True)
 class ParityCase:
     """One engine, and the prompts it gets: all of a wave together, once the wave before has finished.
@@ -118,7 +114,7 @@ def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterato
     yield ParityCase("alone", one_by_one, longest, plenty, num_tokens)
     # The first prompt fills a step; later ones are split into chunks beside the decodes of earlier ones.
     yield ParityCase("mixed batch", (prompts.all,), 3 * block_size, plenty, num_tokens)
-    for size in sorted({*ODD_CHUNKS, block_size, block_size + 1}):
+    for size in sorted({1, 7, block_size, block_size + 1}):
         yield ParityCase(f"chunks of {size}", (prompts.general,), size, plenty, num_tokens)
 
     # The first prompt, followed by the same prompt beside prompts that share a beginning with it. Hits count single

@@ -12,8 +12,7 @@ from llmsched.engine.request import Request, RequestStatus
 from llmsched.engine.scheduler.backfill import Backfill
 from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import Detail, Ledger, SchedulerCounters
-from llmsched.engine.scheduler.peak_forecast import forecast_peak
-from llmsched.engine.scheduler.prediction import OutputPredictor
+from llmsched.engine.scheduler.prediction import OutputPredictor, forecast_peak
 from llmsched.engine.scheduler.token_budget import StepBuilder
 from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason
 
@@ -60,7 +59,7 @@ class Admission:
         self._try_again = False
         self._excluded: set[Request] = set()
         self._lane_places = 1.0
-        self._first_lacks = WaitReason.STEP
+        self.first_lacks = WaitReason.STEP
 
     def new_step(self) -> None:
         """Begin a step: no request has been preempted in it yet."""
@@ -75,7 +74,7 @@ class Admission:
     def exclude(self, request: Request) -> None:
         """Do not admit a request that was preempted in this step before the next one."""
         self._excluded.add(request)
-        self._first_lacks = WaitReason.MEMORY
+        self.first_lacks = WaitReason.MEMORY
         self.changed()
 
     @property
@@ -87,12 +86,6 @@ class Admission:
         if not self._waiting:
             return False
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
-
-    def wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return what the first waiting request lacks, now that `step` is planned."""
-        if self.is_full:
-            return WaitReason.MAX_RUNNING
-        return WaitReason.STEP if step.left <= 0 else self._first_lacks
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
         """Admit short requests while the fast lane's `lane` tokens last. Return those admitted.
@@ -227,7 +220,7 @@ class Admission:
 
     def _refused(self, request: Request, lacking: WaitReason) -> None:
         if request is self._waiting.first:
-            self._first_lacks = lacking
+            self.first_lacks = lacking
 
     def _bonus(self, request: Request) -> float:
         if request.num_tokens <= MIN_BONUS_HIT:  # the last token is never taken from the cache

@@ -12,9 +12,6 @@ MAX_ENTRIES = 256
 
 Detail = int | float | str
 
-#: Details in which a decision must equal the last one to be merged with it.
-_MUST_MATCH = ("reason", "by")
-
 
 @dataclass(slots=True)
 class SchedulerCounters:
@@ -56,14 +53,15 @@ class Ledger:
         self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
-        """Note a decision. One that repeats the last is merged with it and keeps the newest numbers.
+        """Note a decision. One that repeats the last, its "reason" and "by" included, is merged with it.
 
-        A request with MAX_ENTRIES entries keeps its first ones and the newest.
+        A merged entry has the newest numbers. A request with MAX_ENTRIES entries keeps its first ones and the newest.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
         last = entries[-1] if entries else None
-        if last is not None and last.what == what and all(last.details.get(k) == details.get(k) for k in _MUST_MATCH):
+        same = ("reason", "by")
+        if last is not None and last.what == what and all(last.details.get(k) == details.get(k) for k in same):
             last.details, last.until, last.count = details, now, last.count + 1
             return
         if len(entries) == MAX_ENTRIES:

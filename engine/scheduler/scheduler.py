@@ -128,7 +128,13 @@ class Scheduler:
         """Plan one step: secure memory for running requests, then decodes, partial prefills and admissions."""
         self.expire_pins()
         self.admission.new_step()
-        preempted = self._secure_memory() or self._make_room_for_class()
+        preempted = self._secure_memory()
+        if not preempted and self.admission.is_full and self.waiting:
+            first = self.waiting.first
+            if (victim := self.preemption.choose_victim_for(first, self.running)) is not None:
+                demand = self.kv.layout.num_blocks(first.num_tokens + self.predictor.remaining(first))
+                self._preempt(victim, "class", demand)
+                preempted = True
         decodes: list[Request] = []
         behind: list[Request] = []
         for request in self.running:
@@ -144,7 +150,9 @@ class Scheduler:
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
         """Return what keeps the first waiting request from being admitted, now that the step is planned."""
-        return self.admission.wait_reason(step)
+        if self.admission.is_full:
+            return WaitReason.MAX_RUNNING
+        return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self) -> bool:
         """Give each running request blocks for all its tokens; preempt others until the pool suffices."""
@@ -160,16 +168,6 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 self.kv.grow(request)
         return preempted
-
-    def _make_room_for_class(self) -> bool:
-        """Preempt a request for the first waiting one, if that is of a higher class and no more requests may run."""
-        if not (self.admission.is_full and self.waiting):
-            return False
-        first = self.waiting.first
-        if (victim := self.preemption.choose_victim_for(first, self.running)) is None:
-            return False
-        self._preempt(victim, "class", self.kv.layout.num_blocks(first.num_tokens + self.predictor.remaining(first)))
-        return True
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
         loss = self.preemption.decide(request, demand)

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from llmsched.engine.calibration.fit import KNEES, MeasuredStep, fit, non_negative
-from llmsched.engine.calibration.sample_steps import Rows, StepLimits, choose_steps, describe
-from llmsched.engine.calibration.timing import ServingOverhead, while_serving
+from llmsched.engine.calibration.timing import (
+    Rows,
+    ServingOverhead,
+    StepLimits,
+    choose_steps,
+    describe,
+    while_serving,
+)
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, shape_of, terms
 from llmsched.engine.request import SamplingParams, Sequence

@@ -17,8 +17,14 @@ from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, RequestStatus
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
-from llmsched.engine.scheduler.peak_forecast import expected_peak, future_peak, saturating_peak
-from llmsched.engine.scheduler.prediction import MIN_SAMPLES, WINDOW, OutputPredictor
+from llmsched.engine.scheduler.prediction import (
+    MIN_SAMPLES,
+    WINDOW,
+    OutputPredictor,
+    expected_peak,
+    future_peak,
+    saturating_peak,
+)
 from llmsched.engine.scheduler.token_budget import LEAST_PREFILL, WARN_AFTER, Pacer
 
 
