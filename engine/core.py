@@ -74,9 +74,10 @@ class Engine(StepLoop):
         if plan is not None:
             self.metrics.add_memory(plan.parts, self.scheduler.kv_usage())
         self.prefixes = PrefixAdmin(self)
-        self._recorder = StatsRecorder(self.scheduler, self.metrics, clock)
+        self.recorder = StatsRecorder(self.scheduler, self.metrics, clock)
         self._streams: dict[str, OutputStream] = {}
-        self._groups: dict[str, list[str]] = {}
+        #: Names of the sequences that have not ended, by request id.
+        self.open_sequences: dict[str, list[str]] = {}
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._finish_times: deque[float] = deque(maxlen=64)
 
@@ -114,7 +115,7 @@ class Engine(StepLoop):
         `arrival_time` is a time of the engine's clock; None is now. Raises RequestError for a request that can never be
         served and, with `limit_queue`, QueueFullError if more than max_queue_size requests would wait.
         """
-        if request_id in self._groups:
+        if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, sampling)
         if limit_queue:
@@ -138,25 +139,19 @@ class Engine(StepLoop):
             )
             self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
             self.scheduler.add(request)
-        self._groups[request_id] = names
-        self._recorder.prompt_tokens += len(prompt_token_ids)
-        self._recorder.update()
-
-    def compute_pin(self, pin: PinState, token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
-        """Queue a request that computes a pinned prefix, unless one is queued already."""
-        name = f"{pin.pin_id} of this engine"
-        if name not in self._groups:
-            self.add_request(name, token_ids[: pin.num_tokens], sampling, cache_salt=cache_salt, limit_queue=False)
+        self.open_sequences[request_id] = names
+        self.recorder.prompt_tokens += len(prompt_token_ids)
+        self.recorder.update()
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in any state and return its last outputs; ignore an unknown or finished one."""
         outputs = []
-        for name in list(self._groups.get(request_id, ())):
+        for name in list(self.open_sequences.get(request_id, ())):
             stream = self._streams[name]
             self.scheduler.finish(stream.request, FinishReason.ABORT)
             outputs.append(stream.end(FinishReason.ABORT))
             self._end(stream, FinishReason.ABORT)
-        self._recorder.update()
+        self.recorder.update()
         return outputs
 
     def retry_after(self) -> float:
@@ -191,42 +186,39 @@ class Engine(StepLoop):
                 continue
             outputs.append(output)
             if output.token_ids:
-                self._recorder.generation_tokens += len(output.token_ids)
+                self.recorder.generation_tokens += len(output.token_ids)
                 stream.record(self.metrics, now)
             if output.finish_reason is not None:
                 self.scheduler.finish(stream.request, output.finish_reason)
                 self._end(stream, output.finish_reason)
         self.prefixes.changes.update()
         self.metrics.observe("iteration_tokens_total", plan.num_tokens)
-        self._recorder.steps += 1
-        self._recorder.update()
+        self.recorder.steps += 1
+        self.recorder.update()
         return outputs
 
     def _end(self, stream: OutputStream, reason: FinishReason) -> None:
         now = self.clock()
         stream.record_end(self.metrics, reason, now)
-        self._recorder.finished[reason] += 1
+        self.recorder.finished[reason] += 1
         self._finish_times.append(now)
         name = stream.request.request_id
         del self._streams[name]
-        self._groups[stream.group_id].remove(name)
-        if not self._groups[stream.group_id]:
-            del self._groups[stream.group_id]
+        names = self.open_sequences[stream.group_id]
+        names.remove(name)
+        if not names:
+            del self.open_sequences[stream.group_id]
 
     # -- state ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return the state after the latest step."""
-        return self._recorder.stats()
-
-    def update_metrics(self) -> None:
-        """Update the metrics after a change outside of a step."""
-        self._recorder.update()
+        return self.recorder.stats()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits as `StepLoop.reconfigure` does, and update the metrics."""
         super().reconfigure(**limits)
-        self._recorder.update()
+        self.recorder.update()
 
     def explain(self, request_id: str) -> list[Timeline]:
         """Return what the scheduler decided about each sequence of a request; empty if it is unknown or too old."""
@@ -256,7 +248,7 @@ class PrefixAdmin:
     def reset(self) -> None:
         """Forget the KV of all prompts that are neither running nor pinned."""
         self._kv.pool.drop_cached()
-        self._engine.update_metrics()
+        self._engine.recorder.update()
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
         """Compute and keep the KV of the whole blocks of a prefix for `ttl` seconds (None: until unpinned).
@@ -271,20 +263,21 @@ class PrefixAdmin:
         engine.check(token_ids, sampling)
         engine.scheduler.expire_pins()
         pin = self._kv.pins.pin(token_ids, cache_salt, ttl, engine.clock())
-        if pin.num_written_tokens < pin.num_tokens:
-            engine.compute_pin(pin, token_ids, sampling, cache_salt)
-        engine.update_metrics()
+        name = f"{pin.pin_id} of this engine"
+        if pin.num_written_tokens < pin.num_tokens and name not in engine.open_sequences:
+            engine.add_request(name, token_ids[: pin.num_tokens], sampling, cache_salt=cache_salt, limit_queue=False)
+        engine.recorder.update()
         return pin
 
     def unpin(self, pin_id: str) -> None:
         """Release a pinned prefix. Raises RequestError if there is no pin of that id."""
         self._engine.scheduler.unpin(pin_id)
-        self._engine.update_metrics()
+        self._engine.recorder.update()
 
     def expire(self) -> float | None:
         """Release the pins whose time is over; return when the next one expires, by the engine's clock."""
         self._engine.scheduler.expire_pins()
-        self._engine.update_metrics()
+        self._engine.recorder.update()
         return self._kv.pins.next_expiry()
 
     def pins(self) -> list[PinState]:

@@ -54,7 +54,8 @@ class Arrival(NamedTuple):
 class RequestLatency:
     """Latencies in seconds of a request that received at least one token.
 
-    `itl` has one sample per token after the first arrival. `worst_stall` is the longest gap between two arrivals, None
+    `itl` has one sample per token after the first arrival: the gap before its arrival, divided equally among the tokens
+    that arrived together. `worst_stall` is the longest gap between two arrivals, None
     for a single arrival. `tpot` is None for a single token.
     """
 
@@ -76,19 +77,12 @@ def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency
         ttft=ttft,
         e2e=e2e,
         tpot=tpot(ttft, e2e, sum(arrival.tokens for arrival in carried)),
-        itl=itl_samples(carried),
+        itl=tuple(
+            (after.time - before.time) / after.tokens
+            for before, after in pairwise(carried)
+            for _ in range(after.tokens)
+        ),
         worst_stall=None if stall is None else stall.seconds,
-    )
-
-
-def itl_samples(arrivals: Sequence[Arrival]) -> tuple[float, ...]:
-    """Return one sample per token: the gap before an arrival, divided equally among its tokens.
-
-    The first arrival has no sample; the time before it is TTFT.
-    """
-    carried = [arrival for arrival in arrivals if arrival.tokens > 0]
-    return tuple(
-        (after.time - before.time) / after.tokens for before, after in pairwise(carried) for _ in range(after.tokens)
     )
 
 

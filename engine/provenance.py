@@ -30,13 +30,8 @@ class Provenance:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that every JSON report has."""
-        return {
-            "measured": self.measured,
-            "calibration_error": self.calibration_error,
-            "published_error": self.published_error,
-            "refused_by_serve": self.refused_by_serve,
-            "where": self.where,
-        }
+        names = ("measured", "calibration_error", "published_error", "refused_by_serve", "where")
+        return {name: getattr(self, name) for name in names}
 
     def caveats(self) -> list[str]:
         """Return a sentence about the accuracy of simulated step times; nothing for a measurement."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
-from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import RequestOutput
 
 #: Unread outputs of a request, beyond which new ones are merged into the last of their choice.
@@ -72,48 +72,37 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self.abort()
 
 
-class OpenStreams:
+class OpenStreams(dict[str, RequestStream]):
     """Streams of the requests that have not ended, by request id. Used on the event loop only."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, RequestStream] = {}
+        super().__init__()
         #: Set while no stream is open.
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
     def add(self, stream: RequestStream) -> None:
         """Add a new stream."""
-        self._streams[stream.request_id] = stream
+        self[stream.request_id] = stream
         self.idle.clear()
 
     def deliver(self, outputs: list[RequestOutput]) -> None:
         """Give each output to the stream of its request, if that is still open."""
         for output in outputs:
-            if (stream := self._streams.get(output.request_id)) is not None:
+            if (stream := self.get(output.request_id)) is not None:
                 stream.deliver(output)
                 self._close_if_finished(stream)
 
     def fail(self, request_id: str, error: LlmschedError) -> None:
         """End the stream of a request with an error, if it is still open."""
-        if (stream := self._streams.get(request_id)) is not None:
+        if (stream := self.get(request_id)) is not None:
             stream.fail(error)
             self._close_if_finished(stream)
 
-    def fail_all(self, reason: str) -> None:
-        """End all streams with EngineDeadError."""
-        for request_id in list(self._streams):
-            self.fail(request_id, EngineDeadError(reason))
-
     def _close_if_finished(self, stream: RequestStream) -> None:
         if stream.finished:
-            del self._streams[stream.request_id]
-            if not self._streams:
+            del self[stream.request_id]
+            if not self:
                 self.idle.set()
 
 

@@ -152,7 +152,8 @@ class AsyncEngine:
         self._inbox.put(lambda: self._post(self.core.abort(request_id)))
 
     def _fail_all(self, reason: str) -> None:
-        self._streams.fail_all(reason)
+        for request_id in list(self._streams):
+            self._streams.fail(request_id, EngineDeadError(reason))
         for call in self._calls:
             _fail_future(call, EngineDeadError(reason))
 
@@ -171,41 +172,32 @@ class AsyncEngine:
 
     def _take_inbox(self) -> None:
         """Run the actions that the event loop sent. Without work, wait for the next one and check integrity once."""
-        try:
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            self._stats = self.core.stats()
+        while self._run_next(0.0):
+            pass
+        self._stats = self.core.stats()
         if self._stopping:
             return
         if self.core.has_work():
-            self._wait_for_more()
-            return
-        try:
-            self._inbox.get(timeout=IDLE_CHECK_SECONDS)()
-        except queue.Empty:
+            # While the scheduler waits for more requests to batch, run the next action instead of a step.
+            while not self._stopping and (until := self.core.idle_until()) is not None:
+                if not self._run_next(until - self.core.clock()):
+                    return
+        elif not self._run_next(IDLE_CHECK_SECONDS):
             self.core.check_integrity()
-            self._wait_idle()
+            wait: float | None = 0.0
+            while not self._run_next(wait):
+                until = self.core.prefixes.expire()
+                self._stats = self.core.stats()
+                wait = None if until is None else min(MAX_IDLE_SECONDS, until - self.core.clock())
 
-    def _wait_idle(self) -> None:
-        """Wait for the next action, and release expired pins meanwhile."""
-        while True:
-            until = self.core.prefixes.expire()
-            self._stats = self.core.stats()
-            wait = None if until is None else min(MAX_IDLE_SECONDS, max(0.0, until - self.core.clock()))
-            try:
-                action = self._inbox.get(timeout=wait)
-            except queue.Empty:
-                continue
-            return action()
-
-    def _wait_for_more(self) -> None:
-        """While the scheduler waits for more requests to batch, run the next action instead of a step."""
-        while not self._stopping and (until := self.core.idle_until()) is not None:
-            try:
-                self._inbox.get(timeout=max(0.0, until - self.core.clock()))()
-            except queue.Empty:
-                return
+    def _run_next(self, timeout: float | None) -> bool:
+        """Run the next action that arrives within `timeout` seconds; return whether one did."""
+        try:
+            action = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
+        except queue.Empty:
+            return False
+        action()
+        return True
 
     def _post(self, outputs: list[RequestOutput]) -> None:
         self._stats = self.core.stats()

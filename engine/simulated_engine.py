@@ -166,11 +166,11 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
 
     try:
         found = load_calibration(name)
-        cost = None if found is None else FittedCost(**found.cost, window=plan.window)
+        if found is None:
+            raise unusable(f"{config.model} in {resolved.dtype} was never measured on {device.name}")
+        cost = FittedCost(**found.cost, window=plan.window)
     except (ProfileError, TypeError) as problem:
         raise unusable(str(problem)) from problem
-    if found is None or cost is None:
-        raise unusable(f"{config.model} in {resolved.dtype} was never measured on {device.name}")
     if found.model["digest"] != planner.digest:
         raise unusable(f"calibration {name} is of another model of this name")
     per_byte = found.swap_seconds_per_byte

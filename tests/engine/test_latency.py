@@ -12,7 +12,6 @@ from llmsched.engine.latency import (
     Slo,
     Stall,
     goodput,
-    itl_samples,
     reading_waits,
     request_latency,
     statistic,
@@ -33,12 +32,12 @@ def latency(ttft: float = 0.5, e2e: float = 1.0, itl: tuple[float, ...] = (0.1,)
 
 def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
     """F01."""
-    single = itl_samples(stream(*((0.1 * n, 1) for n in range(1, 51))))
-    chunks = itl_samples(stream(*((1.0 * n, 10) for n in range(1, 6))))
-    assert len(single) == 49
-    assert len(chunks) == 40
-    assert single == pytest.approx([0.1] * 49)
-    assert chunks == pytest.approx([0.1] * 40)
+    single = request_latency(0.0, stream(*((0.1 * n, 1) for n in range(1, 51))))
+    chunks = request_latency(0.0, stream(*((1.0 * n, 10) for n in range(1, 6))))
+    assert single is not None
+    assert chunks is not None
+    assert single.itl == pytest.approx([0.1] * 49)
+    assert chunks.itl == pytest.approx([0.1] * 40)
 
 
 def test_empty_chunks_are_not_tokens() -> None:
