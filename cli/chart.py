@@ -60,31 +60,23 @@ class Axis:
 def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
     """Return an axis that covers all values; from 0 to 1 without any."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+    low, high = (min(known), max(known)) if known else (1.0, 1.0) if log else (0.0, 1.0)
     if log:
-        return _log_axis(known or [1.0])
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+        if high < 4 * low:
+            low, high = low / 2, high * 2
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        factors = (1, 2, 5) if high < 300 * low else (1,)
+        marks = [factor * 10.0**power for power in powers for factor in factors]
+        return Axis(low, high, True, tuple(mark for mark in marks if low <= mark <= high))
     low = min(low, 0.0) if from_zero else low
     if high <= low:
         high = low + (abs(low) or 1.0)
-    step = _round_step((high - low) / ticks)
+    rough = (high - low) / ticks
+    power = 10.0 ** math.floor(math.log10(rough))
+    # The next larger 1, 2 or 5 times a power of ten.
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     marks = [step * n for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
     return Axis(low, high, False, tuple(marks))
-
-
-def _log_axis(values: Sequence[float]) -> Axis:
-    low, high = min(values), max(values)
-    if high < 4 * low:
-        low, high = low / 2, high * 2
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if high < 300 * low else (1,)
-    marks = [factor * 10.0**power for power in powers for factor in factors]
-    return Axis(low, high, True, tuple(mark for mark in marks if low <= mark <= high))
-
-
-def _round_step(rough: float) -> float:
-    """Return the next larger 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def axes(chart: Chart) -> tuple[Axis, Axis]:

@@ -95,19 +95,24 @@ def explain_saved(request: dict[str, Any], as_json: bool) -> None:
         return
     decisions = request.get("decisions")
     name = f"request {request['index']}" + (f" ({request['id']})" if request["id"] else "")
-    outline = summary(decisions) if decisions else _client_summary(request)
+    if decisions:
+        outline = summary(decisions)
+    elif request["failure"] is not None:
+        outline = f"failed ({request['failure']['reason']})"
+    else:
+        ttft, e2e = (render.human_seconds(request[name] / 1e3) for name in ("ttft_ms", "e2e_ms"))
+        outline = f"first token after {ttft}, last of {request['output_tokens']} after {e2e}"
     _show(f"{name}: {outline}", ("ms after it was due", "what", "why"), entries)
     if not decisions:
         render.note("the target did not report its scheduler's decisions")
 
 
 def _show(title: str, columns: Sequence[str], entries: Sequence[dict[str, Any]]) -> None:
-    render.table(title, columns, [(_when(entry), entry["what"], told(entry)) for entry in entries], text_columns=3)
-
-
-def _when(entry: dict[str, Any]) -> str:
-    at, until = f"{entry['at_ms']:.1f}", f"{entry['until_ms']:.1f}"
-    return at if at == until else f"{at} to {until}"
+    rows = []
+    for entry in entries:
+        at, until = f"{entry['at_ms']:.1f}", f"{entry['until_ms']:.1f}"
+        rows.append((at if at == until else f"{at} to {until}", entry["what"], told(entry)))
+    render.table(title, columns, rows, text_columns=3)
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> str:
@@ -127,14 +132,6 @@ def summary(entries: Sequence[dict[str, Any]]) -> str:
     else:
         told.append("has not ended")
     return ", ".join(told)
-
-
-def _client_summary(request: dict[str, Any]) -> str:
-    """Return one line about a request of which only the client's view is known."""
-    if request["failure"] is not None:
-        return f"failed ({request['failure']['reason']})"
-    ttft, e2e = (render.human_seconds(request[name] / 1e3) for name in ("ttft_ms", "e2e_ms"))
-    return f"first token after {ttft}, last of {request['output_tokens']} after {e2e}"
 
 
 def told(entry: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 from llmsched.cli.chart import Axis, Chart, Point, Series, axes, drawable, number, thin
 
@@ -141,13 +142,9 @@ def _mark(series: Series, places: Sequence[Point], colour: str, stacked: bool) -
         # A stroke of length 0 is a round dot, in far fewer bytes than a circle.
         return f'<path class="dots" stroke="{colour}" d="{"".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)}"/>'
     if series.style == "steps":
-        places = [point for index, place in enumerate(places) for point in _step(places, index, place)]
+        corners = [(place[0], before[1]) for before, place in pairwise(places)]
+        places = [*places[:1], *(point for pair in zip(corners, places[1:], strict=True) for point in pair)]
     return f'<path class="line" stroke="{colour}" d="M{_joined(places)}"/>'
-
-
-def _step(places: Sequence[Point], index: int, place: Point) -> list[Point]:
-    """Return a place, after the corner that leads to it from the previous place."""
-    return [(place[0], places[index - 1][1]), place] if index else [place]
 
 
 def _joined(places: Sequence[Point]) -> str:

@@ -134,7 +134,9 @@ def main() -> None:
     Exit codes: 0 for success, 1 if the command's answer is no, 2 for bad input (one line on stderr) or output that
     cannot be written, 130 if interrupted. If the reader of the output has closed it (`| head`), the code is 1.
     """
-    _open_streams()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it (`>&-`): discard the output
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until exit
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except LlmschedError as problem:
@@ -155,13 +157,6 @@ def main() -> None:
         _drop_output()
         render.error(str(problem))
         sys.exit(2)
-
-
-def _open_streams() -> None:
-    """Replace output streams that the caller has closed (`>&-`), which are None, by ones that discard the output."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until exit
 
 
 def _drop_output() -> None:

@@ -32,8 +32,15 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
     lines = [chart.title]
     lines += [f"{ticks.get(row, ''):>{margin}} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
     lines.append(f"{'':>{margin}} +{'-' * width}")
-    lines.append(f"{'':>{margin}}  {_tick_line(x_axis, width)}")
-    lines.append(f"{'':>{margin}}  {_legend(chart, marks)}")
+    labels = ""
+    for tick in x_axis.ticks:
+        start = round(x_axis.place(tick) * (width - 1))
+        if not labels or start > len(labels):  # else it would overlap the one before it
+            labels = labels.ljust(start) + number(tick)
+    lines.append(f"{'':>{margin}}  {labels}")
+    legend = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]
+    legend += [f"{_LIMIT} {name}" for name, _ in chart.limits] + [f"{_MARK} {name}" for name, _ in chart.marks]
+    lines.append(f"{'':>{margin}}  {'  '.join(legend)}   ({chart.y} over {chart.x})")
     return lines
 
 
@@ -52,20 +59,3 @@ def _cells(series: Series, x_axis: Axis, y_axis: Axis, width: int, height: int) 
             slope = (next_share - share) / (next_column - column) if series.style == "line" else 0.0
             cells.add((between, _row(share + slope * (between - column), height)))
     return cells
-
-
-def _tick_line(x_axis: Axis, width: int) -> str:
-    """Return the line of x ticks; a tick that would overlap the one before it is left out."""
-    line = ""
-    for tick in x_axis.ticks:
-        label = number(tick)
-        start = round(x_axis.place(tick) * (width - 1))
-        if not line or start > len(line):
-            line = line.ljust(start) + label
-    return line
-
-
-def _legend(chart: Chart, marks: str) -> str:
-    parts = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]
-    parts += [f"{_LIMIT} {name}" for name, _ in chart.limits] + [f"{_MARK} {name}" for name, _ in chart.marks]
-    return f"{'  '.join(parts)}   ({chart.y} over {chart.x})"

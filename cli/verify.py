@@ -10,19 +10,16 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
-from llmsched.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from llmsched.engine.parity.logit_comparison import CaseResult, ParityReport
     from llmsched.engine.parity.verification import LoadedModel
 
-#: Engine flags that the user may set; the checks set the others.
-FLAGS = {"dtype", "device", "block_size"}
 #: Most sequences with differing tokens that are listed for each check.
 MAX_PARTINGS = 4
 
 
-@with_engine_options(exclude=set(EngineConfig.__slots__) - FLAGS)
+@with_engine_options(only=("dtype", "device", "block_size"))
 def verify(
     model: ModelArgument = None,
     num_prompts: Annotated[

@@ -1,4 +1,4 @@
-"""LoadAnalysis of a load: its lengths, arrivals and shared prefixes, and the settings that follow from them."""
+"""Analysis of a load: its lengths, arrivals and shared prefixes, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -126,9 +126,10 @@ def arrival_figures(offsets: Sequence[float]) -> ArrivalFigures:
 
 def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
     """Return the settings for a load. A request whose answer's length is not stated counts with its prompt alone."""
-    totals = [prompt + (answer or 0) for prompt, answer in zip(sample.inputs, sample.outputs, strict=True)]
+    pairs = list(zip(sample.inputs, sample.outputs, strict=True))
+    totals = [prompt + (answer or 0) for prompt, answer in pairs]
     longest = max(1, math.ceil(max(totals) / _ROUND)) * _ROUND
-    known = [(prompt, answer) for prompt, answer in zip(sample.inputs, sample.outputs, strict=True) if answer]
+    known = [(prompt, answer) for prompt, answer in pairs if answer]
     return Advice(
         max_model_len=longest,
         refused_by_half=sum(total > longest // 2 for total in totals) / len(totals),

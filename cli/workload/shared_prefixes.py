@@ -56,29 +56,23 @@ def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | 
     """Return the shared prefixes in blocks of `block_size` tokens; None if the prompts are unknown."""
     if sample.prompts is None:
         return None
+    coverage, prompts = [], list(zip(sample.prompts, sample.inputs, strict=True))
+    for tokens in PREFIX_LENGTHS:
+        units = max(1, tokens // sample.unit)
+        heads = Counter(tuple(prompt[:units]) for prompt, length in prompts if length >= tokens and prompt)
+        share = max(heads.values(), default=0) / len(prompts)
+        coverage.append(Coverage(tokens, share, exact=tokens % sample.unit == 0))
     tree = _Tree(block_size if sample.unit == 1 else sample.unit)
     hits = sum(
         min(tree.add(_pieces(prompt, length, sample.unit, tree.step)) // block_size * block_size, max(0, length - 1))
-        for prompt, length in zip(sample.prompts, sample.inputs, strict=True)
+        for prompt, length in prompts
     )
     return SharedPrefixes(
-        coverage=tuple(_coverage(sample, tokens) for tokens in PREFIX_LENGTHS),
+        coverage=tuple(coverage),
         hit_rate=hits / sum(sample.inputs) if any(sample.inputs) else 0.0,
-        distinct_tokens=tree.distinct_tokens,
+        distinct_tokens=sum(tree.tokens),
         pin=tree.best_pin(),
     )
-
-
-def _coverage(sample: RequestSample, tokens: int) -> Coverage:
-    assert sample.prompts is not None
-    units = max(1, tokens // sample.unit)
-    heads = Counter(
-        tuple(prompt[:units])
-        for prompt, length in zip(sample.prompts, sample.inputs, strict=True)
-        if length >= tokens and prompt
-    )
-    share = max(heads.values(), default=0) / len(sample.prompts)
-    return Coverage(tokens, share, exact=tokens % sample.unit == 0)
 
 
 #: A piece of a prompt: a key for comparison, and its number of tokens.
@@ -101,7 +95,7 @@ class _Tree:
     def __init__(self, step: int) -> None:
         self.step = step
         self._children: dict[tuple[int, object], int] = {}
-        self._tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
+        self.tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
 
     def add(self, pieces: Iterator[Piece]) -> int:
         """Add a prompt and return how many of its first tokens were already in the tree."""
@@ -110,25 +104,17 @@ class _Tree:
         for key, tokens in pieces:
             child = self._children.get((node, key))
             if child is None:
-                child = self._grow(node, key, tokens)
+                child = self._children[node, key] = len(self.tokens)
+                self.tokens.append(tokens)
+                self._depth.append(self._depth[node] + tokens)
+                self._count.append(0)
+                self._first.append(self._count[0] - 1)
             else:
-                matched += min(tokens, self._tokens[child])
-                self._tokens[child] = max(tokens, self._tokens[child])
+                matched += min(tokens, self.tokens[child])
+                self.tokens[child] = max(tokens, self.tokens[child])
             self._count[child] += 1
             node = child
         return matched
-
-    def _grow(self, parent: int, key: object, tokens: int) -> int:
-        child = self._children[parent, key] = len(self._tokens)
-        self._tokens.append(tokens)
-        self._depth.append(self._depth[parent] + tokens)
-        self._count.append(0)
-        self._first.append(self._count[0] - 1)
-        return child
-
-    @property
-    def distinct_tokens(self) -> int:
-        return sum(self._tokens)
 
     def best_pin(self) -> Pin | None:
         """Return the prefix that would serve the most tokens if pinned; None if too few requests share one."""

@@ -6,9 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.workload.load_analysis import RUNNING, ArrivalFigures, LengthFigures, LoadAnalysis
-from llmsched.cli.workload.request_sample import RequestSample
-from llmsched.cli.workload.shared_prefixes import SharedPrefixes
+from llmsched.cli.workload.load_analysis import RUNNING, ArrivalFigures, LoadAnalysis
 
 #: Characters shown of an example of the prefix to pin.
 _SHOWN = 70
@@ -42,19 +40,26 @@ def show(found: LoadAnalysis) -> None:
     sample = found.sample
     render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; tokens {sample.tokens}")
     lengths = (("prompt", found.input), ("answer", found.output), ("both", found.total))
-    rows = [_length_row(name, figures) for name, figures in lengths if figures is not None]
+    rows = []
+    for name, each in lengths:
+        if each is not None:
+            values = (each.mean, each.p50, each.p75, each.p90, each.p95, each.p99, each.max)
+            rows.append([name, *(f"{value:,.0f}" for value in values), f"{each.tail:.2f}"])
     render.table("tokens", ["", "mean", "P50", "P75", "P90", "P95", "P99", "max", "P99/mean"], rows)
     if found.arrivals is not None:
         render.table("arrivals", ["", ""], _arrival_rows(found.arrivals))
-    if found.prefixes is not None:
-        _show_prefixes(found.prefixes, found.block_size)
+    if (prefixes := found.prefixes) is not None:
+        rows = [
+            [f"{row.tokens:,}", f"{'' if row.exact or row.share in (0, 1) else 'at least '}{row.share:.1%}"]
+            for row in prefixes.coverage
+        ]
+        render.table("most frequent prefix", ["tokens", "requests that share it"], rows, text_columns=0)
+        render.say(
+            f"ideal prefix hit rate {prefixes.hit_rate:.1%} of prompt tokens, with blocks of {found.block_size} and an "
+            f"unlimited cache, which would hold {prefixes.distinct_tokens:,} tokens"
+        )
     for line in _recommendations(found):
         render.say(line)
-
-
-def _length_row(name: str, figures: LengthFigures) -> list[str]:
-    values = (figures.mean, figures.p50, figures.p75, figures.p90, figures.p95, figures.p99, figures.max)
-    return [name, *(f"{value:,.0f}" for value in values), f"{figures.tail:.2f}"]
 
 
 def _arrival_rows(figures: ArrivalFigures) -> list[list[str]]:
@@ -69,18 +74,6 @@ def _arrival_rows(figures: ArrivalFigures) -> list[list[str]]:
     ]
 
 
-def _show_prefixes(figures: SharedPrefixes, block_size: int) -> None:
-    rows = [
-        [f"{row.tokens:,}", f"{'' if row.exact or row.share in (0, 1) else 'at least '}{row.share:.1%}"]
-        for row in figures.coverage
-    ]
-    render.table("most frequent prefix", ["tokens", "requests that share it"], rows, text_columns=0)
-    render.say(
-        f"ideal prefix hit rate {figures.hit_rate:.1%} of prompt tokens, with blocks of {block_size} and an unlimited "
-        f"cache, which would hold {figures.distinct_tokens:,} tokens"
-    )
-
-
 def _recommendations(found: LoadAnalysis) -> list[str]:
     advice = found.advice
     refused = f"half of it would refuse {advice.refused_by_half:.2%} of requests"
@@ -91,19 +84,16 @@ def _recommendations(found: LoadAnalysis) -> list[str]:
             f"headroom {shares[RUNNING[1]]:.3f}: share of KV blocks to keep free, so that answers longer than expected "
             f"find room in 99 % of cases ({told})"
         )
-    if found.prefixes is None:
+    if (prefixes := found.prefixes) is None:
         return [*lines, "prefix caching: unknown, because the load does not say what its prompts share"]
-    return lines + _prefix_recommendations(found.sample, found.prefixes, bool(advice.prefix_caching))
-
-
-def _prefix_recommendations(sample: RequestSample, figures: SharedPrefixes, worthwhile: bool) -> list[str]:
-    if not worthwhile:
-        return [f"prefix caching: not worthwhile, it saves at most {figures.hit_rate:.1%} of prompt tokens"]
-    lines = [f"prefix caching: worthwhile, it saves up to {figures.hit_rate:.1%} of prompt tokens"]
-    if (pin := figures.pin) is None:
+    saved = f"{prefixes.hit_rate:.1%} of prompt tokens"
+    if not advice.prefix_caching:
+        return [*lines, f"prefix caching: not worthwhile, it saves at most {saved}"]
+    lines.append(f"prefix caching: worthwhile, it saves up to {saved}")
+    if (pin := prefixes.pin) is None:
         return [*lines, "pinned prefixes: none, because no prefix is shared by enough requests"]
-    share = pin.requests / len(sample.inputs)
-    example = "" if sample.texts is None else f", such as {' '.join(sample.texts[pin.example].split())[:_SHOWN]!r}..."
+    share, texts = pin.requests / len(found.sample.inputs), found.sample.texts
+    example = "" if texts is None else f", such as {' '.join(texts[pin.example].split())[:_SHOWN]!r}..."
     return [
         *lines,
         f"pinned prefixes: pin the first {pin.tokens:,} tokens, which {share:.1%} of requests share{example} "
