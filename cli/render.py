@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from llmsched.cli.chart import MARKS, PLAIN_MARKS, Chart, draw
 from llmsched.cli.progress_display import LogProgress, shown
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes as human_bytes
@@ -20,8 +21,6 @@ from llmsched.engine.units import human_seconds as human_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from llmsched.cli.chart import Chart
 
 #: Control characters, escaped because names and texts may come from untrusted files.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -108,11 +107,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 def chart(drawn: Chart) -> None:
     """Draw a chart with characters, at most as wide as the terminal."""
-    from llmsched.cli import text_chart
-
     console = stdout()
-    width, marks = (min(100, console.width - 12), text_chart.MARKS) if console.is_terminal else (72, None)
-    for line in text_chart.draw(drawn, width=max(20, width), marks=marks or text_chart.PLAIN_MARKS):
+    width, marks = (min(100, console.width - 12), MARKS) if console.is_terminal else (72, None)
+    for line in draw(drawn, width=max(20, width), marks=marks or PLAIN_MARKS):
         console.print(line, markup=False, soft_wrap=True)
 
 

@@ -262,7 +262,19 @@ def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
         path, name, shape = found.file, found.name, found.settings
     if path is not None:
         return _trace_load(path, name, reading, given, defaults.get("max_concurrency"))
-    return _synthetic_load(reading, {**shape, **given}, defaults)
+    of_traces = ("ignore_timestamps", "speedup", "max_input_len", "max_output_len")
+    given = {**shape, **given}
+    if useless := [*reading, *(name for name in of_traces if name in given)]:
+        raise LlmschedError(
+            f"{', '.join(map(setting, useless))}: only has an effect with --trace, or a --workload that is a trace"
+        )
+    if "duration" in given:
+        given.setdefault("num_prompts", None)
+    _fall_back(given, defaults.get("max_concurrency"))
+    settings = {name: value for name, value in defaults.items() if name != "max_concurrency"} | given
+    for name in ("input_len", "output_len"):
+        settings[name] = parse_lengths(str(settings[name]), name)
+    return SyntheticLoad(**settings)
 
 
 def _trace_load(
@@ -280,21 +292,6 @@ def _trace_load(
     if not (trace.timed and "ignore_timestamps" not in given):
         _fall_back(given, concurrency)
     return TraceLoad(trace=trace, **given)
-
-
-def _synthetic_load(reading: Mapping[str, Any], given: dict[str, Any], defaults: Mapping[str, Any]) -> SyntheticLoad:
-    of_traces = ("ignore_timestamps", "speedup", "max_input_len", "max_output_len")
-    if useless := [*reading, *(name for name in of_traces if name in given)]:
-        raise LlmschedError(
-            f"{', '.join(map(setting, useless))}: only has an effect with --trace, or a --workload that is a trace"
-        )
-    if "duration" in given:
-        given.setdefault("num_prompts", None)
-    _fall_back(given, defaults.get("max_concurrency"))
-    settings = {name: value for name, value in defaults.items() if name != "max_concurrency"} | given
-    for name in ("input_len", "output_len"):
-        settings[name] = parse_lengths(str(settings[name]), name)
-    return SyntheticLoad(**settings)
 
 
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:

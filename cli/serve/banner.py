@@ -31,7 +31,11 @@ def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_
 
 def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
     """Return labels and values, in the order in which they are shown."""
-    config, model, blocks = engine.config, engine.model, engine.stats().host_blocks_total
+    config, model, stats = engine.config, engine.model, engine.stats()
+    most, blocks = stats.max_running, stats.host_blocks_total
+    limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
+    if config.scheduling_policy == "serial":
+        limit = "scheduling_policy serial"
     preemption, sampling = "recompute (swap_space 0)", "the API's defaults: temperature 1, top_p 1"
     if blocks:
         host = f"{human_bytes(config.swap_space)} of host memory for {blocks} blocks (swap_space)"
@@ -46,21 +50,12 @@ def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
     rows += [
         ("context", f"{config.max_model_len} tokens, prompt and output (max_model_len)"),
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
-        ("running", _running(engine)),
+        ("running", f"at most {most} requests ({limit}), {config.max_queue_size} waiting"),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),
         ("preemption", preemption),
         ("sampling", sampling),
     ]
     return rows
-
-
-def _running(engine: Engine) -> str:
-    """Return how many requests may run, and which knob sets that limit."""
-    config, most = engine.config, engine.stats().max_running
-    limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
-    if config.scheduling_policy == "serial":
-        limit = "scheduling_policy serial"
-    return f"at most {most} requests ({limit}), {config.max_queue_size} waiting"
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:

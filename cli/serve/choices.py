@@ -136,18 +136,15 @@ class ChoiceFormat(ABC):
         has_content = delta.text or delta.finish_reason or any((delta.logprobs or {}).values())
         if not has_content and not (self.request.return_token_ids and delta.token_ids):
             return None
-        return self._choice(delta, self.content(delta, whole=False))
-
-    def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
-        return self._choice(delta, self.content(delta, whole=True))
+        return self.choice(delta, whole=False)
 
     @abstractmethod
     def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
         """Return the part of a choice that carries the text."""
 
-    def _choice(self, delta: ChoiceDelta, content: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": delta.index, **content, "logprobs": delta.logprobs}
+    def choice(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
+        """Return a choice of a whole answer, or of a stream's chunk."""
+        choice = {"index": delta.index, **self.content(delta, whole), "logprobs": delta.logprobs}
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self.request.return_token_ids:
             choice["token_ids"] = delta.token_ids

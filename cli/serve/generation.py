@@ -96,7 +96,7 @@ class Generation:
                     choices[delta.index] = delta
         finally:
             self.abort()
-        bodies = [self._format.whole(choices[index]) for index in sorted(choices)]
+        bodies = [self._format.choice(choices[index], whole=True) for index in sorted(choices)]
         return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage.body()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:

@@ -190,18 +190,14 @@ class HttpTarget:
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
         if not (self._options.timelines and self._is_ours):
             return [None] * len(records)
-        first = max(0, len(records) - _MOST_TIMELINES)
-        return [None] * first + [await self._timeline(record) for record in records[first:]]
-
-    async def _timeline(self, record: RequestRecord) -> Timeline | None:
-        """Return an llmsched server's decisions about a request, assumed to have arrived when it was sent."""
-        if record.request_id is None or record.sent is None:
-            return None
-        try:
-            response = await self._look_up(f"/v1/requests/{quote(record.request_id, safe='')}/explain")
-            return read_timeline(response.json(), record.sent)
-        except (httpx.RequestError, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
-            return None
+        found: list[Timeline | None] = [None] * len(records)
+        for index, record in list(enumerate(records))[-_MOST_TIMELINES:]:
+            if record.request_id is not None and record.sent is not None:
+                with suppress(httpx.RequestError, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
+                    response = await self._look_up(f"/v1/requests/{quote(record.request_id, safe='')}/explain")
+                    # The request is assumed to have arrived when it was sent.
+                    found[index] = read_timeline(response.json(), record.sent)
+        return found
 
     def memory(self) -> MemoryParts | None:
         return self._memory

@@ -9,9 +9,8 @@ import pytest
 from html_pages import parsed
 
 from llmsched.cli import html_page, render
-from llmsched.cli.chart import Chart, Series, axis, distribution, drawable, number, thin
+from llmsched.cli.chart import Chart, Series, axis, distribution, draw, drawable, number, thin
 from llmsched.cli.html_page import Page
-from llmsched.cli.text_chart import draw
 
 LINE = Chart("Line", "s", "ms", (Series("a", [(0.0, 0.0), (10.0, 10.0)]),))
 

@@ -72,7 +72,6 @@ class Format:
     TraceError.
     """
 
-    name: TraceFormat
     rows: Callable[[Path], Iterator[Row]]
     requests: Callable[[Row, FormatOptions], list[TraceRequest]]
     time: Callable[[Row], str | None]
@@ -200,13 +199,10 @@ _AZURE = {"timestamp": "TIMESTAMP", "contexttokens": INPUT, "generatedtokens": O
 _BURSTGPT = {"timestamp": "Timestamp", "request tokens": INPUT, "response tokens": OUTPUT}
 
 FORMATS: dict[TraceFormat, Format] = {
-    known.name: known
-    for known in (
-        Format("azure", partial(csv_rows, needed=_AZURE), _lengths, lambda row: "TIMESTAMP"),
-        Format("burstgpt", partial(csv_rows, needed=_BURSTGPT), _lengths, lambda row: "Timestamp"),
-        Format("lengths", length_rows, _lengths, lambda row: None),
-        Format("mooncake", json_objects, _mooncake, lambda row: "timestamp", "ms"),
-        Format("sharegpt", json_objects, _sharegpt, lambda row: None),
-        Format("log", json_objects, _log, lambda row: next((name for name in _TIMES if name in row.values), None)),
-    )
+    "azure": Format(partial(csv_rows, needed=_AZURE), _lengths, lambda row: "TIMESTAMP"),
+    "burstgpt": Format(partial(csv_rows, needed=_BURSTGPT), _lengths, lambda row: "Timestamp"),
+    "lengths": Format(length_rows, _lengths, lambda row: None),
+    "mooncake": Format(json_objects, _mooncake, lambda row: "timestamp", "ms"),
+    "sharegpt": Format(json_objects, _sharegpt, lambda row: None),
+    "log": Format(json_objects, _log, lambda row: next((name for name in _TIMES if name in row.values), None)),
 }

@@ -35,13 +35,14 @@ def read_trace(
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, or if a unit is ambiguous.
     """
-    file_format = FORMATS[detect(path) if trace_format is None else trace_format]
+    trace_format = trace_format or detect(path)
+    file_format = FORMATS[trace_format]
     for setting_name, value, only, content in (
         ("turns", turns, "sharegpt", "conversations"),
         ("trace_block_size", trace_block_size, "mooncake", "blocks"),
     ):
-        if value is not None and file_format.name != only:
-            has_none = f"{file_format.name} traces have no {content}"
+        if value is not None and trace_format != only:
+            has_none = f"{trace_format} traces have no {content}"
             raise TraceError(f"{path}: {setting(setting_name)} {value} is given, but {has_none}")
     options = FormatOptions(turns or 1, trace_block_size or 512)
     found: list[tuple[Timestamp | None, TraceRequest]] = []
@@ -50,7 +51,7 @@ def read_trace(
         if limit is not None and len(found) >= limit and entry[0] is None:
             break
     if not found:
-        raise TraceError(f"{path} contains no request (read as {file_format.name})")
+        raise TraceError(f"{path} contains no request (read as {trace_format})")
     stamps = [stamp for stamp, _ in found if stamp is not None]
     requests = [request for _, request in found]
     if stamps:
@@ -59,7 +60,7 @@ def read_trace(
         requests.sort(key=lambda request: request.offset)
     elif timestamp_unit is not None:
         raise TraceError(f"{path}: {setting('timestamp_unit')} {timestamp_unit} is given, but there are no timestamps")
-    return Trace(name or path.name, file_format.name, tuple(requests[:limit]), bool(stamps), options.block_tokens)
+    return Trace(name or path.name, trace_format, tuple(requests[:limit]), bool(stamps), options.block_tokens)
 
 
 def _entries(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Literal
+from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from llmsched.cli.load.traces.rows import Row, TraceError, shown
 from llmsched.engine.errors import setting
@@ -36,25 +37,18 @@ class Timestamp:
 def read_timestamp(row: Row, name: str) -> Timestamp:
     """Return the timestamp in the field `name`. Raises TraceError if it is missing, invalid, infinite or negative."""
     value = row.values.get(name)
-    stamp = _parse(value)
-    if stamp is None or not math.isfinite(stamp.value) or stamp.value < 0:
+    text = str(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
+    stamp = Timestamp(math.nan)
+    try:
+        stamp = Timestamp(float(text))
+    except ValueError:
+        with suppress(ValueError):
+            moment = datetime.fromisoformat(text)
+            since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
+            stamp = Timestamp(float(since // timedelta(microseconds=1)), is_date=True)
+    if not 0 <= stamp.value < math.inf:
         raise row.wrong(f"{name} is {shown(value)}; allowed is a time: a number of 0 or more, or ISO 8601")
     return stamp
-
-
-def _parse(value: Any) -> Timestamp | None:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return None
-    try:
-        return Timestamp(float(value))
-    except (ValueError, OverflowError):
-        pass
-    try:
-        moment = datetime.fromisoformat(str(value))
-    except ValueError:
-        return None
-    since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
-    return Timestamp(float(since.days * 86_400_000_000 + since.seconds * 1_000_000 + since.microseconds), is_date=True)
 
 
 def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:

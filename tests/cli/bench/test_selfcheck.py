@@ -10,9 +10,16 @@ from virtual_time import run_virtual
 
 from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.bench.selfcheck import self_check
-from llmsched.cli.bench.selfcheck.probes import PROBES, FigureCheck, Probe, ProbeOutcome, Verdict, checks_of
 from llmsched.cli.bench.selfcheck.scripted_server import SCRIPTS, AnswerLog
-from llmsched.cli.bench.selfcheck.self_check import tried
+from llmsched.cli.bench.selfcheck.self_check import (
+    PROBES,
+    FigureCheck,
+    Probe,
+    ProbeOutcome,
+    Verdict,
+    checks_of,
+    tried,
+)
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.engine.latency import Slo
