@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,15 +29,36 @@ _LEAST_SIGMA = 0.003
 _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 
 
-@dataclass(frozen=True)
 class Ranking:
     """Settings with their scores, the effect of rounds removed. `effects` are log scores, -inf for a score of 0."""
 
-    effects: dict[Setting, float]
-    _columns: dict[Setting, int]
-    _covariance: np.ndarray
-    _dof: int
-    _exact: bool = False
+    def __init__(
+        self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
+    ) -> None:
+        """Rank all settings that have a run with a score; `exact`: the runs are without noise."""
+        scored = [(run, value) for run in runs if (value := score(run)) is not None]
+        zero = {run.setting for run, value in scored if value <= 0}
+        scored = [(run, value) for run, value in scored if run.setting not in zero]
+        settings = list(dict.fromkeys(run.setting for run, _ in scored))
+        rounds = list(dict.fromkeys(run.round_index for run, _ in scored))
+        design = np.zeros((len(scored), len(settings) + max(0, len(rounds) - 1)))
+        for row, (run, _) in enumerate(scored):
+            design[row, settings.index(run.setting)] = 1
+            if after_first := rounds.index(run.round_index):
+                design[row, len(settings) + after_first - 1] = 1
+        logs = np.array([math.log(value) for _, value in scored])
+        weights = np.array([float(run.requests) for run, _ in scored])
+        weights /= weights.max(initial=1.0)
+        inverse = np.linalg.pinv(design.T @ (weights[:, None] * design))
+        fit = inverse @ (design.T @ (weights * logs))
+        residual = float((weights * (logs - design @ fit) ** 2).sum())
+        self._exact = exact
+        self._dof = len(logs) - int(np.linalg.matrix_rank(design)) if scored else 0
+        self._covariance = inverse * max(residual / self._dof, _LEAST_SIGMA**2) if self._dof else None
+        self._columns = {setting: index for index, setting in enumerate(settings)}
+        self.effects: dict[Setting, float] = dict(zip(settings, fit.tolist(), strict=False)) | dict.fromkeys(
+            zero, -math.inf
+        )
 
     def best(self, settings: Sequence[Setting]) -> Setting:
         """Return the first setting that no other exceeds by more than noise."""
@@ -59,8 +79,9 @@ class Ranking:
     def settled(self, settings: Sequence[Setting]) -> bool:
         """Tell whether, with 95 % confidence, no setting is ahead of the best by more than REGRET."""
         best = self.best(settings)
+        quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(
-            self._effect(s) - self._effect(best) + self._t() * self._error(s, best) < math.log1p(REGRET)
+            self._effect(s) - self._effect(best) + quantile * self._error(s, best) < math.log1p(REGRET)
             for s in settings
             if s != best
         )
@@ -72,52 +93,11 @@ class Ranking:
     def _effect(self, setting: Setting) -> float:
         return self.effects.get(setting, -math.inf)
 
-    def _t(self) -> float:
-        if not self._dof:
-            return math.inf
-        return _T95[max(dof for dof in _T95 if dof <= self._dof)]
-
     def _error(self, one: Setting, other: Setting) -> float:
         """Return the standard error of the difference of two effects; inf without repeats."""
         if one == other or one not in self._columns or other not in self._columns:
             return 0.0
-        if not self._dof:
+        if (c := self._covariance) is None:
             return math.inf
         a, b = self._columns[one], self._columns[other]
-        c = self._covariance
         return math.sqrt(max(0.0, c[a, a] + c[b, b] - 2 * c[a, b]))
-
-
-def rank_settings(
-    runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
-) -> Ranking:
-    """Rank all settings that have a run with a score; `exact`: the runs are without noise."""
-    scored = [(run, value) for run in runs if (value := score(run)) is not None]
-    zero = {run.setting for run, value in scored if value <= 0}
-    scored = [(run, value) for run, value in scored if run.setting not in zero]
-    settings = list(dict.fromkeys(run.setting for run, _ in scored))
-    rounds = list(dict.fromkeys(run.round_index for run, _ in scored))
-    columns = {setting: index for index, setting in enumerate(settings)}
-    design = np.zeros((len(scored), len(settings) + max(0, len(rounds) - 1)))
-    for row, (run, _) in enumerate(scored):
-        design[row, columns[run.setting]] = 1
-        if after_first := rounds.index(run.round_index):
-            design[row, len(settings) + after_first - 1] = 1
-    logs = np.array([math.log(value) for _, value in scored])
-    weights = np.array([float(run.requests) for run, _ in scored])
-    fit, covariance, dof = _weighted(design, logs, weights)
-    effects = {setting: float(fit[index]) for setting, index in columns.items()}
-    return Ranking({**effects, **dict.fromkeys(zero, -math.inf)}, columns, covariance, dof, exact)
-
-
-def _weighted(design: np.ndarray, logs: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the coefficients of a weighted least-squares fit, their covariance and the degrees of freedom left."""
-    if not len(logs):
-        return np.zeros(0), np.zeros((0, 0)), 0
-    weights = weights / weights.max()
-    inverse = np.linalg.pinv(design.T @ (weights[:, None] * design))
-    fit = inverse @ (design.T @ (weights * logs))
-    dof = len(logs) - int(np.linalg.matrix_rank(design))
-    residual = float((weights * (logs - design @ fit) ** 2).sum())
-    variance = max(residual / dof, _LEAST_SIGMA**2) if dof else math.inf
-    return fit, inverse * (variance if dof else 0.0), dof

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.ranking import Ranking, rank_settings
+from llmsched.cli.tune.ranking import Ranking
 from llmsched.cli.tune.trial_runs import FIGURES, TrialRun, pooled, pooled_statistic
 from llmsched.engine.latency import Slo, Summary
 from llmsched.engine.units import three_figures
@@ -149,11 +149,11 @@ class TrialHistory:
         return None if run.problem else run.goodput_rps if self.goal == "goodput" else run.tokens_per_s
 
     def ranking(self) -> Ranking:
-        return rank_settings(self.all_runs, self.score, exact=self.exact)
+        return Ranking(self.all_runs, self.score, exact=self.exact)
 
     def throughput_ranking(self) -> Ranking:
         """Rank settings by output tokens per second, whatever the goal."""
-        return rank_settings(self.all_runs, lambda run: run.throughput, exact=self.exact)
+        return Ranking(self.all_runs, lambda run: run.throughput, exact=self.exact)
 
     def _contenders(self) -> dict[Setting, Trial]:
         """Return the feasible trials with the longest runs; the others were dropped after a short run."""

@@ -69,10 +69,6 @@ class TuneTask:
     resume: bool = False
     warm_start: bool = True
 
-    @property
-    def trial_load(self) -> TrialLoad:
-        return TrialLoad(self.load, self.slo, self.timeout)
-
 
 @dataclass(slots=True)
 class TuneOutcome:
@@ -99,7 +95,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
     _warn_of_long_load(task)
 
     async def start(config: EngineConfig) -> EngineRunner:
-        runner = EngineRunner(config, task.trial_load, progress)
+        runner = EngineRunner(config, TrialLoad(task.load, task.slo, task.timeout), progress)
         await runner.engine()
         return runner
 
@@ -142,8 +138,8 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
         blueprint.provenance,
         TrialHistory(task.slo, task.goal, exact=True),
     )
-    runner = SimulatedRunner(blueprint, task.trial_load._replace(encode=TextEncode(task.model, render.warn)))
-    await _search(outcome, blueprint.config, refused, runner, progress)
+    load = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(task.model, render.warn))
+    await _search(outcome, blueprint.config, refused, SimulatedRunner(blueprint, load), progress)
     return outcome
 
 

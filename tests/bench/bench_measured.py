@@ -176,7 +176,7 @@ def long_prompt(bench: Bench) -> None:
 
 def fast_lane(bench: Bench) -> None:
     """(d) Send short requests among long prompts that arrive 1.25 times as fast as they can be computed."""
-    common = {"max_num_batched_tokens": 256}
+    common: dict[str, Any] = {"max_num_batched_tokens": 256}
     rng = random.Random(5)
     one_long = bench.seconds([TimedRequest(f"long{i}", 0.0, prompt(rng, 900), 8) for i in range(2)], **common) / 2
     gap = one_long / 1.25

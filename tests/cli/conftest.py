@@ -1,13 +1,16 @@
-"""`llmsched` as it is typed, without the keys that the environment may hold."""
+"""`llmsched` as it is typed, without the keys and profiles of this machine's user."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from command_line import CommandLine
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
+    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "profiles"))
     for name in ("LLMSCHED_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     return CommandLine(monkeypatch, capsys)

@@ -13,12 +13,6 @@ CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "home"))
-    return CommandLine(monkeypatch, capsys)
-
-
-@pytest.fixture
 def llama(tmp_path: Path) -> str:
     shutil.copy(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json", tmp_path / "config.json")
     return str(tmp_path)

@@ -14,11 +14,6 @@ from llmsched.profiles.toml_files import ProfileError, check_writable
 from llmsched.profiles.tuned import TunedProfile, save_profile
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
 def test_a_writable_file_is_not_changed(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("content")

@@ -52,12 +52,6 @@ COST = Calibration(
 )
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "profiles"))
-    return CommandLine(monkeypatch, capsys)
-
-
 def test_none_yet(command: CommandLine, tmp_path: Path) -> None:
     outcome = command("profiles")
     assert outcome.code == 0

@@ -115,7 +115,7 @@ class PublishedRow:
         content = read_config_file(self.config)
         if self.weights in QUANTIZATIONS:
             content = quantised_config(content, self.weights)
-        return _drafts(json.dumps(content, sort_keys=True))
+        return _planner(json.dumps(content, sort_keys=True))
 
     def work(self) -> ModelFlops:
         return model_flops(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
@@ -164,5 +164,5 @@ class PublishedRow:
 
 
 @cache
-def _drafts(content: str) -> ModelPlanner:
+def _planner(content: str) -> ModelPlanner:
     return ModelPlanner(json.loads(content))

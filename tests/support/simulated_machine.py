@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from llmsched.cli.tune.knobs import PeakDemand, Setting
 from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
+from llmsched.cli.tune.trials import TrialHistory
 
 Figure = Callable[[Setting], float]
 
@@ -87,3 +88,10 @@ def made_run(
         demand=PeakDemand(running, 0.1),
     )
     return replace(run, **more)  # type: ignore[arg-type]
+
+
+def winner(history: TrialHistory) -> Setting:
+    """Return the best setting, which must exist."""
+    best = history.best()
+    assert best is not None
+    return best.setting

@@ -35,11 +35,6 @@ SLO = Slo(ttft=0.5, itl=0.15, itl_statistic="max")
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
 def measured() -> Measurement:
     """Three requests, sent every 0.1 s: a good one, one that stalls for 2 s, one that fails after a token."""
     stalled = [(0.4, token()), (0.5, token()), (2.5, token() * 3 + b"data: [DONE]\n\n")]

@@ -27,11 +27,6 @@ from llmsched.engine.latency import Slo
 BY_NAME = {probe.name: probe for probe in PROBES}
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
 def served(
     probe: Probe, read_late: float = 0.0, server_late: float = 0.0, count: int = 4
 ) -> tuple[Measurement, AnswerLog]:

@@ -27,11 +27,6 @@ CONFIGS = Path(__file__).parent.parent.parent / "data" / "model_configs"
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
-@pytest.fixture
 def llama(tmp_path: Path) -> str:
     """Make a directory that holds only the config of Llama 3.1 8B."""
     shutil.copy(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json", tmp_path / "config.json")

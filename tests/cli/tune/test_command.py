@@ -24,12 +24,6 @@ SMALL = ("--num-gpu-blocks-override", "64", "--min-num-batched-tokens", "16", "-
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "profiles"))
-    return CommandLine(monkeypatch, capsys)
-
-
-@pytest.fixture
 def tune(command: CommandLine, tiny_model: Callable[..., Path]) -> Callable[..., Outcome]:
     return lambda *arguments: command("tune", str(tiny_model("llama")), *QUICK, *SMALL, *arguments)
 

@@ -10,7 +10,7 @@ from itertools import product
 from statistics import mean
 
 import pytest
-from simulated_machine import Figure, SimulatedMachine, hill, made_run
+from simulated_machine import Figure, SimulatedMachine, hill, made_run, winner
 from virtual_time import run_virtual
 
 from llmsched.cli.tune.knob_search import SearchSpace, search
@@ -126,9 +126,7 @@ def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
 
     surface = Misled(lambda s: 100.0, itl=lambda s: 0.1 if s.max_num_batched_tokens == 128 else 0.4, noise=0.0)
     history, _ = searched(surface, slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
-    best = history.best()
-    assert best is not None
-    assert best.setting.max_num_batched_tokens == 128
+    assert winner(history).max_num_batched_tokens == 128
     assert not any(trial.skipped for trial in history.trials())
 
 
@@ -138,9 +136,7 @@ def test_only_settings_that_meet_the_slo_win() -> None:
         lambda s: 100.0 + s.max_num_batched_tokens, itl=lambda s: s.max_num_batched_tokens / 1000, noise=0.0
     )
     history, _ = searched(surface, slo=Slo(itl=0.3))
-    best = history.best()
-    assert best is not None
-    assert best.setting.max_num_batched_tokens == 256
+    assert winner(history).max_num_batched_tokens == 256
     assert "but its P99 ITL 1,024 ms is above 300 ms" in explain(history)
 
 
@@ -152,10 +148,8 @@ def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:
 
     surface = SimulatedMachine(lambda s: 100.0 + s.max_num_batched_tokens, itl=itl, noise=0.0)
     history, _ = searched(surface, slo=Slo(itl=0.3), knobs=KNOBS)
-    best = history.best()
-    assert best is not None
-    assert best.setting.max_num_batched_tokens == 1024
-    assert best.setting.target_itl == 0.3
+    assert winner(history).max_num_batched_tokens == 1024
+    assert winner(history).target_itl == 0.3
 
 
 def test_knobs_that_cannot_matter_are_not_searched() -> None:
@@ -176,9 +170,7 @@ def test_headroom_is_searched_where_kv_is_scarce() -> None:
 
     surface = Scarce(lambda s: 100.0 * (1 + s.headroom), noise=0.0)
     history, _ = searched(surface, knobs=("headroom",), start=Setting(64, 16))
-    best = history.best()
-    assert best is not None
-    assert best.setting == Setting(64, 16, 0.2)
+    assert winner(history) == Setting(64, 16, 0.2)
     assert {trial.setting.max_num_batched_tokens for trial in history.trials()} == {64}
 
 
@@ -215,9 +207,7 @@ def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
     """The machine is half as fast from the third run on; earlier runs must not be compared with later ones."""
     surface = SimulatedMachine(hill(512, 16, steep=0.1), noise=0.0, drift=lambda time: 1.0 if time < 1.0 else 0.5)
     history, notes = searched(surface, knobs=("max_num_batched_tokens",))
-    best = history.best()
-    assert best is not None
-    assert best.setting.max_num_batched_tokens == 512
+    assert winner(history).max_num_batched_tokens == 512
     assert notes == ["1 of the first rounds were repeated because the machine's speed changed meanwhile"]
     assert [index for _, _, index in surface.log][:14] == [0] * 7 + [1] * 6 + [2]
 

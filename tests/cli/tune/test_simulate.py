@@ -31,12 +31,6 @@ SLO = Slo(ttft=1.0, itl=0.03)
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "profiles"))
-    return CommandLine(monkeypatch, capsys)
-
-
-@pytest.fixture
 def tune(command: CommandLine) -> Callable[..., Outcome]:
     return lambda *arguments: command("tune", str(CONFIG), "--simulate", "h100", *LOAD_FLAGS, *SLO_FLAGS, *arguments)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from simulated_machine import made_run
+from simulated_machine import made_run, winner
 
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
@@ -84,9 +84,7 @@ FAULT_18: dict[Setting, Callable[[int], Measurement]] = {
 def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths: tuple[int, ...]) -> None:
     """F18."""
     history = raced(Scripted(FAULT_18), rounds=rounds, goal=goal, lengths=lengths)
-    best = history.best()
-    assert best is not None
-    assert best.setting == A
+    assert winner(history) == A
     assert [trial.reason for trial in history.trials()] == [
         None,
         "10 of 10 requests failed: empty stream (the request ended without a token)",
@@ -166,22 +164,18 @@ def test_the_statistic_of_the_slo_is_the_one_that_counts() -> None:
 
 def test_more_throughput_beyond_the_noise_wins() -> None:
     history = raced(Scripted({A: lambda n: figures(1.0), B: lambda n: figures(1.2), C: lambda n: figures(1.1)}))
-    best = history.best()
-    assert best is not None
-    assert best.setting == B
+    assert winner(history) == B
     assert explain(history).endswith("is the highest of the 3 of 3 settings that meet the SLOs")
 
 
 def test_goodput_and_throughput_can_disagree() -> None:
     """B makes more tokens, but a third of its requests miss the ITL SLO, which applies to each request's median."""
     slo, fast = Slo(itl=0.2, itl_statistic="p50"), made_run(B, 30, 0, 12.0, met={"itl": 20, "all": 20})
-    for goal, winner in (("throughput", B), ("goodput", A)):
+    for goal, expected in (("throughput", B), ("goodput", A)):
         history = TrialHistory(slo, goal)  # type: ignore[arg-type]
         history.add(made_run(A, 30, 0, 10.0))
         history.add(fast)
-        best = history.best()
-        assert best is not None
-        assert best.setting == winner
+        assert winner(history) == expected
     assert fast.goodput_rps == pytest.approx(12.0 / 10 * 20 / 30)
     assert TrialHistory(Slo(), "goodput").goal == "throughput"
 
@@ -211,9 +205,7 @@ def test_a_setting_that_breaks_in_a_later_round_is_infeasible() -> None:
         return out_of_memory(round_index) if round_index else figures(1.05)
 
     history = raced(Scripted({A: lambda n: figures(1.0), B: later}), rounds=2)
-    best = history.best()
-    assert best is not None
-    assert best.setting == A
+    assert winner(history) == A
     reason = history.trials()[1].reason
     assert reason is not None
     assert reason.startswith("MemoryError")
@@ -258,9 +250,7 @@ def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
     history.add(made_run(A, 8, 0, 99.0))
     history.add(made_run(B, 8, 0, 9.0))
     history.add(made_run(B, 32, 1, 9.0))
-    best = history.best()
-    assert best is not None
-    assert best.setting == B
+    assert winner(history) == B
 
 
 def test_a_setting_is_judged_by_its_longest_runs() -> None:
@@ -305,9 +295,7 @@ def test_explanation_of_exact_runs_does_not_mention_noise() -> None:
         "SLOs"
     )
     history.add(made_run(C, 8, 0, 103.0))
-    best = history.best()
-    assert best is not None
-    assert best.setting == C
+    assert winner(history) == C
 
 
 def test_relative_scores_are_of_the_same_rounds() -> None:

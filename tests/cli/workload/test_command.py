@@ -11,11 +11,6 @@ from command_line import CommandLine
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
-@pytest.fixture
 def log(tmp_path: Path) -> Path:
     """Ten requests, one per second, that begin with the same 40 words."""
     system = " ".join(f"rule{number}" for number in range(40))
