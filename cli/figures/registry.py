@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llmsched.cli.figures import kv_memory
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
-from llmsched.cli.figures.latency_summary import ReadingPauses, RequestStall
+from llmsched.cli.figures.latency_summary import RequestStall
 from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Goodput, Slo, Summary
 from llmsched.engine.units import human_bytes, human_seconds
@@ -47,9 +47,8 @@ class Place(Flag):
 class Figure:
     """A figure of a run. `name` is its JSON key, `label` its name in tables.
 
-    `get` returns its value. `text` formats it for the table of totals (None: no row); without it the unit decides.
-    `definition` has a sentence for each term that is printed with the figure. If the JSON value is an object,
-    `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
+    `get` returns its value. `definition` has a sentence for each term that is printed with the figure. If the JSON
+    value is an object, `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Figure:
     shown_in: Place
     label: str = ""
     definition: Mapping[str, str] = field(default_factory=dict)
-    text: Callable[[Experiment, Measurement], str | None] | None = None
     csv_keys: tuple[str, ...] = ()
     ratio_keys: tuple[str, ...] = ()
 
@@ -70,9 +68,9 @@ class Figure:
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
-        """Return label and value for the table of totals; None if the run has no such row."""
-        text = format_value(self.get(*run), self.unit) if self.text is None else self.text(*run)
-        return None if text is None else [self.label, text]
+        """Return label and value for the table of totals; None if the figure is a text that the run does not have."""
+        value = self.get(*run)
+        return None if value is None and not self.unit else [self.label, format_value(value, self.unit)]
 
 
 def format_value(value: float | None, unit: Unit) -> str:
@@ -111,16 +109,13 @@ def _slo_json(slo: Slo) -> dict[str, Any]:
 
 
 def _stall_json(one: RequestStall) -> dict[str, Any]:
-    stall = one.stall
-    return {
-        "request": one.request,
-        "ms": stall.seconds * 1e3,
-        "at_s": stall.at,
-        "tokens_before": stall.tokens_before,
-    }
+    seconds, at, tokens_before = one.stall
+    return {"request": one.request, "ms": seconds * 1e3, "at_s": at, "tokens_before": tokens_before}
 
 
-def _reading_json(reading: ReadingPauses) -> dict[str, Any]:
+def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
+    if (reading := figures.reading) is None:
+        return None
     return {
         "tokens_per_s": reading.tokens_per_s,
         "late_tokens": reading.late_tokens,
@@ -153,16 +148,29 @@ def _peak_kv_text(_: Experiment, figures: Measurement) -> str | None:
     return f"{human_bytes(used.peak_kv)}, {used.peak_kv_share:.1%} of {human_bytes(used.parts.kv)}"
 
 
+def _peak_memory_text(_: Experiment, figures: Measurement) -> str | None:
+    return human_bytes(figures.memory.peak) if figures.memory and figures.memory.peak else None
+
+
 def _define(*terms: str) -> dict[str, str]:
     return {term: {**DEFINITIONS, **kv_memory.DEFINITIONS}[term] for term in terms}
 
 
-_JSON = Place.JSON
+_JSON, _RATIOS, _ROUND, _ATTEMPT = Place.JSON, Place.RATIOS, Place.ROUND, Place.ATTEMPT
 _CSV = Place.JSON | Place.CSV
 _TOTALS = _CSV | Place.TOTALS
-_OWN_TABLE, _RATIOS, _ROUND, _ATTEMPT = Place.OWN_TABLE, Place.RATIOS, Place.ROUND, Place.ATTEMPT
+_OWN_TABLE = _CSV | Place.OWN_TABLE
+_MAIN, _GOODPUT = _TOTALS | _RATIOS | _ATTEMPT, _OWN_TABLE | _ATTEMPT
 _STATISTICS = ("mean", "p50", "p95", "p99", "max", "count")
 _SLOS = ("ttft", "itl", "tpot", "e2e")
+_LOAD_KEYS = ("load", "seed", "fingerprint")
+_ATTAINMENT_KEYS = (*_SLOS, "all")
+_SLO_KEYS = (*(f"{name}_ms" for name in _SLOS), "itl_statistic")
+
+
+def _row(label: str, text: Callable[[Experiment, Measurement], str | None], *terms: str) -> Figure:
+    """Return a row of the table of totals that is no figure of its own; a run without the text has no such row."""
+    return Figure(label, "", text, Place.TOTALS, label, _define(*terms))
 
 
 def _latency(label: str, get: Callable[[Experiment, Measurement], Summary], shown_in: Place, *terms: str) -> Figure:
@@ -171,20 +179,22 @@ def _latency(label: str, get: Callable[[Experiment, Measurement], Summary], show
     return Figure(name, "ms", get, shown_in, label, _define(label, *terms), csv_keys=_STATISTICS, ratio_keys=keys)
 
 
-def _goodput(name: str, unit: Unit, get: Callable[[Goodput], Any], shown_in: Place, **more: Any) -> Figure:
+def _goodput(
+    name: str, unit: Unit, get: Callable[[Goodput], Any], shown_in: Place, label: str = "", *terms: str, **more: Any
+) -> Figure:
     """Return a figure that is None if the run has no goodput."""
-    return Figure(name, unit, lambda e, m: (good := m.goodput) and get(good), shown_in, **more)
+    return Figure(name, unit, lambda e, m: (good := m.goodput) and get(good), shown_in, label, _define(*terms), **more)
 
 
 def _memory(
-    name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = "", **more: Any
+    name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = ""
 ) -> Figure:
     """Return a figure that is None if the target does not report its memory, with the definition of its label."""
     definition = _define(label) if label else {}
-    return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition, **more)
+    return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)
 
 
-#: Every figure, in the order of CSV columns, which must not change: rows are appended to files of earlier versions.
+#: Every figure, in the order of tables and of CSV columns, which must not change: rows are appended to existing files.
 FIGURES: tuple[Figure, ...] = (
     Figure("measured", "", lambda e, m: e.provenance.measured, _CSV),
     Figure("calibration_error", "share", lambda e, m: e.provenance.calibration_error, _CSV),
@@ -194,44 +204,20 @@ FIGURES: tuple[Figure, ...] = (
     Figure("where", "", lambda e, m: e.provenance.where, _CSV),
     Figure("failures", "", lambda e, m: m.requests.failures, _JSON | Place.CSV_OBJECT),
     Figure("failure_examples", "", lambda e, m: m.requests.failure_examples, _JSON),
-    Figure(
-        "workload",
-        "",
-        lambda e, m: e.workload.parameters(),
-        _CSV | Place.CSV_OBJECT,
-        csv_keys=("load", "seed", "fingerprint"),
-    ),
+    Figure("workload", "", lambda e, m: e.workload.parameters(), _CSV | Place.CSV_OBJECT, csv_keys=_LOAD_KEYS),
     Figure("asked_rate", "/s", lambda e, m: m.rates.asked, _CSV),
     Figure("scheduled_rate", "/s", lambda e, m: m.rates.scheduled, _CSV),
     Figure("achieved_rate", "/s", lambda e, m: m.rates.achieved, _CSV | _ATTEMPT),
-    Figure(
-        "completed",
-        "count",
-        lambda e, m: m.requests.completed,
-        _TOTALS | _ROUND | _ATTEMPT,
-        "completed / failed",
-        text=lambda e, m: f"{m.requests.completed} / {m.requests.failed}",
-    ),
+    _row("completed / failed", lambda e, m: f"{m.requests.completed} / {m.requests.failed}"),
+    Figure("completed", "count", lambda e, m: m.requests.completed, _CSV | _ROUND | _ATTEMPT),
     Figure("failed", "count", lambda e, m: m.requests.failed, _CSV | _ROUND | _ATTEMPT),
     Figure("valid", "", lambda e, m: m.valid, _CSV | _ROUND | _ATTEMPT),
     Figure("interrupted", "", lambda e, m: m.run.interrupted, _CSV),
+    _row("tokens in / out", lambda e, m: f"{format_value(m.tokens.input, 'count')} / {m.tokens.output}"),
     Figure("duration_s", "s", lambda e, m: m.duration, _TOTALS | _ROUND | _ATTEMPT, "duration"),
-    Figure(
-        "input_tokens",
-        "count",
-        lambda e, m: m.tokens.input,
-        _TOTALS,
-        "tokens in / out",
-        text=lambda e, m: f"{format_value(m.tokens.input, 'count')} / {m.tokens.output}",
-    ),
+    Figure("input_tokens", "count", lambda e, m: m.tokens.input, _CSV),
     Figure("output_tokens", "count", lambda e, m: m.tokens.output, _CSV),
-    Figure(
-        "output_tokens_per_s",
-        "/s",
-        lambda e, m: m.rates.output_tokens,
-        _TOTALS | _RATIOS | _ROUND | _ATTEMPT,
-        "output tokens/s",
-    ),
+    Figure("output_tokens_per_s", "/s", lambda e, m: m.rates.output_tokens, _MAIN | _ROUND, "output tokens/s"),
     Figure(
         "output_tokens_per_s_steady",
         "/s",
@@ -240,76 +226,40 @@ FIGURES: tuple[Figure, ...] = (
         "  steady-state",
         _define("steady"),
     ),
-    Figure("requests_per_s", "/s", lambda e, m: m.rates.requests, _TOTALS | _RATIOS | _ATTEMPT, "requests/s"),
+    Figure("requests_per_s", "/s", lambda e, m: m.rates.requests, _MAIN, "requests/s"),
     Figure("requests_per_s_steady", "/s", lambda e, m: m.rates.requests_steady, _TOTALS, "  steady-state"),
     Figure("steady_window_s", "", lambda e, m: m.rates.steady_window, _JSON),
-    Figure("sent", "/s", lambda e, m: m.rates.achieved, Place.TOTALS, "sent requests/s", text=_sent_text),
+    _row("sent requests/s", _sent_text),
     _latency("TTFT", lambda e, m: m.latency.ttft, _ROUND),
     _latency("ITL", lambda e, m: m.latency.itl, _ROUND),
     _latency("TPOT", lambda e, m: m.latency.tpot, _JSON),
     _latency("E2E", lambda e, m: m.latency.e2e, _ROUND, "percentiles", "P99 interval"),
     Figure("connect_ms", "ms", lambda e, m: m.latency.connect, _CSV, csv_keys=_STATISTICS),
-    Figure(
-        "client_lag_ms",
-        "ms",
-        lambda e, m: m.client.send,
-        _TOTALS,
-        "client lag P99",
-        text=lambda e, m: format_value(m.client.send.p99, "ms"),
-        csv_keys=_STATISTICS,
-    ),
+    Figure("client_lag_ms", "ms", lambda e, m: m.client.send, _CSV, csv_keys=_STATISTICS),
     Figure("loop_lag_ms", "ms", lambda e, m: m.client.loop, _JSON),
     Figure("machine_lag_ms", "ms", lambda e, m: m.client.machine, _JSON),
-    Figure(
-        "worst_stall_ms", "ms", lambda e, m: m.latency.worst_stall, _TOTALS | _RATIOS, "worst stall", _define("stall")
-    ),
+    Figure("worst_stall_ms", "ms", lambda e, m: m.latency.worst_stall, _CSV | _RATIOS, "worst stall"),
     Figure("worst_stalls", "", lambda e, m: [_stall_json(one) for one in m.latency.stalls], _JSON),
+    _memory("steps", "count", lambda used: used.steps, _RATIOS, "steps"),
+    _memory("kv_waste", "share", lambda used: used.kv_waste, _JSON | _RATIOS, "KV waste"),
+    _memory("peak_kv_share", "share", lambda used: used.peak_kv_share, _JSON),
+    _memory("peak_kv_bytes", "bytes", lambda used: used.peak_kv, _JSON | _RATIOS, "peak KV"),
+    _memory("peak_memory_bytes", "bytes", lambda used: used.peak, _JSON | _RATIOS, "peak memory"),
+    _memory("memory", "", _memory_json, _JSON),
     Figure("prefix_hit_rate", "share", lambda e, m: m.tokens.prefix_hit_rate, _TOTALS | _ATTEMPT, "prefix hit rate"),
-    Figure("preemptions", "count", lambda e, m: m.requests.preemptions, _TOTALS | _RATIOS | _ATTEMPT, "preemptions"),
+    Figure("preemptions", "count", lambda e, m: m.requests.preemptions, _MAIN, "preemptions"),
+    _row("worst stall", lambda e, m: format_value(m.latency.worst_stall, "ms"), "stall"),
+    _row("client lag P99", lambda e, m: format_value(m.client.send.p99, "ms")),
+    _row("peak KV", _peak_kv_text, "peak KV"),
+    _row("peak memory", _peak_memory_text, "peak memory"),
     _goodput(
-        "goodput_rps",
-        "/s",
-        lambda good: good.requests_per_s,
-        _CSV | _OWN_TABLE | _RATIOS | _ATTEMPT,
-        label="goodput, requests/s",
-        definition=_define("goodput"),
+        "goodput_rps", "/s", lambda good: good.requests_per_s, _GOODPUT | _RATIOS, "goodput, requests/s", "goodput"
     ),
-    _goodput(
-        "attainment",
-        "",
-        lambda good: good.attainment,
-        _CSV | _OWN_TABLE | _ATTEMPT,
-        definition=_define("SLO of ITL"),
-        csv_keys=(*_SLOS, "all"),
-    ),
-    Figure(
-        "slo", "", lambda e, m: _slo_json(e.slo), _CSV, csv_keys=(*(f"{name}_ms" for name in _SLOS), "itl_statistic")
-    ),
+    _goodput("attainment", "", lambda good: good.attainment, _GOODPUT, "", "SLO of ITL", csv_keys=_ATTAINMENT_KEYS),
+    Figure("slo", "", lambda e, m: _slo_json(e.slo), _CSV, csv_keys=_SLO_KEYS),
     _goodput("slo_missed", "", lambda good: good.missed, _JSON),
     _goodput("slo_missed_alone", "", lambda good: good.missed_alone, _JSON),
-    Figure(
-        "reading",
-        "",
-        lambda e, m: m.reading and _reading_json(m.reading),
-        _CSV | _OWN_TABLE,
-        definition=_define("reading"),
-        csv_keys=("late_tokens", "interrupted_requests"),
-    ),
-    _memory("steps", "count", lambda used: used.steps, _RATIOS, "steps"),
-    _memory(
-        "peak_kv_share", "share", lambda used: used.peak_kv_share, _JSON | Place.TOTALS, "peak KV", text=_peak_kv_text
-    ),
-    _memory("kv_waste", "share", lambda used: used.kv_waste, _JSON | _RATIOS, "KV waste"),
-    _memory("peak_kv_bytes", "bytes", lambda used: used.peak_kv, _JSON | _RATIOS, "peak KV"),
-    _memory(
-        "peak_memory_bytes",
-        "bytes",
-        lambda used: used.peak,
-        _JSON | Place.TOTALS | _RATIOS,
-        "peak memory",
-        text=lambda e, m: human_bytes(m.memory.peak) if m.memory and m.memory.peak else None,
-    ),
-    _memory("memory", "", _memory_json, _JSON),
+    Figure("reading", "", _reading_json, _OWN_TABLE, "", _define("reading"), ("late_tokens", "interrupted_requests")),
     Figure("token_counts", "", lambda e, m: m.tokens.source, _CSV),
     Figure("warnings", "", lambda e, m: list(m.warnings), _JSON),
     Figure("warmup", "count", lambda e, m: e.warmup, _JSON),
