@@ -9,13 +9,10 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.compare_mode import bench_compare, refuse_server
-from llmsched.cli.bench.knee.knee_mode import bench_knee
 from llmsched.cli.bench.mode_flags import ModeFlags
+from llmsched.cli.bench.modes import bench_compare, bench_target
 from llmsched.cli.bench.report.output_flags import OutputFlags
-from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
-from llmsched.cli.bench.single_run import bench_once
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options, with_options
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
@@ -28,7 +25,6 @@ from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import open_simulated
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.latency import Slo
-from llmsched.engine.progress import Progress
 
 
 @with_engine_options(exclude=("seed",))
@@ -108,7 +104,7 @@ def bench(
         if modes.self_check:
             if extra := set(typed_options(context)) - {"--self-check", "--save", "--json"}:
                 raise LlmschedError(f"--self-check uses its own server and load; leave out {', '.join(sorted(extra))}")
-            result = asyncio.run(bench_self(progress))
+            job = bench_self(progress)
         elif target is not None and target.startswith(("http://", "https://")):
             if profile is not None:
                 raise LlmschedError(
@@ -116,48 +112,32 @@ def bench(
                 )
             if simulate is not None:
                 raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
-            result = _bench_server(target, plan, modes, server, engine_options, progress)
+            if modes.compare is not None:
+                raise LlmschedError(
+                    f"--compare runs each variant in this process, and {target} is a server, whose settings cannot be "
+                    "changed from here; name a model, or restart the server with each setting and bench it with the "
+                    "same --seed"
+                )
+            opening = open_server(http_options(target, plan, server, engine_options), plan)
+            job = bench_target(opening, target, modes, plan, progress)
         else:
             refuse_server_flags(typed_options(context))
             model, options = resolve_model(target), with_profile(engine_options, profile)
             if profile is not None:
                 for warning in found_for_others(profile, options.config(model), simulate):
                     render.warn(warning)
-            result = _bench_model(model, simulate, quantization, plan, modes, options, progress)
+            config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
+            if modes.compare is not None:
+                job = bench_compare(config, options.given, simulate, modes, plan, progress, quantization)
+            else:
+                if simulate is None:
+                    opening = open_engine(config, plan, progress)
+                else:
+                    opening = open_simulated(config, simulate, plan, progress, render.warn, quantization)
+                job = bench_target(opening, None, modes, plan, progress)
+        result = asyncio.run(job)
     outputs.give_out(result)
     if result.run is not None and result.run.figures.run.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
     if not result.well:
         raise typer.Exit(1)
-
-
-def _bench_model(
-    model: str,
-    simulate: str | None,
-    quantization: str | None,
-    plan: RunPlan,
-    modes: ModeFlags,
-    options: EngineOptions,
-    progress: Progress,
-) -> Result:
-    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
-    if modes.compare is not None:
-        return asyncio.run(bench_compare(config, options.given, simulate, modes, plan, progress, quantization))
-    if simulate is None:
-        opening = open_engine(config, plan, progress)
-    else:
-        opening = open_simulated(config, simulate, plan, progress, render.warn, quantization)
-    if modes.find_knee:
-        return asyncio.run(bench_knee(opening, modes, plan, progress))
-    return asyncio.run(bench_once(opening, None, plan, progress))
-
-
-def _bench_server(
-    url: str, plan: RunPlan, modes: ModeFlags, flags: ServerFlags, options: EngineOptions, progress: Progress
-) -> Result:
-    if modes.compare is not None:
-        refuse_server(url)
-    opening = open_server(http_options(url, plan, flags, options), plan)
-    if modes.find_knee:
-        return asyncio.run(bench_knee(opening, modes, plan, progress))
-    return asyncio.run(bench_once(opening, url, plan, progress))

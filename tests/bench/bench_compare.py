@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from llmsched.cli.bench.compare.compare_mode import bench_compare
 from llmsched.cli.bench.mode_flags import ModeFlags
+from llmsched.cli.bench.modes import bench_compare
 from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad

@@ -29,8 +29,8 @@ import torch
 from tiny_models import build_tokenizer
 from transformers import BloomConfig, BloomForCausalLM
 
-from llmsched.cli.bench.compare.compare_mode import bench_compare
 from llmsched.cli.bench.mode_flags import ModeFlags
+from llmsched.cli.bench.modes import bench_compare
 from llmsched.cli.bench.report.report_content import show
 from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,27 +110,22 @@ async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progres
     attempts: list[RateAttempt] = []
 
     async def attempt(rate: float) -> float:
-
         def told(_: str, done: int, total: int) -> None:
             progress(f"attempt {len(attempts) + 1}, {rate:.3g} requests/s", done, total)
 
         figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, told)
         attainment = figures.goodput.attainment["all"] if figures.goodput else 0.0
         attempts.append(RateAttempt(rate, attainment, as_json(experiment, figures), figures))
-        attempts[:] = _lightened(attempts, goal)
+        # Figures hold every token of a run: drop those of attempts that are unlikely to be the knee.
+        missed = min((one.rate for one in attempts if one.attainment < goal.attainment), default=math.inf)
+        kept = sorted({one.rate for one in attempts if one.rate < missed})[-_KEPT_RATES:]
+        attempts[:] = [one if one.rate in kept else replace(one, figures=None) for one in attempts]
         return attainment
 
     seen = [None if figures is None else as_json(experiment, figures) for figures in (idle, burst)]
     del idle, burst
     knee = await find_knee(attempt, goal)
     return Exploration(goal, slo, knee, tuple(attempts), *seen)
-
-
-def _lightened(attempts: Sequence[RateAttempt], goal: KneeGoal) -> list[RateAttempt]:
-    """Drop figures of attempts that are unlikely to be the knee: they hold every token of their runs."""
-    missed = min((one.rate for one in attempts if one.attainment < goal.attainment), default=math.inf)
-    kept = sorted({one.rate for one in attempts if one.rate < missed})[-_KEPT_RATES:]
-    return [one if one.rate in kept else replace(one, figures=None) for one in attempts]
 
 
 def _default_slo(idle: Measurement | None) -> Slo:

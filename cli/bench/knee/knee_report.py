@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from llmsched.cli.bench.knee.knee_exploration import Exploration, RateAttempt
+from llmsched.cli.bench.knee.knee_exploration import Exploration
 from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
@@ -37,7 +36,10 @@ def knee_json(plan: RunPlan, found: Exploration) -> dict[str, Any]:
         "highest_rps": found.goal.high,
         "slo": whole["slo"],
         "slo_from_idle_target": not plan.slo.given(),
-        "points": [_attempt_json(attempt, found) for attempt in found.attempts],
+        "points": [
+            {"rate": one.rate, "met": one.attainment >= found.goal.attainment, **_main_figures(one.report)}
+            for one in found.attempts
+        ],
         "idle": None if found.idle is None else _main_figures(found.idle),
         "all_at_once": None if found.burst is None else _main_figures(found.burst),
         "at_knee": at_knee,
@@ -101,16 +103,28 @@ def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
 def _table(document: dict[str, Any]) -> Table:
     """Return a row per attempt, in order of rate, with the latencies that have an SLO."""
     judged = [name for name in ("itl", "tpot", "e2e") if f"{name}_ms" in document["slo"]] or ["itl"]
-    columns = [
-        "requested/s",
-        "served/s",
-        "output tokens/s",
-        "TTFT P50",
-        "TTFT P99",
-        *(f"{name.upper()} P99" for name in judged),
-    ]
-    rows = [_row(point, judged) for point in sorted(document["points"], key=lambda point: point["rate"])]
-    return Table("latency in ms", [*columns, "met by", "goodput", ""], rows, text_columns=0)
+    latency_columns = ["TTFT P50", "TTFT P99", *(f"{name.upper()} P99" for name in judged)]
+    columns = ["requested/s", "served/s", "output tokens/s", *latency_columns, "met by", "goodput", ""]
+    rows = []
+    for point in sorted(document["points"], key=lambda point: point["rate"]):
+        latencies = [point["ttft_ms"]["p50"], *(point[f"{name}_ms"]["p99"] for name in ("ttft", *judged))]
+        attainment, tokens = point["attainment"], point["output_tokens_per_s"]
+        rows.append(
+            [
+                f"{point['rate']:.3g}",
+                _or_na(point["requests_per_s"], ".2f"),
+                _or_na(tokens, ".1f" if tokens is not None and tokens < _MANY else ".0f"),
+                *(_or_na(value, ".1f") for value in latencies),
+                _or_na(attainment and attainment["all"], ".1%"),
+                _or_na(point["goodput_rps"], ".2f"),
+                "met" if point["met"] else "missed",
+            ]
+        )
+    return Table("latency in ms", columns, rows, text_columns=0)
+
+
+def _or_na(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
 
 
 def sustained(figures: dict[str, Any]) -> bool | None:
@@ -159,24 +173,5 @@ def verdict(document: dict[str, Any]) -> str:
     )
 
 
-def _attempt_json(attempt: RateAttempt, found: Exploration) -> dict[str, Any]:
-    met = attempt.attainment >= found.goal.attainment
-    return {"rate": attempt.rate, "met": met, **_main_figures(attempt.report)}
-
-
 def _main_figures(report: dict[str, Any]) -> dict[str, Any]:
     return {figure.name: report[figure.name] for figure in figures_in(Place.ATTEMPT)}
-
-
-def _row(point: dict[str, Any], judged: Sequence[str]) -> list[str]:
-    latencies = [point["ttft_ms"]["p50"], *(point[f"{name}_ms"]["p99"] for name in ("ttft", *judged))]
-    attainment, goodput, tokens = point["attainment"], point["goodput_rps"], point["output_tokens_per_s"]
-    return [
-        f"{point['rate']:.3g}",
-        "n/a" if point["requests_per_s"] is None else f"{point['requests_per_s']:.2f}",
-        "n/a" if tokens is None else f"{tokens:.0f}" if tokens >= _MANY else f"{tokens:.1f}",
-        *("n/a" if value is None else f"{value:.1f}" for value in latencies),
-        "n/a" if attainment is None else f"{attainment['all']:.1%}",
-        "n/a" if goodput is None else f"{goodput:.2f}",
-        "met" if point["met"] else "missed",
-    ]
