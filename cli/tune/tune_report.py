@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmsched.cli import render
-from llmsched.cli.bench.report.report_content import Table
+from llmsched.cli.bench.report import report_content
+from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
-from llmsched.cli.html_page import Page
 from llmsched.cli.profiles.apply import versions_table
 from llmsched.cli.tune.knobs import KNOBS, Setting, describe, knob_in_words, varied_knobs
 from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, figure_name
@@ -54,18 +53,7 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
 
 def show(outcome: TuneOutcome, profile: Path | None) -> None:
     """Print the report, with the command that uses the profile."""
-    for line in _origin(outcome):
-        render.say(line)
-    table = _table(outcome.history)
-    render.table(table.title, table.columns, table.rows)
-    for chart in _charts(outcome.history):
-        render.chart(chart)
-    for sentence in (*_reasons(outcome.history), explain(outcome.history)):
-        render.say(sentence)
-    for name, meaning in _definitions(outcome).items():
-        render.say(f"{name}: {meaning}")
-    for note in outcome.notes:
-        render.note(note)
+    report_content.show(_content(outcome))
     if profile is not None:
         named = profile.stem if profile.parent == profile_dir() else str(profile)
         render.say(f"profile: {profile} (use it with `llmsched serve --profile {named}`)")
@@ -73,26 +61,24 @@ def show(outcome: TuneOutcome, profile: Path | None) -> None:
 
 def page(outcome: TuneOutcome, profile: Path | None) -> str:
     """Return the report as an HTML page."""
-    made = Page(f"llmsched tune: {outcome.task.model}")
-    for line in _origin(outcome):
-        made.say(line)
-    made.heading("choice")
-    made.say(explain(outcome.history))
-    for note in outcome.notes:
-        made.warn(note)
-    made.heading("curve")
-    for chart in _charts(outcome.history):
-        made.chart(chart)
-    made.heading("settings")
-    table = _table(outcome.history)
-    made.table(table.columns, table.rows)
-    for sentence in _reasons(outcome.history):
-        made.say(sentence)
-    made.heading("definitions")
-    made.terms(_definitions(outcome))
-    made.heading("report")
-    made.code(json.dumps(as_json(outcome, profile), indent=1, allow_nan=False))
-    return made.html()
+    title = f"llmsched tune: {outcome.task.model}"
+    return report_content.report_page(title, [_content(outcome)], as_json(outcome, profile))
+
+
+def _content(outcome: TuneOutcome) -> ReportContent:
+    task, provenance, history = outcome.task, outcome.provenance, outcome.history
+    trials, charts = history.trials(), _charts(history)
+    settings = [trial.setting for trial in trials]
+    reasons = [f"{describe(trial.setting, settings)}: {trial.reason}" for trial in trials if trial.reason is not None]
+    return ReportContent(
+        notes=[Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()],
+        tables=[_table(history)],
+        conclusions=[*reasons, explain(history)],
+        charts=charts,
+        terminal_charts=len(charts),
+        definitions=_definitions(outcome),
+        decisions=outcome.notes,
+    )
 
 
 def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
@@ -146,19 +132,6 @@ def _slo_table(slo: Slo) -> dict[str, Scalar]:
     if slo.itl is not None and slo.itl_statistic != "p99":
         table["itl_statistic"] = slo.itl_statistic
     return table
-
-
-def _origin(outcome: TuneOutcome) -> list[str]:
-    """Say what was tuned, under which load, and how accurate a simulation is."""
-    task, provenance = outcome.task, outcome.provenance
-    return [Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()]
-
-
-def _reasons(history: TrialHistory) -> list[str]:
-    """Say why settings are infeasible or were not measured."""
-    trials = history.trials()
-    settings = [trial.setting for trial in trials]
-    return [f"{describe(trial.setting, settings)}: {trial.reason}" for trial in trials if trial.reason is not None]
 
 
 def _definitions(outcome: TuneOutcome) -> dict[str, str]:

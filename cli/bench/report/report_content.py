@@ -24,7 +24,10 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportContent:
-    """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts."""
+    """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts.
+
+    `decisions` are what was decided for the user; a terminal shows them on stderr.
+    """
 
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
@@ -32,6 +35,7 @@ class ReportContent:
     charts: Sequence[Chart] = ()
     terminal_charts: int = 0
     definitions: Mapping[str, str] = field(default_factory=dict)
+    decisions: Sequence[str] = ()
     errors: Sequence[str] = ()
     warnings: Sequence[str] = ()
 
@@ -64,6 +68,8 @@ def show(content: ReportContent) -> None:
         render.chart(chart)
     for term, sentence in content.definitions.items():
         render.say(f"{term}: {sentence}")
+    for decision in content.decisions:
+        render.note(decision)
     for error in content.errors:
         render.error(error)
     for warning in content.warnings:
@@ -72,30 +78,31 @@ def show(content: ReportContent) -> None:
 
 def result_page(result: Result) -> str:
     """Return a result as an HTML page that opens offline."""
-    page = Page(f"llmsched bench: {result.report['target']}" if "target" in result.report else "llmsched bench")
-    for content in (result.content, result.detail):
-        if content is not None:
-            _add(page, content)
+    title = f"llmsched bench: {result.report['target']}" if "target" in result.report else "llmsched bench"
+    return report_page(title, [result.content, *([result.detail] if result.detail else [])], result.report)
+
+
+def report_page(title: str, contents: Sequence[ReportContent], document: Mapping[str, Any]) -> str:
+    """Return reports and their JSON document as an HTML page that opens offline."""
+    page = Page(title)
+    for content in contents:
+        for note in content.notes:
+            page.say(note)
+        for sentence in (*content.decisions, *content.errors, *content.warnings):
+            page.warn(sentence)
+        for table in content.tables:
+            if table.title:
+                page.heading(table.title)
+            page.table(table.columns, table.rows)
+        for conclusion in content.conclusions:
+            page.say(conclusion)
+        if content.charts:
+            page.heading("charts")
+        for chart in content.charts:
+            page.chart(chart)
+        if content.definitions:
+            page.heading("definitions")
+            page.terms(content.definitions)
     page.heading("report")
-    page.code(json.dumps(result.report, indent=1, allow_nan=False))
+    page.code(json.dumps(document, indent=1, allow_nan=False))
     return page.html()
-
-
-def _add(page: Page, content: ReportContent) -> None:
-    for note in content.notes:
-        page.say(note)
-    for sentence in (*content.errors, *content.warnings):
-        page.warn(sentence)
-    for table in content.tables:
-        if table.title:
-            page.heading(table.title)
-        page.table(table.columns, table.rows)
-    for conclusion in content.conclusions:
-        page.say(conclusion)
-    if content.charts:
-        page.heading("charts")
-    for chart in content.charts:
-        page.chart(chart)
-    if content.definitions:
-        page.heading("definitions")
-        page.terms(content.definitions)
