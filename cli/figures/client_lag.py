@@ -119,7 +119,8 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> LagVerdict:
     """Compare lags with what they add to: a late send to TTFT, loop lag also to the gap before a chunk."""
-    per_chunk = _tokens_per_chunk(done)
+    counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
+    per_chunk = sum(counts) / len(counts) if counts else 1.0
     send, loop, streaming = (_p99(each) for each in (lag.send, lag.loop, lag.streaming))
     if streaming > _limit((itl.mean or ttft.p50 or 0.0) * per_chunk):
         return LagVerdict(True, (f"{_late(streaming)}, because {_cause(lag, streaming)}",))
@@ -132,12 +133,6 @@ def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[Served
         why = f"the client itself was late, because {_cause(lag, streaming)}"
         return LagVerdict(False, (f"P99 of ITL may be too high by up to {1e3 * added:.1f} ms: {why}",))
     return LagVerdict(False)
-
-
-def _tokens_per_chunk(done: Sequence[ServedRequest]) -> float:
-    """Return the mean number of tokens per chunk that has any; 1 if there is none."""
-    counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
-    return sum(counts) / len(counts) if counts else 1.0
 
 
 def _p99(lag: Summary | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -73,8 +73,12 @@ def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start:
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
+    summaries = {
+        name: LatencySummary(**asdict(summarise([*chain.from_iterable(requests)])), p99_ci95=p99_interval(requests))
+        for name, requests in latency_samples(latencies).items()
+    }
     return Latencies(
-        **{name: _summary(requests) for name, requests in latency_samples(latencies).items()},
+        **summaries,
         connect=summarise(connect),
         worst_stall=max((one.worst_stall for one in latencies if one.worst_stall is not None), default=None),
         stalls=tuple(RequestStall(index, stall._replace(at=stall.at - start)) for index, stall in stalls if stall),
@@ -89,12 +93,6 @@ def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple
         "tpot": [(one.tpot,) for one in latencies if one.tpot is not None],
         "e2e": [(one.e2e,) for one in latencies],
     }
-
-
-def _summary(requests: Sequence[Sequence[float]]) -> LatencySummary:
-    whole = summarise([*chain.from_iterable(requests)])
-    interval = p99_interval(requests)
-    return LatencySummary(whole.count, whole.mean, whole.p50, whole.p95, whole.p99, whole.max, interval)
 
 
 def reading_pauses(done: Sequence[ServedRequest], failed: int, tokens_per_s: float) -> ReadingPauses | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmsched.cli.figures.client_lag import ClientLag, client_lag, judge_lag
@@ -95,10 +95,27 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
     lag = client_lag(run, done)
     # A client in the target's process: its loop lag is part of the target's latency, and no excuse.
     verdict = judge_lag(lag if run.own_process else ClientLag(lag.send), latency.ttft, latency.itl, done)
-    tokens = _token_counts(done)
+    prompts = [one.record.usage.prompt_tokens for one in done]
+    known = [count for count in prompts if count is not None]
+    source = worst_source(done)
+    warnings = [*verdict.warnings, *_warnings(done, source, latency.itl.count)]
+    if run.interrupted:
+        told = "requests still running are not counted, and the slowest are among them"
+        warnings.insert(0, f"interrupted after {len(run.records)} requests: {told}")
     return Measurement(
-        requests=_request_counts(run, len(done)),
-        tokens=tokens,
+        requests=RequestCounts(
+            completed=len(done),
+            failed=failed,
+            failures=dict(Counter(record.failure.reason for record in run.records if record.failure).most_common()),
+            failure_examples={r.failure.reason: r.failure.detail for r in reversed(run.records) if r.failure},
+            preemptions=run.preemptions,
+        ),
+        tokens=TokenCounts(
+            input=sum(known) if known and len(known) == len(prompts) else None,
+            output=sum(arrival.tokens for one in done for arrival in one.arrivals),
+            source=source,
+            prefix_hit_rate=_hit_rate([one.record for one in done]),
+        ),
         duration=duration,
         rates=rates_of(run, done, workload),
         latency=latency,
@@ -106,36 +123,9 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
         goodput=goodput(slo, [one.latency for one in done], failed=failed, duration=duration),
         reading=reading_pauses(done, failed, slo.reader_speed),
         valid=not verdict.late and bool(done),
-        warnings=(
-            *_interruption(run),
-            *verdict.warnings,
-            *_doubts_about_tokens(done, tokens.source),
-            *_few_samples(len(done), latency.itl.count),
-        ),
+        warnings=tuple(warnings),
         run=run,
         served=done,
-    )
-
-
-def _request_counts(run: RunRecord, completed: int) -> RequestCounts:
-    counts = Counter(record.failure.reason for record in run.records if record.failure)
-    return RequestCounts(
-        completed=completed,
-        failed=len(run.records) - completed,
-        failures=dict(counts.most_common()),
-        failure_examples={r.failure.reason: r.failure.detail for r in reversed(run.records) if r.failure},
-        preemptions=run.preemptions,
-    )
-
-
-def _token_counts(done: Sequence[ServedRequest]) -> TokenCounts:
-    prompts = [one.record.usage.prompt_tokens for one in done]
-    known = [count for count in prompts if count is not None]
-    return TokenCounts(
-        input=sum(known) if known and len(known) == len(prompts) else None,
-        output=sum(arrival.tokens for one in done for arrival in one.arrivals),
-        source=worst_source(done),
-        prefix_hit_rate=_hit_rate([one.record for one in done]),
     )
 
 
@@ -150,29 +140,14 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
     return sum(usage.cached_tokens or 0 for usage in stated) / sum(usage.prompt_tokens or 0 for usage in stated)
 
 
-def _interruption(run: RunRecord) -> list[str]:
-    if not run.interrupted:
-        return []
-    return [
-        f"interrupted after {len(run.records)} requests: requests still running are not counted, and the slowest are "
-        "among them"
-    ]
-
-
-def _doubts_about_tokens(done: Sequence[ServedRequest], source: str | None) -> list[str]:
-    found = []
+def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
+    """Yield doubts about the token counts (from `source`) and the P99 of `gaps` ITL samples."""
     if source in (RETOKENISED, CHUNKS):
-        found.append(f"the target reported no token usage; output tokens are estimated ({source})")
+        yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]
     if short := sum(count is not None and got < count for count, got in asked):
-        found.append(f"{short} of {len(done)} answers are shorter than requested: the load is not as planned")
-    return found
-
-
-def _few_samples(requests: int, gaps: int) -> list[str]:
-    found = []
-    for name, count in (("TTFT, TPOT and E2E", requests), ("ITL", gaps)):
+        yield f"{short} of {len(done)} answers are shorter than requested: the load is not as planned"
+    for name, count in (("TTFT, TPOT and E2E", len(done)), ("ITL", gaps)):
         beyond = max(1, (count - 1) - math.floor(0.99 * (count - 1)))
         if count and beyond < _SAMPLES_BEYOND:
-            found.append(f"P99 of {name} rests on {beyond} of {count} samples; use 1,000 or more for a reliable P99")
-    return found
+            yield f"P99 of {name} rests on {beyond} of {count} samples; use 1,000 or more for a reliable P99"

@@ -52,13 +52,10 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
     if stated:
         return _spread(stated, times), USAGE
     if count_tokens is not None:
-        return _spread(max(1, count_tokens(_whole("".join(chunk.text for chunk in chunks)))), times), RETOKENISED
+        # Surrogate pairs that were split over chunks are joined, unpaired surrogates replaced.
+        text = "".join(chunk.text for chunk in chunks).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _spread(max(1, count_tokens(text)), times), RETOKENISED
     return _spread(len(times), times), CHUNKS
-
-
-def _whole(text: str) -> str:
-    """Join surrogate pairs that were split over chunks; replace unpaired surrogates."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def worst_source(requests: Sequence[ServedRequest]) -> str | None:

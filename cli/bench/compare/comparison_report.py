@@ -7,11 +7,11 @@ from typing import Any
 
 from llmsched.cli.bench.compare.comparison import VariantResult
 from llmsched.cli.bench.report.report_content import ReportContent, Table
-from llmsched.cli.chart import Chart, Series, distribution
+from llmsched.cli.bench.report.run_charts import distribution_chart
 from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.kv_memory import MemoryUsage
 from llmsched.cli.figures.latency_summary import latency_samples
-from llmsched.cli.figures.registry import Figure, Place, Unit, as_json, definitions_in, figures_in, look_up, paths_in
+from llmsched.cli.figures.registry import Place, Unit, as_json, definitions_in, figures_in, look_up, paths_in
 from llmsched.engine.latency import DEFINITIONS
 from llmsched.engine.units import human_bytes
 
@@ -43,7 +43,13 @@ def comparison_content(document: dict[str, Any], variants: Sequence[VariantResul
     return ReportContent(
         notes=_notes(document, first),
         tables=[_table(document)],
-        charts=[_distribution(name, variants) for name in ("ttft", "itl", "e2e")],
+        charts=[
+            distribution_chart(
+                f"distribution of {name.upper()}",
+                {one.name: latency_samples(one.figures.latencies)[name] for one in variants},
+            )
+            for name in ("ttft", "itl", "e2e")
+        ],
         definitions=terms,
         errors=[
             f"{run['policy']}: {count} requests failed: {reason} ({run['failure_examples'][reason]})"
@@ -126,12 +132,9 @@ def _table(document: dict[str, Any]) -> Table:
         values = [look_up(run, path) for run in runs]
         if any(value is not None for value in values):
             relations = [_times(ratios[run["policy"]]["_".join(path)]) for run in others]
-            rows.append([_label(figure, path), *(_shown(value, figure.unit) for value in values), *relations])
+            label = " ".join((figure.label, *(part.upper() for part in path[1:])))
+            rows.append([label, *(_shown(value, figure.unit) for value in values), *relations])
     return Table("all rounds together; latencies in ms", columns, rows)
-
-
-def _label(figure: Figure, path: tuple[str, ...]) -> str:
-    return " ".join((figure.label, *(part.upper() for part in path[1:])))
 
 
 def _shown(value: float | None, unit: Unit) -> str:
@@ -140,24 +143,8 @@ def _shown(value: float | None, unit: Unit) -> str:
         return "n/a"
     if unit == "bytes":
         return human_bytes(value)
-    if unit == "share":
-        return f"{value:.1%}"
-    return f"{value:.0f}" if unit == "count" else f"{value:.1f}" if unit == "ms" else f"{value:.2f}"
+    return format(value, {"share": ".1%", "count": ".0f", "ms": ".1f"}.get(unit, ".2f"))
 
 
 def _times(ratio: float | None) -> str:
     return "n/a" if ratio is None else f"{ratio:.3g}x"
-
-
-def _distribution(name: str, variants: Sequence[VariantResult]) -> Chart:
-    """Return the distribution of a latency, one line per variant."""
-    lines = [
-        Series(
-            one.name,
-            distribution([1e3 * x for samples in latency_samples(one.figures.latencies)[name] for x in samples]),
-        )
-        for one in variants
-    ]
-    return Chart(
-        f"distribution of {name.upper()}", "ms, logarithmic", "% of samples up to it", tuple(lines), log_x=True
-    )

@@ -17,7 +17,6 @@ from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.load_run import send_workload, warm_up
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import LIMITS, EngineConfig
-from llmsched.engine.memory.plan import MemoryParts, MemoryPlan
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 
@@ -64,30 +63,28 @@ class VariantEngines:
             run = await send_workload(target, workload, ids=ids, timeout=plan.timeout, progress=progress)
             settings = {knob: value for knob, value in asdict(engine.core.config).items() if value is not None}
             assert engine.core.plan is not None
+            parts, measured = engine.core.plan.parts, engine.core.plan.measured
+            if measured is not None and measured.activations is not None:
+                parts = parts._replace(activations=measured.activations)
             origin = Provenance("in process")
             experiment = Experiment(target.name, origin, plan.workload, plan.slo, warmup, settings)
-            return VariantRun(replace(run, memory=_needed_memory(engine.core.plan)), experiment)
+            return VariantRun(replace(run, memory=parts), experiment)
 
     @asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[AsyncEngine]:
         """Yield a new, running engine with a variant's settings; stop it when the block ends."""
-        from llmsched.engine.build import RESERVING, engine_beside
+        from llmsched.engine.build import RESERVING, build_engine, engine_beside
 
         config = self._configs[name]
-        built = self._build(self._largest(config))
-        settings = {knob: value for knob, value in asdict(config).items() if knob not in RESERVING}
-        async with running(engine_beside(built, **settings)) as service:
-            yield service
-
-    def _build(self, config: EngineConfig) -> Engine:
-        from llmsched.engine.build import build_engine
-
-        if self._built is None or config != self._built_for:
+        largest = self._largest(config)
+        if self._built is None or largest != self._built_for:
             if self._built is not None:  # both at once might not fit
                 cast("TorchExecutor", self._built.executor).close()
                 self._built = None
-            self._built, self._built_for = build_engine(config, self._progress), config
-        return self._built
+            self._built, self._built_for = build_engine(largest, self._progress), largest
+        settings = {knob: value for knob, value in asdict(config).items() if knob not in RESERVING}
+        async with running(engine_beside(self._built, **settings)) as service:
+            yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
         """Return the settings to build for a variant: with the largest limits of all variants that can share it."""
@@ -99,12 +96,6 @@ class VariantEngines:
         alike = [one for one in self._configs.values() if reserving(one) == reserving(config)]
         limits = {name: max(getattr(one, name) for one in alike) for name in LIMITS}
         return replace(alike[0], **limits)
-
-
-def _needed_memory(plan: MemoryPlan) -> MemoryParts:
-    """Return the memory plan's parts, with activations as measured if the device reports them."""
-    measured = None if plan.measured is None else plan.measured.activations
-    return plan.parts if measured is None else plan.parts._replace(activations=measured)
 
 
 def _with_budget(config: EngineConfig) -> EngineConfig:

@@ -65,7 +65,10 @@ def _knobs(part: str) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         name = name.replace("-", "_").strip("_")
         if not equals:
-            name, value = "scheduling_policy", _policy(word)
+            name, value = "scheduling_policy", _ALIASES.get(word, word)
+            if value not in (known := get_args(Policy)):
+                names = ", ".join((*known, *_ALIASES))
+                raise LlmschedError(f"--compare: {word!r} must be a scheduling policy ({names}) or NAME=VALUE")
         if name == "seed":
             raise LlmschedError("--compare: sampling is greedy, so the engine's seed has no effect; leave it out")
         if name in knobs:
@@ -73,12 +76,3 @@ def _knobs(part: str) -> dict[str, Any]:
         knobs[name] = knob_value(name, value)
     check_together(knobs)
     return knobs
-
-
-def _policy(word: str) -> str:
-    known = get_args(Policy)
-    policy = _ALIASES.get(word, word)
-    if policy not in known:
-        names = ", ".join((*known, *_ALIASES))
-        raise LlmschedError(f"--compare: {word!r} must be a scheduling policy ({names}) or NAME=VALUE")
-    return policy

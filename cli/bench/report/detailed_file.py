@@ -20,6 +20,9 @@ from llmsched.engine.latency import Slo
 #: Format name in the first line, by which a file is recognised.
 FORMAT = "llmsched bench detailed 1"
 
+#: Times of a request, each None for what did not happen.
+_EVENTS = ("scheduled", "ready", "connecting", "connected", "sent", "end")
+
 
 def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]:
     """Yield the lines of the file. `report` is the JSON report of the run."""
@@ -77,16 +80,15 @@ def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, star
         return None if time is None else round(time - start, 6)
 
     latency = None if served is None else served.latency
+    if served is None:  # then the numbers of tokens are as the target reports them
+        chunks = [(after(chunk.time), chunk.tokens) for chunk in record.chunks if chunk.text or chunk.tokens]
+    else:
+        chunks = [(after(arrival.time), arrival.tokens) for arrival in served.arrivals]
     timeline, failure = record.timeline, record.failure
     return {
         "index": record.index,
         "id": record.request_id,
-        "scheduled_s": after(record.scheduled),
-        "ready_s": after(record.ready),
-        "connecting_s": after(record.connecting),
-        "connected_s": after(record.connected),
-        "sent_s": after(record.sent),
-        "end_s": after(record.end),
+        **{f"{event}_s": after(getattr(record, event)) for event in _EVENTS},
         "failure": None if failure is None else {"reason": failure.reason, "detail": failure.detail},
         "finish_reason": record.finish_reason,
         "prompt_tokens": record.usage.prompt_tokens,
@@ -98,18 +100,10 @@ def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, star
         "e2e_ms": None if latency is None else _ms(latency.e2e),
         "itl_ms": None if latency is None else [_ms(gap) for gap in latency.itl],
         "met": None if latency is None else slo.met_by(latency),
-        "chunks": _chunks(record, served, start),
+        "chunks": chunks,
         "arrived_s": None if timeline is None else after(timeline.start),
         "decisions": None if timeline is None else timeline_body(timeline)["entries"],
     }
-
-
-def _chunks(record: RequestRecord, served: ServedRequest | None, start: float) -> list[tuple[float, int | None]]:
-    """Return the time and the number of tokens of each chunk; the number is as reported if the request failed."""
-    if served is not None:
-        return [(round(arrival.time - start, 6), arrival.tokens) for arrival in served.arrivals]
-    told = [chunk for chunk in record.chunks if chunk.text or chunk.tokens]
-    return [(round(chunk.time - start, 6), chunk.tokens) for chunk in told]
 
 
 def _ms(seconds: float) -> float:

@@ -70,21 +70,18 @@ class OutputFlags:
             show(result.content)
         for flag, path in self._files().items():
             with writing(f"--{flag}", path):
-                self._write(flag, path, result)
+                if flag == "csv":
+                    append_csv(path, result.rows)
+                elif flag == "save-detailed":
+                    assert result.run is not None
+                    with path.open("w", encoding="utf-8") as file:
+                        file.writelines(detailed_lines(result.report, result.run))
+                elif flag == "report":
+                    path.write_text(result_page(result), encoding="utf-8")
+                else:
+                    path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def _files(self) -> dict[str, Path]:
         """Return the files to write, by flag."""
         files = {"save": self.save, "csv": self.csv, "save-detailed": self.save_detailed, "report": self.report}
         return {flag: path for flag, path in files.items() if path is not None}
-
-    def _write(self, flag: str, path: Path, result: Result) -> None:
-        if flag == "csv":
-            append_csv(path, result.rows)
-        elif flag == "save-detailed":
-            assert result.run is not None
-            with path.open("w", encoding="utf-8") as file:
-                file.writelines(detailed_lines(result.report, result.run))
-        elif flag == "report":
-            path.write_text(result_page(result), encoding="utf-8")
-        else:
-            path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")

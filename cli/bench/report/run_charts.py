@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from llmsched.cli.chart import Chart, Point, Series, distribution
 from llmsched.cli.figures.kv_memory import TargetState
+from llmsched.cli.figures.latency_summary import latency_samples
 from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
@@ -46,22 +47,10 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
     )
 
 
-def distributions(figures: Measurement) -> Chart:
-    """Return the cumulative distribution of each latency."""
-    latencies = figures.latencies
-    samples = {
-        "TTFT": [one.ttft for one in latencies],
-        "ITL": [gap for one in latencies for gap in one.itl],
-        "TPOT": [one.tpot for one in latencies if one.tpot is not None],
-        "E2E": [one.e2e for one in latencies],
-    }
-    return Chart(
-        "distribution of latencies",
-        "ms, logarithmic",
-        "% of samples up to it",
-        tuple(Series(name, distribution([1e3 * one for one in found])) for name, found in samples.items()),
-        log_x=True,
-    )
+def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
+    """Return the cumulative distribution of each name's samples, given in seconds and grouped by request."""
+    lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
+    return Chart(title, "ms, logarithmic", "% of samples up to it", tuple(lines), log_x=True)
 
 
 def requests_over_time(figures: Measurement) -> Chart:
@@ -73,15 +62,11 @@ def requests_over_time(figures: Measurement) -> Chart:
             first = next((chunk.time for chunk in record.chunks if chunk.text or chunk.tokens), record.end)
             waiting += [(record.scheduled - figures.run.start, 1), (first - figures.run.start, -1)]
             answered += [(first - figures.run.start, 1), (record.end - figures.run.start, -1)]
-    return Chart(
-        "requests in flight",
-        _TIME,
-        "requests",
-        (
-            Series("receiving tokens", _counted(answered), "steps"),
-            Series("waiting for their first token", _counted(waiting), "steps"),
-        ),
+    series = (
+        Series("receiving tokens", _counted(answered), "steps"),
+        Series("waiting for their first token", _counted(waiting), "steps"),
     )
+    return Chart("requests in flight", _TIME, "requests", series)
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
@@ -110,15 +95,11 @@ def throughput_over_time(figures: Measurement) -> Chart:
 
 def queue_over_time(samples: Sequence[TargetState]) -> Chart:
     """Return the running and waiting requests, as the target reports them."""
-    return Chart(
-        "requests in the scheduler",
-        _TIME,
-        "requests",
-        (
-            Series("running", [(sample.time, sample.running) for sample in samples], "steps"),
-            Series("waiting", [(sample.time, sample.waiting) for sample in samples], "steps"),
-        ),
+    series = (
+        Series("running", [(sample.time, sample.running) for sample in samples], "steps"),
+        Series("waiting", [(sample.time, sample.waiting) for sample in samples], "steps"),
     )
+    return Chart("requests in the scheduler", _TIME, "requests", series)
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
@@ -147,8 +128,13 @@ def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None)
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
     """Return the charts of a run for which there is data; those over time share an axis."""
-    charts = [latency_over_time(figures, slo), distributions(figures), throughput_over_time(figures)]
-    charts.append(requests_over_time(figures))
+    samples = {name.upper(): found for name, found in latency_samples(figures.latencies).items()}
+    charts = [
+        latency_over_time(figures, slo),
+        distribution_chart("distribution of latencies", samples),
+        throughput_over_time(figures),
+        requests_over_time(figures),
+    ]
     if figures.samples:
         charts.append(queue_over_time(figures.samples))
     if any(sample.kv_held is not None for sample in figures.samples):

@@ -19,15 +19,26 @@ _ENOUGH_TO_DRAW = 10
 def run_content(run: MeasuredRun) -> ReportContent:
     """Return the report of a run."""
     experiment, figures = run
+    counts, conclusions = figures.requests, []
+    if (reading := figures.reading) is not None:
+        longest = "" if reading.waits.max is None else f", longest pause {human_seconds(reading.waits.max)}"
+        conclusions.append(
+            f"read at {reading.tokens_per_s:g} tokens/s: {reading.interrupted:.1%} of requests paused, "
+            f"{reading.late_tokens:.1%} of tokens late{longest}"
+        )
     own_tables = (slo_table(experiment.slo, figures), stall_table(figures))
     return ReportContent(
         notes=[experiment.headline(), *experiment.provenance.caveats()],
         tables=[latency_table(run), totals_table(run), *(table for table in own_tables if table is not None)],
-        conclusions=reading_sentence(figures),
+        conclusions=conclusions,
         charts=run_charts(figures, experiment.slo),
-        terminal_charts=2 if figures.requests.completed >= _ENOUGH_TO_DRAW else 0,
+        terminal_charts=2 if counts.completed >= _ENOUGH_TO_DRAW else 0,
         definitions=definitions(run),
-        errors=failure_sentences(figures),
+        errors=[
+            f"{count} of {counts.completed + counts.failed} requests failed: {reason}{f' ({detail})' if detail else ''}"
+            for reason, count in counts.failures.items()
+            for detail in (counts.failure_examples[reason],)
+        ],
         warnings=figures.warnings,
     )
 
@@ -80,17 +91,6 @@ def stall_table(figures: Measurement) -> Table | None:
     return Table("worst stalls", ["request", "length", "start in s", "after token"], rows) if rows else None
 
 
-def reading_sentence(figures: Measurement) -> list[str]:
-    """Return a sentence about the pauses that a reader notices; nothing if there was nothing to read."""
-    if (reading := figures.reading) is None:
-        return []
-    longest = "" if reading.waits.max is None else f", longest pause {human_seconds(reading.waits.max)}"
-    return [
-        f"read at {reading.tokens_per_s:g} tokens/s: {reading.interrupted:.1%} of requests paused, "
-        f"{reading.late_tokens:.1%} of tokens late{longest}"
-    ]
-
-
 def definitions(run: MeasuredRun) -> dict[str, str]:
     """Return the definitions of what the tables show, and how tokens were counted."""
     figures = run.figures
@@ -100,17 +100,6 @@ def definitions(run: MeasuredRun) -> dict[str, str]:
     if run.experiment.slo.itl is None:
         terms.pop("SLO of ITL", None)
     return {**terms, **({"token counts": figures.tokens.source} if figures.tokens.source else {})}
-
-
-def failure_sentences(figures: Measurement) -> list[str]:
-    """Return a sentence per reason for which requests failed."""
-    counts = figures.requests
-    total = counts.completed + counts.failed
-    return [
-        f"{count} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
-        for reason, count in counts.failures.items()
-        for detail in (counts.failure_examples[reason],)
-    ]
 
 
 def _ms(seconds: float | None) -> str:

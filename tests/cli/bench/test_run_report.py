@@ -10,7 +10,6 @@ from html_pages import parsed
 
 from llmsched.cli.bench.report.report_content import Result, result_page
 from llmsched.cli.bench.report.run_charts import (
-    distributions,
     latency_over_time,
     memory_over_time,
     queue_over_time,
@@ -61,7 +60,7 @@ def test_latencies_are_drawn_at_the_time_requests_were_due() -> None:
 
 
 def test_distributions_have_every_sample() -> None:
-    by_name = {series.name: series.points for series in distributions(run()).series}
+    by_name = {series.name: series.points for series in run_charts(run(), Slo())[1].series}
     assert by_name["TTFT"] == [(1000.0, 50.0), (1500.0, 100.0)]
     assert [value for value, _ in by_name["ITL"]] == pytest.approx([250.0, 500.0, 1500.0])
 
