@@ -8,7 +8,7 @@ from typing import Any
 
 from llmsched.cli.bench.compare.comparison import RunVariant, compare
 from llmsched.cli.bench.compare.comparison_report import comparison_content, comparison_json
-from llmsched.cli.bench.compare.variant_engines import SimulatedVariants, VariantEngines
+from llmsched.cli.bench.compare.variant_engines import VariantEngines, simulated_variants
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.knee.knee_exploration import KneeLimits, check, explore
 from llmsched.cli.bench.knee.knee_report import knee_content, knee_json
@@ -83,7 +83,7 @@ async def bench_compare(
         engines.check()
     else:
         refuse_warmup(plan)
-        run_variant = SimulatedVariants(configs, simulate, plan, progress, quantization)
+        run_variant = simulated_variants(configs, simulate, plan, progress, quantization)
     compared = await compare(list(configs), run_variant, plan, 2 if modes.rounds is None else modes.rounds, progress)
     report = comparison_json(compared)
     well = all(not run["failed"] and run["completed"] for run in report["runs"])

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from llmsched.cli.figures.record import LoopLag, RunRecord
 from llmsched.cli.figures.token_times import ServedRequest
@@ -96,13 +95,6 @@ class ClientLag:
     streaming: Summary | None = None
 
 
-class LagVerdict(NamedTuple):
-    """Whether the client was so late that the run is invalid, and warnings for the user."""
-
-    late: bool
-    warnings: tuple[str, ...] = ()
-
-
 def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
     """Summarise the lags of a run with these served requests."""
     send = summarise([lag for record in run.records if (lag := record.client_lag) is not None])
@@ -117,37 +109,29 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
     )
 
 
-def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> LagVerdict:
-    """Compare lags with what they add to: a late send to TTFT, loop lag also to the gap before a chunk."""
+def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
+    """Return whether the client was so late that the run is invalid, and a warning for the user.
+
+    Each lag is compared with what it adds to: a late send to TTFT, loop lag also to the gap before a chunk.
+    """
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0
-    send, loop, streaming = (_p99(each) for each in (lag.send, lag.loop, lag.streaming))
-    if streaming > _limit((itl.mean or ttft.p50 or 0.0) * per_chunk):
-        return LagVerdict(True, (f"{_late(streaming)}, because {_cause(lag, streaming)}",))
-    if loop > _limit(ttft.p50 or 0.0):
-        return LagVerdict(True, (f"{_late(loop)}, because {_cause(lag, loop)}",))
-    if send > _limit(ttft.p50 or 0.0):
-        return LagVerdict(True, (_late(send),))
+    send, loop, machine, streaming = (
+        0.0 if one is None else one.p99 or 0.0 for one in (lag.send, lag.loop, lag.machine, lag.streaming)
+    )
+
+    def cause(late: float) -> str:
+        if machine >= _MOSTLY_MACHINE * late:
+            return "because this machine was busy with other work"
+        return "because it had more to do than one core can; lower the load, or send it from several machines"
+
+    first, gap = ttft.p50 or 0.0, (itl.mean or ttft.p50 or 0.0) * per_chunk
+    for late, latency, of_loop in ((streaming, gap, True), (loop, first, True), (send, first, False)):
+        if late > max(LAG_LIMIT_S, LAG_LIMIT_SHARE * latency):
+            sentence = f"the client itself was late (P99 {late * 1e3:.1f} ms): these figures are not the target's"
+            return True, f"{sentence}, {cause(late)}" if of_loop else sentence
     added = streaming / per_chunk
     if itl.p99 is not None and added > max(_WARN_S, _WARN_SHARE * itl.p99):
-        why = f"the client itself was late, because {_cause(lag, streaming)}"
-        return LagVerdict(False, (f"P99 of ITL may be too high by up to {1e3 * added:.1f} ms: {why}",))
-    return LagVerdict(False)
-
-
-def _p99(lag: Summary | None) -> float:
-    return 0.0 if lag is None else lag.p99 or 0.0
-
-
-def _limit(latency: float) -> float:
-    return max(LAG_LIMIT_S, LAG_LIMIT_SHARE * latency)
-
-
-def _late(p99: float) -> str:
-    return f"the client itself was late (P99 {p99 * 1e3:.1f} ms): these figures are not the target's"
-
-
-def _cause(lag: ClientLag, loop: float) -> str:
-    if _p99(lag.machine) >= _MOSTLY_MACHINE * loop:
-        return "this machine was busy with other work"
-    return "it had more to do than one core can; lower the load, or send it from several machines"
+        ms = f"{1e3 * added:.1f} ms"
+        return False, f"P99 of ITL may be too high by up to {ms}: the client itself was late, {cause(streaming)}"
+    return False, None

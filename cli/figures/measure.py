@@ -94,11 +94,11 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
     latency = latencies_of(done, connect, run.start)
     lag = client_lag(run, done)
     # A client in the target's process: its loop lag is part of the target's latency, and no excuse.
-    verdict = judge_lag(lag if run.own_process else ClientLag(lag.send), latency.ttft, latency.itl, done)
+    late, doubt = judge_lag(lag if run.own_process else ClientLag(lag.send), latency.ttft, latency.itl, done)
     prompts = [one.record.usage.prompt_tokens for one in done]
     known = [count for count in prompts if count is not None]
     source = worst_source(done)
-    warnings = [*verdict.warnings, *_warnings(done, source, latency.itl.count)]
+    warnings = [*([] if doubt is None else [doubt]), *_warnings(done, source, latency.itl.count)]
     if run.interrupted:
         told = "requests still running are not counted, and the slowest are among them"
         warnings.insert(0, f"interrupted after {len(run.records)} requests: {told}")
@@ -122,7 +122,7 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
         client=lag,
         goodput=goodput(slo, [one.latency for one in done], failed=failed, duration=duration),
         reading=reading_pauses(done, failed, slo.reader_speed),
-        valid=not verdict.late and bool(done),
+        valid=not late and bool(done),
         warnings=tuple(warnings),
         run=run,
         served=done,

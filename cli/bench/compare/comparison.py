@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.kv_memory import merged
@@ -22,10 +22,8 @@ class VariantRun(NamedTuple):
     experiment: Experiment
 
 
-class RunVariant(Protocol):
-    """A function that runs a workload with the named variant's settings, on an engine that has served nothing yet."""
-
-    async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun: ...
+#: Runs a workload with the named variant's settings, on an engine that has served nothing yet.
+RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +70,11 @@ def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measur
     """
     if len(rounds) == 1:
         return whole
-
-    def mean(rates: Iterable[float | None]) -> float | None:
-        known = [rate for rate in rates if rate is not None]
-        return sum(known) / len(known) if len(known) == len(rounds) else None
-
-    each = [one.rates for one in rounds]
-    rates = replace(
-        whole.rates,
-        steady_window=None,
-        output_tokens_steady=mean(one.output_tokens_steady for one in each),
-        requests_steady=mean(one.requests_steady for one in each),
-        scheduled=mean(one.scheduled for one in each),
-        achieved=mean(one.achieved for one in each),
-    )
-    return replace(whole, rates=rates)
+    means: dict[str, float | None] = {}
+    for name in ("output_tokens_steady", "requests_steady", "scheduled", "achieved"):
+        known = [rate for one in rounds if (rate := getattr(one.rates, name)) is not None]
+        means[name] = sum(known) / len(known) if len(known) == len(rounds) else None
+    return replace(whole, rates=replace(whole.rates, steady_window=None, **means))
 
 
 def concatenated(runs: Sequence[RunRecord]) -> RunRecord:

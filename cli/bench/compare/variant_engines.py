@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from llmsched.cli import render
-from llmsched.cli.bench.compare.comparison import VariantRun
+from llmsched.cli.bench.compare.comparison import RunVariant, VariantRun
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import usable_ids
@@ -106,29 +106,22 @@ def _with_budget(config: EngineConfig) -> EngineConfig:
     return replace(config, max_num_batched_tokens=token_budget(config, device_memory(config.device).kind))
 
 
-class SimulatedVariants:
-    """Engines of several settings, simulated on the device of that name (see `make_blueprint`)."""
+def simulated_variants(
+    configs: Mapping[str, EngineConfig], device: str, plan: RunPlan, progress: Progress, quantization: str | None
+) -> RunVariant:
+    """Return a function that simulates variants on the device of that name (see `make_blueprint`).
 
-    def __init__(
-        self,
-        configs: Mapping[str, EngineConfig],
-        device: str,
-        plan: RunPlan,
-        progress: Progress,
-        quantization: str | None,
-    ) -> None:
-        """Raise ModelError, or ConfigError for a variant that does not fit the device."""
-        self._plan = plan
-        self._blueprints = {
-            name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()
-        }
-        for note in dict.fromkeys(note for one in self._blueprints.values() for note in one.notes):
-            render.warn(note)
+    Raise ModelError, or ConfigError for a variant that does not fit the device.
+    """
+    blueprints = {name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()}
+    for note in dict.fromkeys(note for one in blueprints.values() for note in one.notes):
+        render.warn(note)
 
-    async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
-        """Run a workload on a virtual clock (see `RunVariant`)."""
-        plan, blueprint = self._plan, self._blueprints[name]
+    async def run_variant(name: str, workload: Load, progress: Progress) -> VariantRun:
+        blueprint = blueprints[name]
         run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=render.warn)
         settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
         experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=settings)
         return VariantRun(run, experiment)
+
+    return run_variant

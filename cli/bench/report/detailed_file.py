@@ -44,19 +44,6 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
     Raise LlmschedError if the file has no such request, or is no such file.
     """
     found: dict[str, Any] | None = None
-    for request in _requests(path):
-        if request.get("id") == name:
-            return request
-        if str(request.get("index")) == name:
-            found = request
-    if found is None:
-        raise LlmschedError(
-            f"--file {path} has no request {name!r}; allowed are the ids and the indices of its requests"
-        )
-    return found
-
-
-def _requests(path: Path) -> Iterator[dict[str, Any]]:
     try:
         if path.is_char_device():
             raise LlmschedError(f"--file {path}: is a device, not a file")
@@ -66,11 +53,19 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
                 if number == 1 and not (isinstance(line, dict) and line.get("format") == FORMAT):
                     raise ValueError("its first line is not that of such a file")
                 if isinstance(line, dict) and line.get("kind") == "request":
-                    yield line
+                    if line.get("id") == name:
+                        return line
+                    if str(line.get("index")) == name:
+                        found = line
     except OSError as problem:
         raise LlmschedError(f"--file {path}: {problem.strerror}") from problem
     except (ValueError, RecursionError) as problem:
         raise LlmschedError(f"--file {path} is not what bench --save-detailed writes: {problem}") from problem
+    if found is None:
+        raise LlmschedError(
+            f"--file {path} has no request {name!r}; allowed are the ids and the indices of its requests"
+        )
+    return found
 
 
 def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, start: float) -> dict[str, Any]:
