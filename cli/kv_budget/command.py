@@ -60,7 +60,20 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
         else:
             text_report.show_comparison(compared)
     else:
-        _report(analyses[0], options)
+        analysis = analyses[0]
+        line = None if options.emit is None or not analysis.fits else command_line(analysis, options.emit)
+        simulated = None if options.simulate is None else simulated_serving.simulate(analysis, options.simulate)
+        if options.json_output:
+            extra: dict[str, Any] = {"emit": line} if options.emit else {}
+            if options.simulate is not None:
+                extra |= {"simulated": None if simulated is None else simulated[0]}
+            render.emit_json(document(analysis) | extra)
+        elif line is not None:
+            render.say(line)
+        else:
+            text_report.show(analysis, document(analysis))
+            if simulated is not None:
+                simulated_serving.show(*simulated)
     if not any(analysis.fits for analysis in analyses):
         raise typer.Exit(1)
 
@@ -92,20 +105,3 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
             )
         )
     return analyses
-
-
-def _report(analysis: BudgetAnalysis, options: BudgetOptions) -> None:
-    """Print the report on one device, or the command line of another engine."""
-    line = None if options.emit is None or not analysis.fits else command_line(analysis, options.emit)
-    simulated = None if options.simulate is None else simulated_serving.simulate(analysis, options.simulate)
-    if options.json_output:
-        extra: dict[str, Any] = {"emit": line} if options.emit else {}
-        if options.simulate is not None:
-            extra |= {"simulated": None if simulated is None else simulated[0]}
-        render.emit_json(document(analysis) | extra)
-    elif line is not None:
-        render.say(line)
-    else:
-        text_report.show(analysis, document(analysis))
-        if simulated is not None:
-            simulated_serving.show(*simulated)

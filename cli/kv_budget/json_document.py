@@ -11,7 +11,7 @@ from llmsched.cli.kv_budget.analysis import BudgetAnalysis
 from llmsched.cli.options.flags import flag
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
-from llmsched.engine.memory.changes import Change, step_sizes
+from llmsched.engine.memory.changes import step_sizes
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.profiles.gpus import GpuSpec
 
@@ -25,14 +25,22 @@ _MOST_SEQS = 1 << 16
 def document(analysis: BudgetAnalysis) -> dict[str, Any]:
     """Return the document of `--json` for one device."""
     plan, mean = analysis.plan, analysis.mean_len
-    steps = step_sizes(analysis.planner, analysis.config, analysis.device)
     return {
         "model": analysis.spec,
         "dtype": analysis.dtype,
         "kv_cache_dtype": analysis.kv_dtype,
         "fits": analysis.fits,
         "problem": _problem(analysis),
-        "would_fit": [_change(change) for change in analysis.changes],
+        "would_fit": [
+            {
+                "change": spell(change.what, flag),
+                "cost": spell(change.cost, flag),
+                "settings": dict(change.settings),
+                "served_here": change.servable,
+                **_attributes(change.plan, "num_blocks", "max_model_len", "max_num_seqs"),
+            }
+            for change in analysis.changes
+        ],
         "confidence": plan.confidence,
         "kv_confidence": analysis.shape.geometry.confidence,
         **_attributes(plan, "kv_bytes_per_token", "kv_bytes_per_token_window"),
@@ -47,7 +55,14 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
         "mean_len": mean,
         "max_num_seqs_at_mean_len": None if mean is None else plan.num_seqs_at(mean),
         "lengths": _concurrency(analysis),
-        "max_num_batched_tokens_cost": [_step(step, plan) for step in steps],
+        "max_num_batched_tokens_cost": [
+            {
+                **_attributes(step, "max_num_batched_tokens", "activation_bytes", "num_blocks"),
+                "blocks_lost": plan.num_blocks - step.num_blocks,
+                "fits": step.fits,
+            }
+            for step in step_sizes(analysis.planner, analysis.config, analysis.device)
+        ],
         "groups": [_group(group, plan.kv_dtype_bytes) for group in analysis.shape.geometry.groups],
         "plan": _plan(plan),
         "notes": [spell(note, flag) for note in analysis.notes()],
@@ -63,24 +78,22 @@ def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[
         "users": first.demand.users if first.has_demand else None,
         "context": first.demand.context or None,
         "kv_confidence": first.shape.geometry.confidence,
-        "gpus": [_gpu(spec, analysis) for spec, analysis in compared],
-    }
-
-
-def _gpu(spec: GpuSpec, analysis: BudgetAnalysis) -> dict[str, Any]:
-    plan = analysis.plan
-    return {
-        "gpu": spec.key,
-        "name": spec.name,
-        "total_bytes": spec.memory,
-        "fits": analysis.fits,
-        "problem": _problem(analysis),
-        "replicas": analysis.demand.num_replicas(plan),
-        "dtype": analysis.dtype,
-        "kv_cache_dtype": analysis.kv_dtype,
-        **_attributes(plan, "kv_bytes_per_token", "weights_bytes", "available_kv_bytes", "num_blocks"),
-        "kv_tokens": plan.num_tokens,
-        **_attributes(plan, "max_model_len", "max_num_seqs", "confidence"),
+        "gpus": [
+            {
+                "gpu": spec.key,
+                "name": spec.name,
+                "total_bytes": spec.memory,
+                "fits": analysis.fits,
+                "problem": _problem(analysis),
+                "replicas": analysis.demand.num_replicas(analysis.plan),
+                "dtype": analysis.dtype,
+                "kv_cache_dtype": analysis.kv_dtype,
+                **_attributes(analysis.plan, "kv_bytes_per_token", "weights_bytes", "available_kv_bytes", "num_blocks"),
+                "kv_tokens": analysis.plan.num_tokens,
+                **_attributes(analysis.plan, "max_model_len", "max_num_seqs", "confidence"),
+            }
+            for spec, analysis in compared
+        ],
     }
 
 
@@ -106,16 +119,6 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
         "max_num_seqs_admitted": plan.num_admitted_at(plan.max_model_len),
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "max_num_seqs": plan.max_num_seqs_limit,
-    }
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "change": spell(change.what, flag),
-        "cost": spell(change.cost, flag),
-        "settings": dict(change.settings),
-        "served_here": change.servable,
-        **_attributes(change.plan, "num_blocks", "max_model_len", "max_num_seqs"),
     }
 
 
@@ -147,14 +150,6 @@ def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
         "max_num_seqs_at_preemption_probability": [
             {"preemption_probability": risk, "max_num_seqs": occupancy.most_seqs(risk, most)} for risk in RISKS
         ],
-    }
-
-
-def _step(step: MemoryPlan, present: MemoryPlan) -> dict[str, Any]:
-    return {
-        **_attributes(step, "max_num_batched_tokens", "activation_bytes", "num_blocks"),
-        "blocks_lost": present.num_blocks - step.num_blocks,
-        "fits": step.fits,
     }
 
 

@@ -11,7 +11,6 @@ from llmsched.cli.kv_budget.json_document import comparison_document
 from llmsched.cli.options.flags import flag
 from llmsched.cli.render import human_bytes
 from llmsched.engine.errors import spell
-from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.profiles.gpus import GpuSpec
 
 #: Lengths for which capacity is shown besides max_model_len and the mean.
@@ -33,12 +32,33 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     parts = plan.fixed_parts | {"KV": plan.kv_bytes, "other programs": plan.device.used_by_others}
     render.stacked_bar([(name, count) for name, count in parts.items() if count], plan.device.total)
     render.say()
-    render.table("Sequences at the same time", ("length", "blocks each", "max_num_seqs"), _capacity(analysis))
+    labels = {length: "" for length in _LENGTHS if length < plan.max_model_len}
+    if analysis.mean_len is not None:
+        labels[analysis.mean_len] = " (mean)"
+    labels[plan.max_model_len] = " (max_model_len)"
+    capacity = [
+        (f"{length:,}{label}", f"{plan.blocks_for(length):,}", f"{plan.num_seqs_at(length):,}")
+        for length, label in sorted(labels.items())
+    ]
+    render.table("Sequences at the same time", ("length", "blocks each", "max_num_seqs"), capacity)
     if document["lengths"] is not None:
         _show_lengths(document["lengths"])
         if analysis.lengths is not None and analysis.lengths.outputs is None:
             render.say("  only total lengths are given, so every request is counted with all its tokens")
-    _show_steps(document["max_num_batched_tokens_cost"], plan)
+    steps = document["max_num_batched_tokens_cost"]
+    if any(step["blocks_lost"] for step in steps):
+        rows = [
+            (
+                f"{step['max_num_batched_tokens']:,}",
+                human_bytes(step["activation_bytes"]),
+                f"{step['num_blocks']:,}",
+                f"{-step['blocks_lost']:+,}" if step["blocks_lost"] else "",
+            )
+            for step in steps
+            if step["blocks_lost"] or step["max_num_batched_tokens"] == plan.max_num_batched_tokens
+        ]
+        render.say()
+        render.table("What larger steps cost", ("max_num_batched_tokens", "activations", "blocks", "difference"), rows)
     for note in document["notes"]:
         render.say(f"note: {note}")
     _show_answer(document, analysis.has_demand)
@@ -82,6 +102,11 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
     )
     yield f"KV memory  {_kv_memory(analysis)}"
     if plan.num_blocks:
+        blocks_each = f"ceil(({plan.max_model_len:,} - 1) / {plan.block_size})"
+        if layout.window_groups:
+            window = f"min({blocks_each}, ceil(({layout.window:,} - 1) / {plan.block_size}) + 1)"
+            full = f"{layout.full_groups} x {blocks_each} + {layout.window_groups} x {window}"
+            blocks_each = f"({full})" if layout.full_groups else window
         in_layers = " in all layers" if layout.window_groups else ""
         yield (
             f"blocks     {human_bytes(plan.available_kv_bytes)} / {human_bytes(plan.block_bytes)} = "
@@ -89,7 +114,7 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
             f"{plan.headroom_blocks:,} of them are headroom at admission"
         )
         yield (
-            f"sequences  {plan.num_blocks:,} blocks / {_blocks_of_one(plan)} = "
+            f"sequences  {plan.num_blocks:,} blocks / {blocks_each} = "
             f"{plan.max_num_seqs:,} of {plan.max_model_len:,} tokens"
         )
 
@@ -126,29 +151,6 @@ def _kv_memory(analysis: BudgetAnalysis) -> str:
     return f"{budget} - {parts} {f'= {available}' if plan.num_blocks else 'leaves nothing'}"
 
 
-def _blocks_of_one(plan: MemoryPlan) -> str:
-    """Return the formula of the blocks of one sequence of max_model_len tokens."""
-    layout, all_tokens = plan.layout, f"ceil(({plan.max_model_len:,} - 1) / {plan.block_size})"
-    if not layout.window_groups:
-        return all_tokens
-    window = f"min({all_tokens}, ceil(({layout.window:,} - 1) / {plan.block_size}) + 1)"
-    if not layout.full_groups:
-        return window
-    return f"({layout.full_groups} x {all_tokens} + {layout.window_groups} x {window})"
-
-
-def _capacity(analysis: BudgetAnalysis) -> list[tuple[str, str, str]]:
-    plan = analysis.plan
-    labels = {length: "" for length in _LENGTHS if length < plan.max_model_len}
-    if analysis.mean_len is not None:
-        labels[analysis.mean_len] = " (mean)"
-    labels[plan.max_model_len] = " (max_model_len)"
-    return [
-        (f"{length:,}{label}", f"{plan.blocks_for(length):,}", f"{plan.num_seqs_at(length):,}")
-        for length, label in sorted(labels.items())
-    ]
-
-
 def _show_lengths(lengths: dict[str, Any]) -> None:
     """Print how many requests of mixed lengths fit, and the probability that they need more blocks than there are."""
     render.say()
@@ -174,24 +176,6 @@ def _probability(row: dict[str, Any]) -> str:
     return "< 0.01 %" if 0 < value < 1e-4 else f"{100 * value:.2f} %"
 
 
-def _show_steps(steps: list[dict[str, Any]], plan: MemoryPlan) -> None:
-    """Print how many blocks other values of max_num_batched_tokens leave."""
-    if not any(step["blocks_lost"] for step in steps):
-        return
-    rows = [
-        (
-            f"{step['max_num_batched_tokens']:,}",
-            human_bytes(step["activation_bytes"]),
-            f"{step['num_blocks']:,}",
-            f"{-step['blocks_lost']:+,}" if step["blocks_lost"] else "",
-        )
-        for step in steps
-        if step["blocks_lost"] or step["max_num_batched_tokens"] == plan.max_num_batched_tokens
-    ]
-    render.say()
-    render.table("What larger steps cost", ("max_num_batched_tokens", "activations", "blocks", "difference"), rows)
-
-
 def _show_answer(document: dict[str, Any], has_demand: bool) -> None:
     """Print whether the demand fits, and if not which changes would help."""
     if document["fits"]:
@@ -214,24 +198,24 @@ def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
     first, document = compared[0][1], comparison_document(compared)
     wanted = f" for {document['users']:,} requests" if first.has_demand else ""
     columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "max_num_seqs", "fits", "GPUs needed")
-    rows = [_gpu_row(gpu, analysis.plan) for gpu, (_, analysis) in zip(document["gpus"], compared, strict=True)]
+    rows = []
+    for gpu, (_, analysis) in zip(document["gpus"], compared, strict=True):
+        kv_type = "" if gpu["kv_cache_dtype"] == gpu["dtype"] else f", KV {gpu['kv_cache_dtype']}"
+        rows.append(
+            (
+                gpu["gpu"],
+                human_bytes(gpu["total_bytes"]),
+                f"{gpu['dtype']}{kv_type}",
+                human_bytes(analysis.plan.kv_bytes) if gpu["num_blocks"] else "-",
+                f"{gpu['kv_tokens']:,}" if gpu["num_blocks"] else "-",
+                f"{gpu['max_model_len']:,}" if analysis.plan.fits else "-",
+                f"{gpu['max_num_seqs']:,}",
+                "yes" if gpu["fits"] else "no",
+                "-" if gpu["replicas"] is None else f"{gpu['replicas']:,}",
+            )
+        )
     render.table(f"{first.spec}{wanted}", columns, rows)
     smallest = next((gpu["name"] for gpu in document["gpus"] if gpu["fits"]), None)
     render.say(f"the smallest that fits: {smallest}" if smallest else "it fits on none of them")
     for note in first.shape.geometry.notes:
         render.say(f"note: {spell(note, flag)}")
-
-
-def _gpu_row(gpu: dict[str, Any], plan: MemoryPlan) -> tuple[str, ...]:
-    kv_type = "" if gpu["kv_cache_dtype"] == gpu["dtype"] else f", KV {gpu['kv_cache_dtype']}"
-    return (
-        gpu["gpu"],
-        human_bytes(gpu["total_bytes"]),
-        f"{gpu['dtype']}{kv_type}",
-        human_bytes(plan.kv_bytes) if gpu["num_blocks"] else "-",
-        f"{gpu['kv_tokens']:,}" if gpu["num_blocks"] else "-",
-        f"{gpu['max_model_len']:,}" if plan.fits else "-",
-        f"{gpu['max_num_seqs']:,}",
-        "yes" if gpu["fits"] else "no",
-        "-" if gpu["replicas"] is None else f"{gpu['replicas']:,}",
-    )
