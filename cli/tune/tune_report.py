@@ -73,9 +73,9 @@ def _content(outcome: TuneOutcome) -> ReportContent:
     return ReportContent(
         notes=[Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()],
         tables=[_table(history)],
-        conclusions=[*reasons, explain(history)],
         charts=charts,
         terminal_charts=len(charts),
+        closing=[*reasons, explain(history)],
         definitions=_definitions(outcome),
         decisions=outcome.notes,
     )

@@ -34,6 +34,7 @@ class ReportContent:
     conclusions: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     terminal_charts: int = 0
+    closing: Sequence[str] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
     decisions: Sequence[str] = ()
     errors: Sequence[str] = ()
@@ -66,6 +67,8 @@ def show(content: ReportContent) -> None:
         render.say(conclusion)
     for chart in content.charts[: content.terminal_charts]:
         render.chart(chart)
+    for sentence in content.closing:
+        render.say(sentence)
     for term, sentence in content.definitions.items():
         render.say(f"{term}: {sentence}")
     for decision in content.decisions:
@@ -100,6 +103,8 @@ def report_page(title: str, contents: Sequence[ReportContent], document: Mapping
             page.heading("charts")
         for chart in content.charts:
             page.chart(chart)
+        for sentence in content.closing:
+            page.say(sentence)
         if content.definitions:
             page.heading("definitions")
             page.terms(content.definitions)
