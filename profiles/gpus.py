@@ -36,7 +36,24 @@ class GpuSpec:
 @cache
 def gpus() -> dict[str, GpuSpec]:
     """Return all GPUs of gpus.toml by key."""
-    return {key: _spec(key, entry) for key, entry in shipped_table("gpus.toml").items()}
+    found = {}
+    for key, entry in shipped_table("gpus.toml").items():
+        bf16 = float(entry["bf16_tflops"]) * 1e12
+        found[key] = GpuSpec(
+            key=key,
+            name=entry["name"],
+            driver_name=entry.get("driver_name", entry["name"]),
+            memory=round(entry["memory_gib"] * 2**30),
+            bandwidth=float(entry["bandwidth_gbps"]) * 1e9,
+            bf16_flops=bf16,
+            fp16_flops=float(entry.get("fp16_tflops", 0)) * 1e12 or bf16,
+            architecture=entry["architecture"],
+            host_bandwidth=float(entry["host_gbps"]) * 1e9,
+            fp8_flops=float(entry.get("fp8_tflops", 0)) * 1e12,
+            fp32_flops=float(entry["fp32_tflops"]) * 1e12,
+            sustained=float(entry.get("sustained", 1)),
+        )
+    return found
 
 
 def find_gpu(name: str) -> GpuSpec:
@@ -63,21 +80,3 @@ def same_gpu(one: str, other: str) -> bool:
 
 def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
-
-
-def _spec(key: str, entry: dict[str, float | str]) -> GpuSpec:
-    bf16 = float(entry["bf16_tflops"]) * 1e12
-    return GpuSpec(
-        key=key,
-        name=str(entry["name"]),
-        driver_name=str(entry.get("driver_name", entry["name"])),
-        memory=round(float(entry["memory_gib"]) * 2**30),
-        bandwidth=float(entry["bandwidth_gbps"]) * 1e9,
-        bf16_flops=bf16,
-        fp16_flops=float(entry.get("fp16_tflops", 0)) * 1e12 or bf16,
-        architecture=str(entry["architecture"]),
-        host_bandwidth=float(entry["host_gbps"]) * 1e9,
-        fp8_flops=float(entry.get("fp8_tflops", 0)) * 1e12,
-        fp32_flops=float(entry["fp32_tflops"]) * 1e12,
-        sustained=float(entry.get("sustained", 1)),
-    )

@@ -128,7 +128,19 @@ class TorchExecutor:
             chosen = self._sampler.sample(logits[: len(sampling)][part], sampling[part])
             for index, result in zip(batch.sampling_rows[part], chosen, strict=True):
                 results[index] = result
-        self._add_prompt_logprobs(rows, batch, logits[len(sampling) :], results)
+        if len(logits) == len(sampling):  # no log-probabilities of prompt tokens were asked for
+            return results
+        targets: list[int] = []
+        wanted: list[int] = []
+        for row, count in zip(rows, batch.prompt_counts, strict=True):
+            targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
+            wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
+        token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
+        found = prompt_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once)
+        for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
+            result.prompt_logprobs = found[end - count : end]
+            if any(math.isnan(each.logprob) for each in result.prompt_logprobs):
+                result.error = "the model computed logits that are not numbers for the prompt of this sequence"
         return results
 
     def _forward(self, batch: PackedBatch, *, every_token: bool = False) -> torch.Tensor:
@@ -140,24 +152,6 @@ class TorchExecutor:
         every_token |= len(batch.sampling_rows) == len(batch.input_ids)
         logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
         return self._model.forward(input_ids, positions, context, logit_rows)
-
-    def _add_prompt_logprobs(
-        self, rows: ListLike[ScheduledRow], batch: PackedBatch, logits: torch.Tensor, results: list[RowResult]
-    ) -> None:
-        """Add to each row the log-probabilities of its prompt tokens, from their logits [sum of prompt_counts, V]."""
-        if not len(logits):
-            return
-        targets: list[int] = []
-        wanted: list[int] = []
-        for row, count in zip(rows, batch.prompt_counts, strict=True):
-            targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
-            wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
-        token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
-        found = prompt_logprobs(logits, token_ids, wanted, self._logits_at_once)
-        for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
-            result.prompt_logprobs = found[end - count : end]
-            if any(math.isnan(each.logprob) for each in result.prompt_logprobs):
-                result.error = "the model computed logits that are not numbers for the prompt of this sequence"
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
         """Run the largest steps that the scheduler may plan once: a full prefill and a full batch of decodes.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.prefix_cache import MIN_COPIED
-
-if TYPE_CHECKING:
-    from llmsched.engine.text.tokenizer import Tokenizer
+from llmsched.engine.text.tokenizer import Tokenizer
 
 #: Sources of prompts that are text: prose, code, numbers, other scripts.
 _TEXTS = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.config import EngineConfig, ResolvedConfig
@@ -29,11 +30,7 @@ from llmsched.engine.parity.logit_comparison import (
 from llmsched.engine.progress import Progress, silent, tracked
 from llmsched.engine.request import SamplingParams, Sequence
 from llmsched.engine.stats import EngineStats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from llmsched.engine.text.tokenizer import Tokenizer
+from llmsched.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
 
-from llmsched.engine.text.tokenizer import BYTE_TOKEN
-
-if TYPE_CHECKING:
-    from llmsched.engine.text.tokenizer import Tokenizer
+from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 class Detokenizer:
@@ -16,70 +12,46 @@ class Detokenizer:
 
     The texts that `push` and finally `flush` return, joined, equal `tokenizer.decode(ids, skip_special_tokens)` for any
     ids. Only text that the next token may still change is held back: the bytes of an incomplete character.
+
+    With a byte-level tokenizer the text is the concatenated bytes of the tokens, as UTF-8. On broken characters it
+    agrees with the tokenizers library: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per
+    maximal subpart (Unicode 15, section 3.9).
+
+    With other tokenizers the new text is the difference between two decodes of the last few tokens. The library strips
+    the space before the first token, so this window begins with a token whose text was returned already. It decodes a
+    run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, to one U+FFFD per byte if it is not valid UTF-8, so a
+    run is held back until another token ends it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._decoder = _ByteDecoder(tokenizer) if tokenizer.byte_level else _WindowDecoder(tokenizer)
-
-    def push(self, token_id: int) -> str:
-        """Add the next token and return the text that no later token can change."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
-            return ""
-        return self._decoder.push(token_id)
-
-    def flush(self) -> str:
-        """Return the text held back, at the end of the output; an incomplete character becomes U+FFFD."""
-        return self._decoder.flush()
-
-
-class _ByteDecoder:
-    """Decoder for byte-level tokenizers, where the text is the concatenated bytes of the tokens, as UTF-8.
-
-    It agrees with the tokenizers library on broken characters: Python's `replace` and Rust's `from_utf8_lossy` both
-    write one U+FFFD per maximal subpart (Unicode 15, section 3.9).
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes(token_id))
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _WindowDecoder:
-    """Decoder for all other tokenizers: the new text is the difference between two decodes of the last few tokens.
-
-    The library strips the space before the first token, so the window begins with a token whose text was returned
-    already. It decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, to one U+FFFD per byte if it is
-    not valid UTF-8, so a run is held back until another token ends it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._backend = tokenizer.backend
-        self._decode = tokenizer.decode
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        token = self._backend.id_to_token(token_id)
+        """Add the next token and return the text that no later token can change."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        token = self._tokenizer.backend.id_to_token(token_id)
         if token is None:
             return ""
         self._pending.append(token_id)
-        return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
+        return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        return self._emit() if self._pending else ""
+        """Return the text held back, at the end of the output; an incomplete character becomes U+FFFD."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        return self._decode_pending() if self._pending else ""
 
-    def _emit(self) -> str:
-        text = self._decode(self._context + self._pending, skip_special_tokens=False)
+    def _decode_pending(self) -> str:
+        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
         delta = text[len(self._context_text) :]
         self._context, self._pending = self._pending, []
-        self._context_text = self._decode(self._context, skip_special_tokens=False)
+        self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=False)
         return delta
