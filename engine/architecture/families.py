@@ -61,6 +61,7 @@ def _family(parts: DecoderParts, needs: str, **defaults: Any) -> Family:
 _DENSE = "intermediate_size"
 _GROUPED = f"{_DENSE} num_key_value_heads"
 _WIDE = f"{_GROUPED} head_dim"
+_LOCAL = "num_local_experts num_experts_per_tok"
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
 _DELTA = "linear_num_value_heads linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
 _MLA = "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
@@ -78,6 +79,7 @@ _QWEN3 = replace(_GEMMA, qk_norm="head")
 _NEXT = replace(_QWEN3, gated_query=True)
 _QWEN3_MOE = replace(_QWEN3, experts="moe_intermediate_size")
 _NEXT_MOE = replace(_NEXT, experts="moe_intermediate_size", shared_gate=True)
+_MIXTRAL = DecoderParts(experts="intermediate_size")
 _DEEPSEEK = DecoderParts(experts="moe_intermediate_size")
 _GPT = _biased(True, gated_mlp=False, norm_vectors=2)
 
@@ -131,17 +133,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, use_qk_norm=False, tie_word_embeddings=True),
     "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", sliding_window_pattern=4, tie_word_embeddings=True),
-    "mixtral": _family(DecoderParts(experts="intermediate_size"), f"{_GROUPED} num_local_experts num_experts_per_tok"),
+    "mixtral": _family(_MIXTRAL, f"{_GROUPED} {_LOCAL}"),
     "olmoe": _family(
         replace(_GEMMA, qk_norm="all", experts="intermediate_size"), f"{_DENSE} num_experts num_experts_per_tok"
     ),
-    "granitemoe": _family(
-        replace(_GEMMA, experts="intermediate_size"), f"{_DENSE} num_local_experts num_experts_per_tok"
-    ),
-    "minimax_m2": _family(
-        replace(_BARE, qk_norm="all", experts="intermediate_size"),
-        f"{_WIDE} num_local_experts num_experts_per_tok",
-    ),
+    "granitemoe": _family(replace(_GEMMA, experts="intermediate_size"), f"{_DENSE} {_LOCAL}"),
+    "minimax_m2": _family(replace(_MIXTRAL, qk_norm="all"), f"{_WIDE} {_LOCAL}"),
     "qwen2_moe": _family(
         replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True),
         f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size",
@@ -159,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": _family(
         DecoderParts(qkv_bias=True, out_bias=True, sinks=True, experts="intermediate_size", expert_bias=True),
-        f"{_WIDE} sliding_window layer_types num_local_experts num_experts_per_tok",
+        f"{_WIDE} {_LOCAL} sliding_window layer_types",
     ),
     "deepseek_v2": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
     "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),

@@ -160,19 +160,28 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
     Raises ModelError for an encoder-decoder and for a config that transformers finds invalid.
     """
     if not isinstance(config, Mapping):
-        _refuse_encoder_decoder(config.to_dict())
         return Fields(_class_values(config), True, config, cache)
     _refuse_encoder_decoder(config)
     text = nested_text(config) or config
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     stated = {name: value for name, value in text.items() if value is not None} | shared
-    defaults = _family_defaults(text)
-    if defaults is None:
-        bare = Fields(stated, False, config, cache)
-        defaults = bare.ask("values", lambda: _values_from_transformers(config))
-        if defaults is None:
-            return bare
-    return Fields(defaults | stated, True, config, cache)
+    family = FAMILIES.get(str(text.get("model_type")))
+    if (
+        family is not None
+        and text.keys() >= family.needs
+        and not text.get("use_sliding_window")
+        and not any(isinstance(text[name], str) for name in family.needs - {"hybrid_override_pattern"})
+    ):
+        defaults = {name: value for name, value in family.defaults.items() if name not in text}
+        return Fields(defaults | stated, True, config, cache)
+
+    def ask_transformers() -> dict[str, Any] | None:
+        made = transformers_config(config)
+        return None if made is None else _class_values(made)
+
+    bare = Fields(stated, False, config, cache)
+    values = bare.ask("values", ask_transformers)
+    return bare if values is None else Fields(values | stated, True, config, cache)
 
 
 @contextmanager
@@ -215,30 +224,12 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
         )
 
 
-def _family_defaults(text: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the class of a known family adds to `text`; None if transformers must be asked."""
-    family = FAMILIES.get(str(text.get("model_type")))
-    if family is None or not text.keys() >= family.needs or text.get("use_sliding_window"):
-        return None
-    if any(isinstance(text[name], str) for name in family.needs - {"hybrid_override_pattern"}):
-        return None
-    return {name: value for name, value in family.defaults.items() if name not in text}
-
-
-def _values_from_transformers(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return all settings as transformers' config class fills them in; None if it does not know the model_type."""
-    config = transformers_config(content)
-    if config is None:
-        return None
-    _refuse_encoder_decoder(config.to_dict())
-    return _class_values(config)
-
-
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
     """Return the text config's settings under its own names and the standard ones (n_layer and num_hidden_layers)."""
+    outer = config.to_dict()
+    _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)
     own = {name: value for name, value in text.to_dict().items() if value is not None}
     standard = {name: own[alias] for name, alias in text.attribute_map.items() if alias in own}
-    outer = config.to_dict()
     shared = {name: outer[name] for name in _SHARED if outer.get(name) is not None}
     return standard | own | shared

@@ -17,8 +17,6 @@ QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
-_SCALE_BITS = 16
-_BLOCK_SCALE_BITS = 32
 
 #: Type in which matrices are multiplied: 16 bits (float32 if activations are), fp8 with one scale for each matrix or
 #: row, or fp8 with a scale for each block, which is slower.
@@ -91,7 +89,7 @@ def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None,
     fp8 = method in ("fp8", "fbgemm_fp8")
     if fp8:
         rows, columns = settings.get("weight_block_size") or (0, 0)
-        bits = 8 + (_BLOCK_SCALE_BITS / (rows * columns) if rows else 0)
+        bits = 8 + (32 / (rows * columns) if rows else 0)
     elif method in ("awq", "gptq"):
         group = settings.get("group_size") or settings.get("q_group_size")
         bits = _grouped_bits(settings.get("bits") or settings.get("w_bit"), group, zero_point=True)
@@ -120,5 +118,5 @@ def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
     """Return `bits` and a number's share of its group's 16-bit scale and zero point; without groups only `bits`."""
     if not isinstance(bits, int) or bits < 1:
         return None
-    shared = _SCALE_BITS + (bits if zero_point else 0)
+    shared = 16 + (bits if zero_point else 0)
     return bits + (shared / group if isinstance(group, int) and group > 0 else 0)

@@ -55,8 +55,13 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
     Raises ModelError for a damaged file.
     """
-    files = _safetensors_files(path) if path is not None and path.is_dir() else []
-    if files:
+    files: list[Path] = []
+    if path is not None and (path / _INDEX).is_file():
+        content = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+        files = [path / name for name in sorted(set(content.get("weight_map", {}).values()))]
+    elif path is not None:
+        files = [path / _SINGLE]
+    if files and all(file.is_file() for file in files):  # with a shard missing the sum would be wrong
         return _from_headers(files, dtype_bytes, fields)
     parameters, notes = parameters_of(fields)
     if not parameters.total:
@@ -99,16 +104,6 @@ def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_by
     plain = parameters.total - sum(count for count, bits in quantised if bits is not None)
     packed = sum(count * bits / 8 for count, bits in quantised if bits is not None)
     return plain * dtype_bytes + round(packed)
-
-
-def _safetensors_files(directory: Path) -> list[Path]:
-    """Return the weight files; none if a shard is missing, because the sum would be wrong."""
-    if (directory / _INDEX).is_file():
-        content = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
-        files = [directory / name for name in sorted(set(content.get("weight_map", {}).values()))]
-    else:
-        files = [directory / _SINGLE]
-    return files if all(file.is_file() for file in files) else []
 
 
 def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:

@@ -120,8 +120,4 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises a different type for each kind of damage
         raise ModelError(f"{path}: cannot be read as tensors only ({one_line(error)})") from error
-
-    def lazy(tensor: torch.Tensor) -> LazyTensor:
-        return LazyTensor(lambda: tensor)
-
-    return {name: lazy(tensor) for name, tensor in tensors.items()}
+    return {name: LazyTensor(tensor.detach) for name, tensor in tensors.items()}

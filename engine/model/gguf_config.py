@@ -20,8 +20,6 @@ _SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetun
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 #: Layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_GEMMA3_LOCAL_THETA = 10000.0
-_GEMMA3_PATTERN = 6
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
@@ -155,10 +153,10 @@ def _gemma(file: GGUFFile, fields: Settings) -> Settings:
     settings = {"query_pre_attn_scalar": scalar, "sliding_window": file.require("attention.sliding_window")}
     if file.architecture == "gemma2":
         return settings | {cap: file.require(cap) for cap in ("attn_logit_softcapping", "final_logit_softcapping")}
-    slides = file.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    slides = file.get("attention.sliding_window_pattern", 6)
     if not isinstance(slides, list):
         slides = [bool((layer + 1) % slides) for layer in range(fields["num_hidden_layers"])]
-    local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)}
+    local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 10000.0)}
     return settings | {
         "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "final_logit_softcapping": file.get("final_logit_softcapping"),

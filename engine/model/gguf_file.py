@@ -118,7 +118,6 @@ _FORMATS = {
 class GGUFTensor:
     """A tensor in the file: `shape` in numpy's order, `data` the bytes of its rows as gguf.dequantize takes them."""
 
-    name: str
     shape: tuple[int, ...]
     tensor_type: GGMLQuantizationType
     data: npt.NDArray[np.uint8]
@@ -153,7 +152,7 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if start + offset + num_bytes > len(content):
             raise ValueError(f"tensor {name} ends at byte {start + offset + num_bytes} of {len(content)}")
         data = np.frombuffer(content, np.uint8, num_bytes, start + offset)
-        tensors[name] = GGUFTensor(name, shape, kind, data.reshape(quant_shape_to_byte_shape(shape, kind)))
+        tensors[name] = GGUFTensor(shape, kind, data.reshape(quant_shape_to_byte_shape(shape, kind)))
     return metadata, tensors
 
 

@@ -16,8 +16,6 @@ from llmsched.engine.progress import Progress, silent
 #: Files of a hub repository that serving needs. Other formats of the same weights are not downloaded.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
-#: Downloaded only if a repository has no safetensors.
-HUB_PICKLES = ("pytorch_model*.bin",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
             snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
         )
         if not any(snapshot.glob("*.safetensors")):
-            snapshot_download(repo_id, allow_patterns=list(HUB_PICKLES))
+            snapshot_download(repo_id, allow_patterns=["pytorch_model*.bin"])
         return snapshot
 
 

@@ -31,9 +31,6 @@ TESTED = (
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Models that have their own code here (bloom.py), because they do not use transformers' attention interface.
-OWN_PATH = frozenset({"BloomForCausalLM"})
-
 #: Why the attention of some models cannot be computed from the inputs of transformers' interface.
 _OWN_ATTENTION = {
     "FalconForCausalLM": "its positions may be ALiBi biases",
@@ -162,7 +159,7 @@ def _check_class(config: PretrainedConfig) -> str | None:
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
         return _has_state(name)
-    if not model_class._supports_attention_backend and name not in OWN_PATH:
+    if not model_class._supports_attention_backend and name != "BloomForCausalLM":  # which bloom.py computes
         detail = _OWN_ATTENTION.get(name, "its attention is its own")
         return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
     return None
