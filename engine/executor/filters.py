@@ -56,7 +56,11 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """
     numbers = to_device(np.vstack(filters), logits.device)
     temperature, top_k, top_p, min_p = numbers[:4]
-    scores = scaled(logits, temperature.float())
+    # (logits - best) / temperature, in which the best is 0, padded to a multiple of CHUNK.
+    width = logits.shape[1]
+    scores = logits.new_full((len(logits), -(-width // CHUNK) * CHUNK), float("-inf"))
+    torch.sub(logits, logits.amax(dim=1, keepdim=True), out=scores[:, :width])
+    scores.div_(temperature.float()[:, None])
     if filters.min_p.any():
         scores.masked_fill_(scores < min_p.log().float()[:, None], float("-inf"))
     restricted = (filters.top_k > 0) | (filters.top_p < 1)
@@ -70,15 +74,7 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
             some = scores[rows]
             cut(some, top_k[rows], top_p[rows], look)
             scores[rows] = some
-    return race(scores.exp_(), numbers[4:].T.long()).clamp(max=logits.shape[1] - 1)
-
-
-def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return (logits - best) / temperature, in which the best is 0, padded with -inf to a multiple of CHUNK."""
-    rows, width = logits.shape
-    scores = logits.new_full((rows, -(-width // CHUNK) * CHUNK), float("-inf"))
-    torch.sub(logits, logits.amax(dim=1, keepdim=True), out=scores[:, :width])
-    return scores.div_(temperature[:, None])
+    return race(scores.exp_(), numbers[4:].T.long()).clamp(max=width - 1)
 
 
 def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: int) -> None:
@@ -127,14 +123,9 @@ def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     chunks = weights.view(len(weights), -1, CHUNK)
     # In float64 the order of additions, which may differ between batches, does not show.
     sums = chunks.sum(dim=2, dtype=torch.float64)
-    times = exponential(CHUNK + sums.shape[1], keys)
+    names = torch.arange(CHUNK + sums.shape[1], device=weights.device)
+    uniform = (hashed(names, keys[:, :1], keys[:, 1:]).double() + 0.5) * 2.0**-32
+    times = uniform.neg_().log1p_().neg_()  # independent exponential numbers with mean 1, above 0
     chunk = (sums / times[:, CHUNK:]).argmax(dim=1)
     inside = chunks[torch.arange(len(chunks), device=weights.device), chunk]
     return chunk * CHUNK + (inside / times[:, :CHUNK]).argmax(dim=1)
-
-
-def exponential(count: int, keys: torch.Tensor) -> torch.Tensor:
-    """Return independent exponential numbers (mean 1, above 0): [S, count] float64 for keys [S, 2]."""
-    names = torch.arange(count, device=keys.device)
-    uniform = (hashed(names, keys[:, :1], keys[:, 1:]).double() + 0.5) * 2.0**-32
-    return uniform.neg_().log1p_().neg_()

@@ -151,7 +151,7 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
         max_num_batched_tokens=case.token_budget,
         block_size=loaded.block_size,
         enable_prefix_caching=case.caching,
-        output_prediction="none",  # the requests shall fill a pool that is too small for them
+        output_prediction="none",  # so that the requests fill the pool, which is too small for them
         headroom=0.0,
         preemption_mode=case.preempted or "auto",
         swap_space=swap.num_blocks,  # any size above 0: the number of host blocks is given already
