@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -179,7 +178,13 @@ def _cell(value: float | None, factor: float, digits: int = 1) -> str:
 
 def _charts(history: TrialHistory) -> list[Chart]:
     """Chart ITL, TTFT and the goal over the token budget; nothing if only one budget was measured."""
-    trials = _sweep(history.trials())
+    groups: dict[tuple[Any, ...], list[Trial]] = {}
+    for trial in history.trials():
+        if trial.completed:
+            groups.setdefault(astuple(trial.setting)[1:], []).append(trial)
+    # The largest group of measured trials that differ only in the token budget.
+    largest: list[Trial] = max(groups.values(), key=len, default=[])
+    trials = sorted(largest, key=_budget)
     if len(trials) < 2:
         return []
     limits, charts = history.slo.given(), []
@@ -198,16 +203,6 @@ def _charts(history: TrialHistory) -> list[Chart]:
     unit = "% of the best setting" if history.best() else "% of the highest"
     charts.append(Chart(f"{history.goal} by token budget", _BUDGET_AXIS, unit, tuple(drawn), log_x=True))
     return charts
-
-
-def _sweep(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the largest group of measured trials that differ only in the token budget, ascending."""
-    measured = [trial for trial in trials if trial.completed]
-    groups = Counter(astuple(trial.setting)[1:] for trial in measured)
-    if not groups:
-        return []
-    most = groups.most_common(1)[0][0]
-    return sorted((trial for trial in measured if astuple(trial.setting)[1:] == most), key=_budget)
 
 
 def _budget(trial: Trial) -> float:

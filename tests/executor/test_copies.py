@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -32,14 +30,6 @@ def row(sequence: Sequence, start: int, blocks: list[int]) -> ScheduledRow:
 def best(result: RowResult) -> list[float]:
     assert result.logprob is not None
     return [result.token_id or 0, *(value for _, value in result.logprob.top)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
