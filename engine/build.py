@@ -13,6 +13,7 @@ from llmsched.engine.config import LIMITS, EngineConfig, ResolvedConfig, check_l
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError, setting
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.planner import plan_memory
@@ -61,17 +62,8 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
     swap = plan_swap(config.swap_space, plan.block_bytes, free)
     executor, plan = _load(opened, resolved, plan, swap, progress)
     metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
-    return Engine(
-        resolved,
-        opened.info,
-        opened.tokenizer,
-        executor,
-        plan.num_blocks,
-        plan=plan,
-        swap=swap,
-        layout=plan.layout,
-        metrics=metrics,
-    )
+    kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
+    return Engine(resolved, opened.info, opened.tokenizer, executor, kv, plan=plan, metrics=metrics)
 
 
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
@@ -83,17 +75,10 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "decides what is loaded and reserved; that takes an engine built anew")
     check_limits(engine.config, knobs)
-    kv = engine.scheduler.kv
-    return Engine(
-        replace(engine.config, **{name: value for name, value in knobs.items() if name not in LIMITS or value}),
-        engine.model,
-        engine.tokenizer,
-        engine.executor,
-        kv.pool.num_blocks,
-        plan=engine.plan,
-        swap=SwapSpace(kv.swap.num_blocks, kv.swap.block_bytes),
-        layout=kv.layout,
-    )
+    config = replace(engine.config, **{name: value for name, value in knobs.items() if name not in LIMITS or value})
+    old = engine.scheduler.kv
+    kv = make_kv(config, old.pool.num_blocks, SwapSpace(old.swap.num_blocks, old.swap.block_bytes), old.layout)
+    return Engine(config, engine.model, engine.tokenizer, engine.executor, kv, plan=engine.plan)
 
 
 def _load(

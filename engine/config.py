@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal, TypedDict, get_args
 
 from llmsched.engine.errors import ConfigError, setting
@@ -202,28 +201,24 @@ class ResolvedConfig(EngineConfig):
 
 
 #: Values of the knobs that the baselines (every scheduling_policy but fair) turn off.
-BASELINE: Mapping[str, Any] = MappingProxyType(
-    {
-        "cache_bonus": 0.0,
-        "fast_lane_share": 0.0,
-        "headroom": 0.0,
-        "max_headroom": 0.0,
-        "output_prediction": "none",
-        "max_passes": 0,
-        "priority_step": 0.0,
-        "target_itl": None,
-    }
-)
+BASELINE: Mapping[str, Any] = {
+    "cache_bonus": 0.0,
+    "fast_lane_share": 0.0,
+    "headroom": 0.0,
+    "max_headroom": 0.0,
+    "output_prediction": "none",
+    "max_passes": 0,
+    "priority_step": 0.0,
+    "target_itl": None,
+}
 
 #: Knobs that have no effect with this value of another knob.
-_IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = MappingProxyType(
-    {
-        ("enable_prefix_caching", False): ("cache_bonus", "max_pinned_share"),
-        ("fast_lane_share", 0.0): ("fast_lane_prompt", "fast_lane_output"),
-        ("scheduling_policy", "static"): ("preemption_mode", "swap_space"),
-        ("scheduling_policy", "serial"): ("preemption_mode", "swap_space"),
-    }
-)
+_IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
+    ("enable_prefix_caching", False): ("cache_bonus", "max_pinned_share"),
+    ("fast_lane_share", 0.0): ("fast_lane_prompt", "fast_lane_output"),
+    ("scheduling_policy", "static"): ("preemption_mode", "swap_space"),
+    ("scheduling_policy", "serial"): ("preemption_mode", "swap_space"),
+}
 
 
 def check_together(given: Mapping[str, Any]) -> None:

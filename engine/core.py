@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Unpack
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.errors import RequestError
 from llmsched.engine.executor.base import Executor
-from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pins import PinState
-from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
@@ -58,19 +57,17 @@ class Engine(StepLoop):
         model: ModelInfo,
         tokenizer: Tokenizer,
         executor: Executor,
-        num_blocks: int,
+        kv: KVManager,
         *,
         plan: MemoryPlan | None = None,
-        swap: SwapSpace | None = None,
-        layout: KVLayout | None = None,
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(config, num_blocks, executor, clock, swap=swap, layout=layout)
+        super().__init__(config, kv, executor, clock)
         self.model = model
         self.tokenizer = tokenizer
         self.plan = plan
-        self.metrics = metrics or EngineMetrics(model.name, config.block_size, num_blocks)
+        self.metrics = metrics or EngineMetrics(model.name, config.block_size, kv.pool.num_blocks)
         if plan is not None:
             self.metrics.add_memory(plan.parts, self.scheduler.kv_usage())
         self.prefixes = PrefixAdmin(self)

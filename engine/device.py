@@ -83,13 +83,10 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
     Raises ConfigError if cuda is requested without an NVIDIA driver or GPU.
     """
-    if device == "cpu":
-        return cpu_memory()
-    if (found := gpu_memory()) is not None:
-        return found
-    if device == "cuda":
+    found = None if device == "cpu" else gpu_memory()
+    if found is None and device == "cuda":
         raise ConfigError("device", "cuda is not available: no NVIDIA driver or no visible GPU; use cpu, or name a GPU")
-    return cpu_memory()
+    return found or cpu_memory()
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:

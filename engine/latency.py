@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -96,14 +96,13 @@ class Stall(NamedTuple):
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
     """Return the first longest gap between two arrivals of tokens; None for fewer than two arrivals."""
-    worst, before, last = None, 0, None
-    for arrival in arrivals:
-        if arrival.tokens <= 0:
-            continue
-        if last is not None and (worst is None or arrival.time - last > worst.seconds):
-            worst = Stall(arrival.time - last, last, before)
-        before, last = before + arrival.tokens, arrival.time
-    return worst
+    carried = [arrival for arrival in arrivals if arrival.tokens > 0]
+    totals = accumulate(arrival.tokens for arrival in carried)
+    stalls = [
+        Stall(new.time - last.time, last.time, before)
+        for (last, new), before in zip(pairwise(carried), totals, strict=False)
+    ]
+    return max(stalls, key=lambda stall: stall.seconds, default=None)
 
 
 def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
@@ -158,24 +157,17 @@ def statistic(samples: Sequence[float], name: str) -> float | None:
 
     Raises LlmschedError for another name.
     """
-    share = _share(name)
+    match = _PERCENTILE.fullmatch(name)
+    if name not in ("mean", "max") and (match is None or not float(match[1])):
+        raise LlmschedError(f"{name!r} is not a statistic; allowed are mean, max and percentiles such as p50 or p99.9")
     if not samples:
         return None
-    if share is None:
-        return sum(samples) / len(samples)
+    if match is None:
+        return max(samples) if name == "max" else sum(samples) / len(samples)
     ordered = sorted(samples)
-    whole, part = divmod(share * (len(ordered) - 1), 1)
+    whole, part = divmod(float(match[1]) / 100 * (len(ordered) - 1), 1)
     low, high = ordered[int(whole)], ordered[min(int(whole) + 1, len(ordered) - 1)]
     return low + part * (high - low)
-
-
-def _share(name: str) -> float | None:
-    """Return the percentile that `name` stands for as a share, None for "mean"."""
-    if name in ("mean", "max"):
-        return None if name == "mean" else 1.0
-    if (match := _PERCENTILE.fullmatch(name)) is None or not float(match[1]):
-        raise LlmschedError(f"{name!r} is not a statistic; allowed are mean, max and percentiles such as p50 or p99.9")
-    return float(match[1]) / 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +186,7 @@ class Slo:
     reader_speed: float = READER_SPEED
 
     def __post_init__(self) -> None:
-        _share(self.itl_statistic)
+        statistic((), self.itl_statistic)
         valid = 0 < self.reader_speed < math.inf
         check_range("reader_speed", self.reader_speed, valid, "above 0 tokens per second, and finite")
 

@@ -18,8 +18,8 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import FittedCost, StepCost
 from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
-from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.swap import SwapSpace, plan_swap
+from llmsched.engine.kv.manager import KVManager, make_kv
+from llmsched.engine.kv.swap import plan_swap
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import ModelPlanner, model_name
 from llmsched.engine.model.support import refusal
@@ -42,18 +42,11 @@ class SimulatedEngine(StepLoop):
     clock: VirtualClock
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        num_blocks: int,
-        cost: StepCost,
-        *,
-        swap: SwapSpace | None = None,
-        layout: KVLayout | None = None,
-        per_swapped_block: float = 0.0,
+        self, config: ResolvedConfig, kv: KVManager, cost: StepCost, *, per_swapped_block: float = 0.0
     ) -> None:
         clock = VirtualClock()
         executor = SimulatedExecutor(cost, clock, per_swapped_block=per_swapped_block)
-        super().__init__(config, num_blocks, executor, clock, swap=swap, layout=layout)
+        super().__init__(config, kv, executor, clock)
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, arrival_time: float) -> Request:
         """Queue a request that arrived at `arrival_time`, which must not be in the future.
@@ -108,14 +101,9 @@ class Blueprint:
         """Return a new simulated engine, with other `limits` if given (see `StepLoop.reconfigure`)."""
         # A simulated machine is assumed to have the host memory that swap_space asks for.
         swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
-        engine = SimulatedEngine(
-            self.config,
-            self.plan.num_blocks,
-            self.cost,
-            swap=swap,
-            layout=self.plan.layout,
-            per_swapped_block=self.swap_seconds(self.plan.block_bytes),
-        )
+        kv = make_kv(self.config, self.plan.num_blocks, swap, self.plan.layout)
+        per_block = self.swap_seconds(self.plan.block_bytes)
+        engine = SimulatedEngine(self.config, kv, self.cost, per_swapped_block=per_block)
         engine.reconfigure(**limits)
         return engine
 

@@ -8,10 +8,8 @@ from typing import Unpack
 from llmsched.engine.config import Limits, ResolvedConfig, check_limits
 from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor, StepPlan
-from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
-from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.scheduler.scheduler import Update
 
@@ -19,24 +17,14 @@ from llmsched.engine.scheduler.scheduler import Update
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that decides steps and an executor that computes them.
 
-    `swap` is the host memory that the executor has for preempted requests. `layout` is the layout of its KV cache; by
-    default every layer keeps all tokens.
+    `kv` manages the blocks, the layout and the swap space that the executor has.
     """
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        num_blocks: int,
-        executor: Executor,
-        clock: Callable[[], float],
-        *,
-        swap: SwapSpace | None = None,
-        layout: KVLayout | None = None,
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, kv: KVManager, executor: Executor, clock: Callable[[], float]) -> None:
         self.config = config
         self.executor = executor
         self.clock = clock
-        self.scheduler = make_scheduler(make_kv(config, num_blocks, swap, layout), config, clock)
+        self.scheduler = make_scheduler(kv, config, clock)
         #: Called after each step with the KV usage before finished requests free their blocks.
         self.on_step: Callable[[KVUsage], None] | None = None
 

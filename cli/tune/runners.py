@@ -24,6 +24,7 @@ from llmsched.cli.tune.trial_runs import TrialRun, run_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
@@ -118,12 +119,11 @@ class EngineRunner:
             return {}
         config = replace(self._engine.core.config, swap_space=0, preemption_mode="recompute")
         plan = self._engine.core.plan
-        return {
-            setting: simulated_run(
-                SimulatedEngine(config, plan.num_blocks, cost, layout=plan.layout), setting, requests, self._work
-            )
-            for setting in settings
-        }
+        runs = {}
+        for setting in settings:
+            kv = make_kv(config, plan.num_blocks, layout=plan.layout)
+            runs[setting] = simulated_run(SimulatedEngine(config, kv, cost), setting, requests, self._work)
+        return runs
 
 
 class SimulatedRunner:

@@ -16,6 +16,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.loader import ModelInfo, open_model
 from llmsched.engine.parity.cases import ParityCase, ParityPrompt, PromptSet, make_cases, make_prompts
@@ -166,8 +167,8 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
         num_host_blocks=swap.num_blocks,
         layout=loaded.layout,
     )
-    engine = Engine(config, loaded.info, loaded.tokenizer, executor, case.num_blocks, swap=swap, layout=loaded.layout)
-    return engine, executor
+    kv = make_kv(config, case.num_blocks, swap, loaded.layout)
+    return Engine(config, loaded.info, loaded.tokenizer, executor, kv), executor
 
 
 def _run_wave(

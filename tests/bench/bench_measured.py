@@ -22,6 +22,7 @@ import torch
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.request import SamplingParams
 
 ROUNDS = 2
@@ -83,8 +84,9 @@ class Bench:
 
     def engine(self, **knobs: Any) -> Engine:
         built = self.built
-        num_blocks = built.scheduler.kv.pool.num_blocks
-        return Engine(replace(built.config, **knobs), built.model, built.tokenizer, built.executor, num_blocks)
+        config = replace(built.config, **knobs)
+        kv = make_kv(config, built.scheduler.kv.pool.num_blocks)
+        return Engine(config, built.model, built.tokenizer, built.executor, kv)
 
     def run(self, loads: list[TimedRequest], outcome: SettingResults, **knobs: Any) -> None:
         """Serve the loads, each from its arrival on."""

@@ -13,6 +13,7 @@ from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.simulated_executor import VirtualClock
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason
 
@@ -25,7 +26,7 @@ def scripted(clock: Callable[[], float] | None = None) -> Engine:
     config = resolved(max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4)
     info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({EOS}))
     executor = ScriptedExecutor(Script(letters))
-    return Engine(config, info, tokenizer(), executor, 64, clock=clock or VirtualClock())
+    return Engine(config, info, tokenizer(), executor, make_kv(config, 64), clock=clock or VirtualClock())
 
 
 # -- stop strings and min_tokens ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from engines import Choice, Collector, assert_idle, sampling
 
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
 from llmsched.engine.model.source import locate
 from llmsched.engine.text.chat import render_chat
@@ -84,7 +85,8 @@ def generate(model: Any, prompt: list[int]) -> list[int]:
 def serve(demo: Demo, *, num_blocks: int, **config: Any) -> tuple[list[Choice], Engine]:
     """Serve all prompts together."""
     executor = TorchExecutor(demo.model, num_blocks=num_blocks, block_size=16, device="cpu", kv_dtype=torch.float32)
-    engine = Engine(resolved(max_model_len=1024, **config), demo.info, demo.tokenizer, executor, num_blocks)
+    settings = resolved(max_model_len=1024, **config)
+    engine = Engine(settings, demo.info, demo.tokenizer, executor, make_kv(settings, num_blocks))
     collector = Collector(engine)
     for index, prompt in enumerate(demo.prompts):
         engine.add_request(str(index), prompt, sampling(max_tokens=NUM_TOKENS))

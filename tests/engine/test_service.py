@@ -20,6 +20,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.simulated_executor import VirtualClock
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
 from llmsched.engine.request_stream import MAX_PENDING_OUTPUTS, RequestStream
@@ -63,7 +64,9 @@ class Service:
         settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 2} | config
         self.executor = Stepwise()
         info = ModelInfo("scripted", "llama", VOCAB_SIZE, 512, frozenset({2}))
-        self.engine = Engine(resolved(**settings), info, tokenizer(), self.executor, 64, clock=clock)
+        resolved_config = resolved(**settings)
+        kv = make_kv(resolved_config, 64)
+        self.engine = Engine(resolved_config, info, tokenizer(), self.executor, kv, clock=clock)
         self.service = AsyncEngine(self.engine)
 
     def submit(self, name: str, length: int = 4, max_tokens: int = 4, **sampling: Any) -> RequestStream:

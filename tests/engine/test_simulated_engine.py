@@ -12,6 +12,7 @@ from simulated_run import LinearCost
 
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.simulated_engine import SimulatedEngine
 
@@ -101,14 +102,9 @@ def test_every_token_has_the_same_time_as_in_the_engine(
     clock = VirtualClock()
     engine = make_engine(arch, num_blocks=blocks, swap_blocks=slots, clock=clock, **knobs)
     engine.executor = SimulatedExecutor(COST, clock, per_swapped_block=PER_SWAPPED_BLOCK)
-    other = SimulatedEngine(
-        engine.config,
-        blocks,
-        COST,
-        swap=SwapSpace(slots, 1),
-        layout=layout_of(arch, longest=engine.config.max_model_len),
-        per_swapped_block=PER_SWAPPED_BLOCK,
-    )
+    layout = layout_of(arch, longest=engine.config.max_model_len)
+    kv = make_kv(engine.config, blocks, SwapSpace(slots, 1), layout)
+    other = SimulatedEngine(engine.config, kv, COST, per_swapped_block=PER_SWAPPED_BLOCK)
     sent = load(2)
     times = served(engine, clock, sent)
     assert simulated(other, sent) == times

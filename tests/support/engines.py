@@ -16,6 +16,7 @@ from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -64,7 +65,8 @@ def make_engine(
     swap = SwapSpace(swap_blocks, executor.kv_cache_bytes // num_blocks)
     settings["swap_space"] = swap_blocks * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    return Engine(resolved(**settings), info, tokenizer(), executor, num_blocks, swap=swap, layout=layout, clock=clock)
+    config = resolved(**settings)
+    return Engine(config, info, tokenizer(), executor, make_kv(config, num_blocks, swap, layout), clock=clock)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -15,6 +15,7 @@ from llmsched.cli.serve import lifecycle
 from llmsched.cli.serve.app import build_app
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import Sequence, TokenLogprob
 from llmsched.engine.service import AsyncEngine
@@ -160,7 +161,8 @@ class ScriptedServer(LiveServer):
         self.executor = ScriptedExecutor(self.script)
         settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8} | config
         info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
-        engine = Engine(resolved(**settings), info, tokenizer, self.executor, num_blocks)
+        resolved_config = resolved(**settings)
+        engine = Engine(resolved_config, info, tokenizer, self.executor, make_kv(resolved_config, num_blocks))
         super().__init__(engine, api_key=api_key, grace_s=grace_s)
 
     def force(self, prompt: str | list[int], output: str | list[int]) -> None:

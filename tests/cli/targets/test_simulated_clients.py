@@ -13,6 +13,7 @@ from simulated_run import LinearCost
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.targets.simulated_clients import SimulatedClients
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 #: A step takes a second, and each prefill token a tenth.
@@ -33,7 +34,7 @@ def request(index: int, offset: float = 0.0, length: int = 10, output_len: int =
 
 def run(planned: list[PlannedRequest], *, blocks: int = 64, knobs: Any = None, **load: Any) -> list[RequestRecord]:
     config = replace(CONFIG, **(knobs or {}))
-    engine = SimulatedEngine(config, blocks, COST)
+    engine = SimulatedEngine(config, make_kv(config, blocks), COST)
     settings: dict[str, Any] = {"closed": False, "max_concurrency": None, "timeout": None} | load
     records = SimulatedClients(planned, engine, **settings).run()
     engine.scheduler.check_integrity()
@@ -68,7 +69,7 @@ def test_a_request_that_arrives_during_a_step_joins_the_next_and_counts_from_its
 
 def test_a_load_ends_when_its_task_is_cancelled() -> None:
     """Ctrl-C ends a long simulation, which never awaits."""
-    engine, steps = SimulatedEngine(CONFIG, 64, COST), 0
+    engine, steps = SimulatedEngine(CONFIG, make_kv(CONFIG, 64), COST), 0
 
     async def main() -> None:
         task = asyncio.current_task()
@@ -188,7 +189,7 @@ def test_preempted_requests_end_with_all_their_tokens() -> None:
     knobs = {"output_prediction": "none", "preemption_mode": "recompute"}
     planned = [request(i, length=30, output_len=40) for i in range(4)]
     config = replace(CONFIG, **knobs)
-    engine = SimulatedEngine(config, 10, COST)
+    engine = SimulatedEngine(config, make_kv(config, 10), COST)
     records = SimulatedClients(planned, engine, closed=False, max_concurrency=None, timeout=None).run()
     assert engine.scheduler.counters.num_preemptions > 0
     assert [len(record.chunks) for record in records] == [40] * 4

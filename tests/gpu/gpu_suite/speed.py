@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gpu_suite.rows import CheckRow, failure
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -253,7 +254,7 @@ def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
     )
     executor = TorchExecutor(model, num_blocks=num_blocks, block_size=BLOCK, device=device, kv_dtype=size.dtype)
     info = ModelInfo("llama", "LlamaForCausalLM", size.vocab, longest, frozenset())
-    return Engine(config, info, Tokenizer(build_tokenizer()), executor, num_blocks)
+    return Engine(config, info, Tokenizer(build_tokenizer()), executor, make_kv(config, num_blocks))
 
 
 def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limits: DeviceLimits) -> CheckRow:
