@@ -168,10 +168,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _bars() -> Any:
-    """Return a Display of rich's progress bars: one per stage, and the detail in a line below.
-
-    Beside the bars the detail would not fit in 80 columns.
-    """
+    """Return a Display with a bar per stage and the detail below them; beside them it would not fit in 80 columns."""
     from rich import progress
     from rich.console import RenderableType
     from rich.text import Text

@@ -16,7 +16,6 @@ from llmsched.engine.errors import ConfigError
 SYNTAX = "128, 64..512 (uniform), or lognormal:MEAN,SIGMA[,MAX] such as lognormal:512,1.0,4096"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
-_MOST_SIGMA = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def parse_lengths(text: str, name: str) -> int | RandomLengths:
     elif match := _LOGNORMAL.fullmatch(text):
         with suppress(ValueError):
             mean, sigma = float(match[1]), float(match[2])
-            if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= _MOST_SIGMA:
+            if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= 5:
                 found = RandomLengths(1, int(match[3]) if match[3] else None, mean, sigma)
     if found is None or not 1 <= found.low <= (MOST_TOKENS if found.high is None else found.high) <= MOST_TOKENS:
         raise ConfigError(name, f"{text!r} is not a length; allowed are tokens, 1 to {MOST_TOKENS}: {SYNTAX}")

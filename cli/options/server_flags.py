@@ -15,8 +15,6 @@ from llmsched.cli.targets.http_target import Endpoint, HttpOptions
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.errors import LlmschedError
 
-_LOOKUP_TIMEOUT_S = 10.0
-
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
@@ -87,7 +85,7 @@ def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: En
         ask_usage=not flags.no_usage,
         tokenizer=flags.tokenizer,
         text_prompts=flags.text_prompts,
-        lookup_timeout=min(_LOOKUP_TIMEOUT_S, plan.timeout),
+        lookup_timeout=min(10.0, plan.timeout),
         timelines=plan.timelines,
     )
 

@@ -67,10 +67,7 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
 
 
 def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Return a dependency that raises ApiError 401 unless a request has `Authorization: Bearer <api_key>`.
-
-    With None it accepts every request.
-    """
+    """Return a dependency that raises ApiError 401 for a request without the key; None accepts every request."""
 
     async def check(request: Request) -> None:
         if api_key is None:

@@ -9,23 +9,18 @@ from llmsched.engine.core import Engine
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
 from llmsched.engine.units import human_bytes
 
-_ANY = {"0.0.0.0", "::"}
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the URL to send requests to; for a socket on all interfaces, the loopback address."""
-    host, port = listener.getsockname()[:2]
-    if host in _ANY:
-        host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
 
 def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
     """Print the banner to stdout."""
     render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
-    url = url_of(listener)
-    if listener.getsockname()[0] in _ANY and not has_key:
-        render.warn("listening on all interfaces without --api-key: anyone who can reach this port can use the model")
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        if not has_key:
+            render.warn(
+                "listening on all interfaces without --api-key: anyone who can reach this port can use the model"
+            )
+        host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
 
 

@@ -19,14 +19,11 @@ from llmsched.engine.text.detokenizer import Detokenizer
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
 
-#: JSON has no minus infinity; OpenAI writes this number for it.
-_LEAST_LOGPROB = -9999.0
-
 Logprobs = dict[str, list[Any]]
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, -9999.0)  # JSON has no minus infinity; OpenAI writes this number for it
 
 
 class TokenWriter:

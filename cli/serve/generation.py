@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
@@ -18,29 +17,6 @@ from llmsched.engine.request_stream import RequestStream
 from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class UsageCounter:
-    """Counter of the tokens of one HTTP request. A prompt counts once, however many choices it has."""
-
-    prompt: dict[int, int] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
-    completion: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def count(self, prompt_index: int, output: RequestOutput) -> None:
-        self.completion[prompt_index, output.index] = output.num_output_tokens
-        if output.index == 0:
-            self.cached[prompt_index] = output.num_cached_tokens
-
-    def body(self) -> dict[str, Any]:
-        prompt, completion = sum(self.prompt.values()), sum(self.completion.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-        }
 
 
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
@@ -58,7 +34,8 @@ class Generation:
         self.id = f"{choice_format.id_prefix}-{uuid.uuid4().hex}"
         self._format = choice_format
         self._head = {"created": int(time.time()), "model": model_name}
-        self._usage = UsageCounter()
+        #: The latest output of each choice, by the indices of its prompt and of the choice.
+        self._latest: dict[tuple[int, int], RequestOutput] = {}
         self._streams: list[RequestStream] = []
         request = choice_format.request
         options = request.stream_options
@@ -66,8 +43,7 @@ class Generation:
         self._usage_so_far = bool(options and options.continuous_usage_stats)
         try:
             names = engine_ids(self.id, len(choice_format.prompts))
-            for index, (name, prompt) in enumerate(zip(names, choice_format.prompts, strict=True)):
-                self._usage.prompt[index] = len(prompt.token_ids)
+            for name, prompt in zip(names, choice_format.prompts, strict=True):
                 stream = engine.submit(
                     name,
                     prompt.token_ids,
@@ -97,7 +73,7 @@ class Generation:
         finally:
             self.abort()
         bodies = [self._format.choice(choices[index], whole=True) for index in sorted(choices)]
-        return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage.body()}
+        return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events. After a failure the last one is an error and [DONE] is missing."""
@@ -108,7 +84,7 @@ class Generation:
                 if (choice_or_none := self._format.chunk(delta)) is not None:
                     yield self._chunk([choice_or_none])
             if self._include_usage:
-                yield event(self._envelope(self._format.chunk_object, []) | {"usage": self._usage.body()})
+                yield event(self._envelope(self._format.chunk_object, []) | {"usage": self._usage()})
             yield DONE
         except Exception as error:
             known = api_error(error)
@@ -124,13 +100,25 @@ class Generation:
                 raise ApiError(500, f"the request failed: {output.error}", code="generation_failed")
             if output.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "the request was ended by the server", code="aborted")
-            self._usage.count(prompt_index, output)
+            self._latest[prompt_index, output.index] = output
             yield self._format.delta(prompt_index, output)
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the token counts so far. A prompt counts once, however many choices it has."""
+        prompt = sum(len(prompt.token_ids) for prompt in self._format.prompts)
+        completion = sum(output.num_output_tokens for output in self._latest.values())
+        cached = sum(output.num_cached_tokens for (_, choice), output in self._latest.items() if choice == 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = self._envelope(self._format.chunk_object, choices)
         if self._usage_so_far:
-            chunk["usage"] = self._usage.body()
+            chunk["usage"] = self._usage()
         elif self._include_usage:
             chunk["usage"] = None
         return event(chunk)

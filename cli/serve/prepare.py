@@ -103,10 +103,7 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError for a text that exceeds the context even if each token were the longest one.
-
-        Tokenising such a text would be a waste of time.
-        """
+        """Raise RequestError, without tokenising, if a text exceeds the context even in the longest of tokens."""
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(

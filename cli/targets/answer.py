@@ -25,7 +25,6 @@ _REFUSED_FIELDS = {
     "stream_options": "--no-usage leaves it out",
     "prompt": "--text-prompts sends words, not token ids",
 }
-_REFUSALS = frozenset({400, 422})
 
 #: Other HTTP status -> flag that may help.
 _REMEDIES = {
@@ -39,9 +38,6 @@ _QUOTED = 2000
 
 #: Characters of a server's message that are quoted.
 _DETAIL_LENGTH = 300
-
-#: Finish reasons of a request that the server did not serve to its end.
-_UNSERVED = frozenset({"abort", "error"})
 
 #: Highest plausible token count: a larger one is an error, and one sample per token would exhaust memory.
 _MAX_TOKENS = 1_000_000
@@ -77,7 +73,7 @@ def _refusal(response: httpx.Response) -> str:
     """Return the server's message, its Location and Retry-After headers, and a flag that may help."""
     said, headers = shorten(response.text), response.headers
     more = [f"{name}: {shorten(headers[name])}" for name in ("Location", "Retry-After") if name in headers]
-    if response.status_code in _REFUSALS:
+    if response.status_code in (400, 422):
         more += [remedy for field, remedy in _REFUSED_FIELDS.items() if field in said][:1]
     elif response.status_code in _REMEDIES:
         more.append(_REMEDIES[response.status_code])
@@ -141,22 +137,20 @@ def _note_content(content: dict[str, Any], said: str, record: RequestRecord, tim
         before, record.usage = record.usage, _usage(usage, record.usage)
         if record.usage.output_tokens is not None:
             counted = max(0, record.usage.output_tokens - (before.output_tokens or 0))
-    if (choice := _choice(content.get("choices"))) is None:
+    choices = content.get("choices")
+    if not isinstance(choices, list):
+        return
+    # Only the choice with index 0 was requested.
+    choice = next((one for one in choices if isinstance(one, dict) and not one.get("index")), None)
+    if choice is None:
         return
     if isinstance(ids := choice.get("token_ids"), list):
         counted = len(ids)
     record.chunks.append(Chunk(time, _text(choice), counted))
     if isinstance(reason := choice.get("finish_reason"), str):
         record.finish_reason = reason
-        if reason in _UNSERVED:
+        if reason in ("abort", "error"):  # the server did not serve it to its end
             raise RequestFailed(f"ended by {reason}", f"after {len(record.chunks)} chunks")
-
-
-def _choice(choices: Any) -> dict[str, Any] | None:
-    """Return the choice with index 0, the only one that was requested."""
-    if not isinstance(choices, list):
-        return None
-    return next((one for one in choices if isinstance(one, dict) and not one.get("index")), None)
 
 
 def _text(choice: dict[str, Any]) -> str:

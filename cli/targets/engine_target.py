@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from llmsched.engine.core import Engine, Timeline
     from llmsched.engine.service import AsyncEngine
 
-_IDLE_POLL_S = 0.01
-
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
@@ -133,4 +131,4 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
 async def until_idle(engine: AsyncEngine) -> None:
     """Wait until requests that a timeout has aborted have left the engine."""
     while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
-        await asyncio.sleep(_IDLE_POLL_S)
+        await asyncio.sleep(0.01)

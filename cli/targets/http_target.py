@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 #: Number of requests whose decisions an llmsched server keeps.
 _MOST_TIMELINES = 2000
 
-#: Seconds between two samples of the state of an llmsched server, which takes 1.4 ms to answer.
-_OWN_SAMPLE_INTERVAL_S = 0.25
-
 #: API paths that may end a copied URL.
 _ENDPOINTS = ("/chat/completions", "/completions", "/models")
 
 #: Compressed chunks would arrive late and cost time; some gateways refuse requests without a User-Agent.
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "llmsched"}
-
-#: For requests beside the load.
-_ONE_CONNECTION = httpx.Limits(max_connections=1)
 
 Endpoint = Literal["completions", "chat"]
 
@@ -105,7 +99,10 @@ class HttpTarget:
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._headers = {**_HEADERS, **key}
         self._lookups = httpx.AsyncClient(
-            headers=self._headers, timeout=options.lookup_timeout, limits=_ONE_CONNECTION, transport=transport
+            headers=self._headers,
+            timeout=options.lookup_timeout,
+            limits=httpx.Limits(max_connections=1),
+            transport=transport,
         )
         self._transports = TransportPool(options.url, transport)
 
@@ -127,7 +124,7 @@ class HttpTarget:
         self._count_chunks = _COUNT_CHUNKS.get(owner, {})
         self._is_ours = owner == "llmsched"
         if self._is_ours:
-            self.sample_interval = _OWN_SAMPLE_INTERVAL_S
+            self.sample_interval = 0.25  # the server takes 1.4 ms to answer
         if self._model is None and isinstance(name := first.get("id"), str):
             self._model, self.name = name, shorten(name)
 

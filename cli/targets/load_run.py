@@ -108,10 +108,7 @@ async def send_workload(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list to which a state is added every `interval` seconds, the first after that time, until the block ends.
-
-    Times are the event loop's. A target that returns no state is asked once.
-    """
+    """Yield a list to which a state is added every `interval` seconds; a target that returns none is asked once."""
     samples: list[TargetState] = []
 
     async def sample() -> None:

@@ -16,8 +16,6 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import Request
 from llmsched.engine.simulated_engine import SimulatedEngine
 
-_EMPTY = RequestFailed("empty stream", "the request ended without a token")
-
 
 class SimulatedClients:
     """Clients of a load. A request goes to the client that has been free longest, when it is due.
@@ -70,7 +68,8 @@ class SimulatedClients:
                 if update.result.token_id is not None:
                     running[0].chunks.append(chunk)
                 if request.finish_reason is not None:
-                    self._end(request.request_id, now, None if running[0].chunks else _EMPTY)
+                    empty = RequestFailed("empty stream", "the request ended without a token")
+                    self._end(request.request_id, now, None if running[0].chunks else empty)
             after_step()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
@@ -80,7 +79,12 @@ class SimulatedClients:
         """Send what is due and advance the clock until there is a step to compute; return False when all has ended."""
         engine = self._engine
         while True:
-            self._send_due()
+            while self._coming and self._free and (due := self._due(self._coming[0])) <= engine.clock.now:
+                if due >= self._stop:
+                    self._coming.clear()
+                else:
+                    heappop(self._free)
+                    self._send(self._coming.popleft(), due)
             until = engine.idle_until()
             if engine.has_work() and until is None:
                 return True
@@ -96,15 +100,6 @@ class SimulatedClients:
     def _due(self, planned: PlannedRequest) -> float:
         """Return when a request can be sent: at its time, but not before a client is free."""
         return max(self._start if self._closed else self._start + planned.offset, self._free[0])
-
-    def _send_due(self) -> None:
-        now = self._engine.clock.now
-        while self._coming and self._free and (due := self._due(self._coming[0])) <= now:
-            if due >= self._stop:
-                self._coming.clear()
-                return
-            heappop(self._free)
-            self._send(self._coming.popleft(), due)
 
     def _send(self, planned: PlannedRequest, now: float) -> None:
         record = RequestRecord(planned.index, scheduled=now if self._closed else self._start + planned.offset)

@@ -19,8 +19,6 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.profiles.shipped_workloads import workloads
 
-#: The number of requests drawn from a synthetic load.
-_DRAWN = 1000
 #: Characters shown of an example of the prefix to pin.
 _SHOWN = 70
 _LARGEST_BLOCK = EngineConfig.knob_rule("block_size")["high"]
@@ -68,7 +66,7 @@ def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSampl
     if shipped is not None and shipped.file is None:
         if tokenizer is not None or flags.reading():
             raise LlmschedError(f"{name} is drawn, not read from a file; only --block-size and --json apply to it")
-        return sample_load(name, make_load(LoadFlags(workload=name), {"num_prompts": _DRAWN}))
+        return sample_load(name, make_load(LoadFlags(workload=name), {"num_prompts": 1000}))
     path = Path(name) if shipped is None or shipped.file is None else shipped.file
     if shipped is None and not path.exists():
         raise LlmschedError(f"{name} is neither a file nor a load that comes with llmsched: {', '.join(workloads())}")

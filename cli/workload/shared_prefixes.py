@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmsched.cli.workload.request_sample import RequestSample
@@ -63,10 +63,13 @@ def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | 
         share = max(heads.values(), default=0) / len(prompts)
         coverage.append(Coverage(tokens, share, exact=tokens % sample.unit == 0))
     tree = _Tree(block_size if sample.unit == 1 else sample.unit)
-    hits = sum(
-        min(tree.add(_pieces(prompt, length, sample.unit, tree.step)) // block_size * block_size, max(0, length - 1))
-        for prompt, length in prompts
-    )
+    hits, step = 0, tree.step
+    for prompt, length in prompts:
+        if sample.unit == 1:  # a shorter piece at the end is dropped
+            pieces: list[Piece] = [(tuple(prompt[at : at + step]), step) for at in range(0, length - step + 1, step)]
+        else:
+            pieces = [(block, min(step, length - place * step)) for place, block in enumerate(prompt)]
+        hits += min(tree.add(pieces) // block_size * block_size, max(0, length - 1))
     return SharedPrefixes(
         coverage=tuple(coverage),
         hit_rate=hits / sum(sample.inputs) if any(sample.inputs) else 0.0,
@@ -79,16 +82,6 @@ def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | 
 Piece = tuple[object, int]
 
 
-def _pieces(prompt: Sequence[int], length: int, unit: int, step: int) -> Iterator[Piece]:
-    """Yield a prompt in pieces of `step` tokens. A shorter piece at the end is dropped unless it is a trace's unit."""
-    if unit == 1:
-        for start in range(0, length - step + 1, step):
-            yield tuple(prompt[start : start + step]), step
-        return
-    for place, block in enumerate(prompt):
-        yield block, min(step, length - place * step)
-
-
 class _Tree:
     """Tree of the prompts added so far. Each node is a piece; the path to it is a prefix."""
 
@@ -97,7 +90,7 @@ class _Tree:
         self._children: dict[tuple[int, object], int] = {}
         self.tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
 
-    def add(self, pieces: Iterator[Piece]) -> int:
+    def add(self, pieces: Sequence[Piece]) -> int:
         """Add a prompt and return how many of its first tokens were already in the tree."""
         node, matched = 0, 0
         self._count[0] += 1

@@ -116,8 +116,6 @@ PROBES = (
 )
 
 
-_TIMEOUT_S = 20.0
-
 #: Most tries of a disturbed probe, and the pause in seconds before the next one.
 _TRIES, _PAUSE_S = 3, 0.5
 
@@ -179,7 +177,7 @@ async def _run(root: str, probe: Probe) -> tuple[Measurement, AnswerLog]:
     target = HttpTarget(HttpOptions(f"{root}/{probe.name}", endpoint="chat" if probe.chat else "completions"))
     try:
         ids = None if probe.chat else COMMON_IDS
-        figures = await run_workload(target, probe.load, Slo(), ids=ids, timeout=_TIMEOUT_S, progress=silent)
+        figures = await run_workload(target, probe.load, Slo(), ids=ids, timeout=20.0, progress=silent)
     finally:
         await target.close()
     async with httpx.AsyncClient() as client:
@@ -223,12 +221,17 @@ def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
 def content(outcomes: Sequence[ProbeOutcome]) -> ReportContent:
     """Return the checks as tables, with conclusions."""
     columns = ["", "script", "server", "measured", "error", "allowed", ""]
+    tables = []
+    for outcome in outcomes:
+        rows = []
+        for check in outcome.checks:
+            figures = (check.script, check.server, check.measured, check.error, check.allowed)
+            cells = ["n/a" if figure is None else f"{figure:.2f}".removesuffix(".00") for figure in figures]
+            rows.append([check.figure, *cells, "" if check.right else check.verdict])
+        tables.append(Table(f"{outcome.probe.name}: {outcome.probe.what} (times in ms)", columns, rows))
     return ReportContent(
         notes=["MEASURED: the bench itself, against a server in another process with known times"],
-        tables=[
-            Table(f"{one.probe.name}: {one.probe.what} (times in ms)", columns, [_row(check) for check in one.checks])
-            for one in outcomes
-        ],
+        tables=tables,
         conclusions=conclusions(outcomes),
     )
 
@@ -256,12 +259,6 @@ def conclusions(outcomes: Sequence[ProbeOutcome]) -> list[str]:
 
 def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
     return ", ".join(f"{check.probe} {check.figure}" for check in checks if check.verdict == verdict)
-
-
-def _row(check: FigureCheck) -> list[str]:
-    figures = (check.script, check.server, check.measured, check.error, check.allowed)
-    cells = ["n/a" if figure is None else f"{figure:.2f}".removesuffix(".00") for figure in figures]
-    return [check.figure, *cells, "" if check.right else check.verdict]
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
