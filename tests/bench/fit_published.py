@@ -8,8 +8,8 @@ the default class, and on the default class of the file for the others.
 So fit the default first, write it to the file, then fit the others. Loads with a request rate make other steps with
 other constants: after a change of formulas, do both twice.
 
-`--leave-out source` (or model, gpu, engine) fits all classes to all rows but those of one source, and prints the errors
-on that source: with the constants of the rows' own class, then with the default's.
+`--leave-out source` (or model, gpu, engine) fits all classes to all rows except one source's, and prints the errors on
+that source: with the constants of the rows' own class, then with the default's.
 
 python tests/bench/fit_published.py [CLASS ...]       half an hour, mostly to find the steps of the loads
 python tests/bench/fit_published.py --leave-out source       an hour
@@ -171,7 +171,7 @@ def kind_of(row: PublishedRow) -> str:
 
 
 def errors(steps: Steps, cost: Roofline) -> list[float]:
-    """Logarithms of predicted / published: of TPOT and throughput, and of the prefill where it is one step alone."""
+    """Return log(predicted / published) of TPOT and throughput, and of a prefill that has a step to itself."""
     row, found = steps.row, steps.figures(cost)
     pairs = [(found.tpot, row.tpot.seconds)] if row.tpot is not None else []
     pairs += [(found.throughput, row.throughput)] if row.throughput is not None and row.rate == float("inf") else []

@@ -14,3 +14,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     for name in ("LLMSCHED_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def new_config_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("llmsched.engine.memory.planner.cache_directory", lambda: cache)

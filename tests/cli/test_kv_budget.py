@@ -23,14 +23,7 @@ CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
 GIB = 1 << 30
 
-
-@pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> CommandLine:
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("llmsched.engine.memory.planner.cache_directory", lambda: cache)
-    return CommandLine(monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("new_config_cache")
 
 
 def test_the_json_contract(command: CommandLine) -> None:

@@ -121,7 +121,7 @@ class PublishedRow:
         return model_flops(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
 
     def settings(self) -> EngineConfig:
-        """The scheduler settings that are closest to the engine's defaults."""
+        """Return the scheduler settings that are closest to the engine's defaults."""
         large = self.gpu.architecture == "hopper"
         limits = {
             "vllm": (8192, 1024) if large else (2048, 256),
@@ -159,7 +159,7 @@ class PublishedRow:
         return self.id.startswith("aic") and (self.concurrency or 1) > 1
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
-        """The plan of the GPU's memory with the model."""
+        """Return the plan of the GPU's memory with the model."""
         return self.planner().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
 
 

@@ -74,7 +74,7 @@ def test_a_score_of_zero_is_last_and_leaves_the_others_alone() -> None:
 
 
 def test_settled_is_seldom_wrong() -> None:
-    """The chosen setting is 6 % behind: on few of many noisy machines is the ranking settled on it."""
+    """The chosen setting is 6 % behind: the ranking settles on it on few of many noisy machines."""
     wrong = 0
     for seed in range(300):
         dice = random.Random(seed)

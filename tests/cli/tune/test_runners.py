@@ -51,7 +51,7 @@ def test_the_most_requests_in_one_step_are_counted() -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..., Path], arch: str) -> None:
-    """Also where layers with sliding windows free blocks. Each run reports its own peak demand."""
+    """Models with and without sliding windows are predicted, and each run reports its own peak demand."""
     config = EngineConfig(str(tiny_model(arch)), device="cpu", max_num_batched_tokens=128, num_gpu_blocks_override=128)
     load = SyntheticLoad(num_prompts=8, input_len=60, output_len=20, max_concurrency=4)
     settings = [Setting(budget, 8) for budget in (16, 32, 128)]
