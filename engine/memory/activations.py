@@ -8,8 +8,9 @@ A step runs MLPs, attention and the sampler one after the other, so the peak is 
                + context x one layer's keys and values of one sequence, gathered
     sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 32 MiB)
 
-Attention counts on a CPU only: the GPU kernel reads KV in place. Tests compare these terms with what torch allocates.
-CUDA graphs are not captured, so they take nothing.
+A CPU without bfloat16 instructions computes products of 16-bit numbers in fp32 first: tokens x inner x 2 bytes more in
+the MLP. Attention counts on a CPU only: the GPU kernel reads KV in place. Tests compare these terms with what torch
+allocates. CUDA graphs are not captured, so they take nothing.
 """
 
 from __future__ import annotations
@@ -41,10 +42,16 @@ def activation_bytes(
     *,
     kind: Literal["cuda", "cpu"] = "cuda",
     context: int = 0,
+    float32_products: bool = False,
 ) -> int:
-    """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens."""
+    """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens.
+
+    `float32_products` says that the device computes 16-bit products in fp32 first.
+    """
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     mlp = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
+    if float32_products:
+        mlp += num_tokens * shape.inner_size * (_FLOAT32 - dtype_bytes)
     logits = num_seqs * shape.vocab_size
     sampler = logits * dtype_bytes + SAMPLER_COPIES * min(_FLOAT32 * logits, LOGITS_BYTES)
     if kind == "cuda":

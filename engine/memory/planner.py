@@ -100,7 +100,13 @@ def _plan_for_context(
         budget_bytes=min(share, device.free),
         weights_bytes=shape.weights.count,
         activation_bytes=activation_bytes(
-            shape, tokens, config.max_num_seqs, dtype_bytes, kind=device.kind, context=context
+            shape,
+            tokens,
+            config.max_num_seqs,
+            dtype_bytes,
+            kind=device.kind,
+            context=context,
+            float32_products=not on_gpu and not device.computes_bf16 and dtype_bytes == 2,
         ),
         context_bytes=CONTEXT_BYTES if on_gpu else 0,
         state_bytes=config.max_num_seqs * geometry.state_bytes_per_seq,
