@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +23,6 @@ _SHARE = 0.01
 _TOP = 0.05
 
 
-class RequestStall(NamedTuple):
-    """The worst stall of the request with index `request`; its `at` is in seconds after the start of the run."""
-
-    request: int
-    stall: Stall
-
-
 @dataclass(frozen=True, slots=True)
 class LatencySummary(Summary):
     """A latency distribution in seconds. `p99_ci95` is the 95 % bootstrap confidence interval of its P99."""
@@ -42,7 +34,8 @@ class LatencySummary(Summary):
 class Latencies:
     """Latency distributions of the completed requests, in seconds.
 
-    `worst_stall` is the longest gap between two chunks of a request; `stalls` the longest ones, one per request.
+    `worst_stall` is the longest gap between two chunks of a request. `stalls` has the index of a request and its worst
+    stall, of the requests with the longest ones; there `at` is in seconds after the start of the run.
     """
 
     ttft: LatencySummary
@@ -51,7 +44,7 @@ class Latencies:
     e2e: LatencySummary
     connect: Summary
     worst_stall: float | None
-    stalls: tuple[RequestStall, ...]
+    stalls: tuple[tuple[int, Stall], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start:
         **summaries,
         connect=summarise(connect),
         worst_stall=max((one.worst_stall for one in latencies if one.worst_stall is not None), default=None),
-        stalls=tuple(RequestStall(index, stall._replace(at=stall.at - start)) for index, stall in stalls if stall),
+        stalls=tuple((index, stall._replace(at=stall.at - start)) for index, stall in stalls if stall),
     )
 
 

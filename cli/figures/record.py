@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.engine.memory.plan import MemoryParts
@@ -82,21 +82,15 @@ class RequestRecord:
 
     def moved(self, seconds: float, places: int) -> RequestRecord:
         """Return a copy that is `seconds` later, with `places` added to its index, and without the timeline."""
-
-        def later(time: float | None) -> float | None:
-            return None if time is None else time + seconds
-
+        times = {name: getattr(self, name) for name in ("ready", "sent", "connecting", "connected", "end")}
+        later: dict[str, Any] = {name: None if time is None else time + seconds for name, time in times.items()}
         return replace(
             self,
             index=self.index + places,
             scheduled=self.scheduled + seconds,
-            ready=later(self.ready),
-            sent=later(self.sent),
-            connecting=later(self.connecting),
-            connected=later(self.connected),
-            end=later(self.end),
             chunks=[replace(chunk, time=chunk.time + seconds) for chunk in self.chunks],
             timeline=None,
+            **later,
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from llmsched.cli.figures import kv_memory
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
-from llmsched.cli.figures.latency_summary import RequestStall
 from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.latency import DEFINITIONS, Goodput, Slo, Summary
 from llmsched.engine.units import human_bytes, human_seconds
@@ -77,19 +76,11 @@ def format_value(value: float | None, unit: Unit) -> str:
     """Return a value of `Figure.get` with its unit."""
     if value is None:
         return "n/a"
-    match unit:
-        case "s":
-            return f"{value:.2f} s"
-        case "ms":
-            return human_seconds(value)
-        case "/s":
-            return f"{value:.2f}"
-        case "share":
-            return f"{value:.1%}"
-        case "bytes":
-            return human_bytes(value)
-        case _:
-            return str(value)
+    if unit == "ms":
+        return human_seconds(value)
+    if unit == "bytes":
+        return human_bytes(value)
+    return {"s": "{:.2f} s", "/s": "{:.2f}", "share": "{:.1%}"}.get(unit, "{}").format(value)
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
@@ -108,9 +99,11 @@ def _slo_json(slo: Slo) -> dict[str, Any]:
     return {**limits, "itl_statistic": slo.itl_statistic} if "itl_ms" in limits else limits
 
 
-def _stall_json(one: RequestStall) -> dict[str, Any]:
-    seconds, at, tokens_before = one.stall
-    return {"request": one.request, "ms": seconds * 1e3, "at_s": at, "tokens_before": tokens_before}
+def _stalls_json(_: Experiment, figures: Measurement) -> list[dict[str, Any]]:
+    return [
+        {"request": request, "ms": seconds * 1e3, "at_s": at, "tokens_before": tokens_before}
+        for request, (seconds, at, tokens_before) in figures.latency.stalls
+    ]
 
 
 def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
@@ -239,7 +232,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("loop_lag_ms", "ms", lambda e, m: m.client.loop, _JSON),
     Figure("machine_lag_ms", "ms", lambda e, m: m.client.machine, _JSON),
     Figure("worst_stall_ms", "ms", lambda e, m: m.latency.worst_stall, _CSV | _RATIOS, "worst stall"),
-    Figure("worst_stalls", "", lambda e, m: [_stall_json(one) for one in m.latency.stalls], _JSON),
+    Figure("worst_stalls", "", _stalls_json, _JSON),
     _memory("steps", "count", lambda used: used.steps, _RATIOS, "steps"),
     _memory("kv_waste", "share", lambda used: used.kv_waste, _JSON | _RATIOS, "KV waste"),
     _memory("peak_kv_share", "share", lambda used: used.peak_kv_share, _JSON),

@@ -53,14 +53,13 @@ async def compare(
                 progress(f"{name}, round {number + 1}", done, total)
 
             done.append(await run_variant(name, workload, report))
-    return [_result(name, done, plan) for name, done in runs.items()]
-
-
-def _result(name: str, runs: Sequence[VariantRun], plan: RunPlan) -> VariantResult:
-    records = [run.record for run in runs]
-    rounds = tuple(measure(record, plan.workload, plan.slo) for record in records)
-    whole = measure(concatenated(records), plan.workload, plan.slo)
-    return VariantResult(name, runs[-1].experiment, with_mean_rates(rounds, whole), rounds)
+    results = []
+    for name, done in runs.items():
+        records = [run.record for run in done]
+        each = tuple(measure(record, plan.workload, plan.slo) for record in records)
+        whole = measure(concatenated(records), plan.workload, plan.slo)
+        results.append(VariantResult(name, done[-1].experiment, with_mean_rates(each, whole), each))
+    return results
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:

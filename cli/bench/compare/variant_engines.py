@@ -34,7 +34,12 @@ class VariantEngines:
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
         """Raise ConfigError for a device that this machine does not have."""
-        self._configs = {name: _with_budget(config) for name, config in configs.items()}
+        from llmsched.engine.device import device_memory
+        from llmsched.engine.memory.planner import token_budget
+
+        # So that no variant takes its default from another's.
+        budgets = {name: token_budget(one, device_memory(one.device).kind) for name, one in configs.items()}
+        self._configs = {name: replace(one, max_num_batched_tokens=budgets[name]) for name, one in configs.items()}
         self._plan = plan
         self._progress = progress
         self._built: Engine | None = None
@@ -96,14 +101,6 @@ class VariantEngines:
         alike = [one for one in self._configs.values() if reserving(one) == reserving(config)]
         limits = {name: max(getattr(one, name) for one in alike) for name in LIMITS}
         return replace(alike[0], **limits)
-
-
-def _with_budget(config: EngineConfig) -> EngineConfig:
-    """Return `config` with max_num_batched_tokens filled in, so that no variant takes its default from another's."""
-    from llmsched.engine.device import device_memory
-    from llmsched.engine.memory.planner import token_budget
-
-    return replace(config, max_num_batched_tokens=token_budget(config, device_memory(config.device).kind))
 
 
 def simulated_variants(
