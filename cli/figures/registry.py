@@ -162,7 +162,7 @@ _SLO_KEYS = (*(f"{name}_ms" for name in _SLOS), "itl_statistic")
 
 
 def _row(label: str, text: Callable[[Experiment, Measurement], str | None], *terms: str) -> Figure:
-    """Return a row of the table of totals that is no figure of its own; a run without the text has no such row."""
+    """Return an entry that is only a row of the table of totals, left out for a run whose text is None."""
     return Figure(label, "", text, Place.TOTALS, label, _define(*terms))
 
 

@@ -73,11 +73,6 @@ class BudgetAnalysis:
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]
         return changes(self.planner, self.config, self.device, self.demand, known)
 
-    @property
-    def cached_bytes_per_token(self) -> int:
-        """Bytes of one token in the blocks of all groups of layers."""
-        return self.plan.layout.num_groups * self.plan.block_bytes // self.plan.block_size
-
     def notes(self) -> Iterator[str]:
         """Yield the plan's notes, and where this engine differs from the plain arithmetic."""
         plan = self.plan

@@ -101,11 +101,6 @@ class BudgetOptions:
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
 
-    @property
-    def has_demand(self) -> bool:
-        """Whether a number of requests or a context was asked for."""
-        return self.users is not None or self.context is not None
-
     def check(self) -> None:
         """Raise ConfigError for flags that contradict each other."""
         if self.emit is not None:

@@ -98,7 +98,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
                 config=settings,
                 plan=planner.plan(settings, device),
                 demand=demand,
-                has_demand=options.has_demand,
+                has_demand=options.users is not None or options.context is not None,
                 mean_len=options.mean_len,
                 lengths=lengths,
                 refusal=refused,

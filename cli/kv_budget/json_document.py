@@ -44,7 +44,7 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
         "confidence": plan.confidence,
         "kv_confidence": analysis.shape.geometry.confidence,
         **_attributes(plan, "kv_bytes_per_token", "kv_bytes_per_token_window"),
-        "cached_bytes_per_token": analysis.cached_bytes_per_token,
+        "cached_bytes_per_token": plan.layout.num_groups * plan.block_bytes // plan.block_size,
         **_attributes(plan, "window", "state_bytes_per_seq", "block_size", "block_bytes", "num_blocks"),
         "kv_tokens": plan.num_tokens,
         "weights_bytes": plan.weights_bytes,

@@ -61,7 +61,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
         render.table("What larger steps cost", ("max_num_batched_tokens", "activations", "blocks", "difference"), rows)
     for note in document["notes"]:
         render.say(f"note: {note}")
-    _show_answer(document, analysis.has_demand)
+    _show_answer(document)
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
@@ -176,10 +176,10 @@ def _probability(row: dict[str, Any]) -> str:
     return "< 0.01 %" if 0 < value < 1e-4 else f"{100 * value:.2f} %"
 
 
-def _show_answer(document: dict[str, Any], has_demand: bool) -> None:
+def _show_answer(document: dict[str, Any]) -> None:
     """Print whether the demand fits, and if not which changes would help."""
     if document["fits"]:
-        if has_demand:
+        if document["users"] is not None:
             render.say(f"fits: {document['users']:,} requests of {document['context']:,} tokens at the same time")
         return
     render.say(f"does not fit: {document['problem']}")
