@@ -186,15 +186,6 @@ class _RecordingExecutor:
         self.steps.append((len(plan.rows), plan.num_tokens, start, time.perf_counter()))
         return result
 
-    def decode_steps(self, num_seqs: int) -> list[tuple[float, float]]:
-        """Return the time of each step of `num_seqs` decodes that another such step follows, and the gap to it."""
-        wanted = (num_seqs, num_seqs)
-        return [
-            (before[3] - before[2], after[2] - before[3])
-            for before, after in pairwise(self.steps)
-            if before[:2] == after[:2] == wanted
-        ]
-
 
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
     """Measure what scheduling, detokenising and streaming add to steps, for several numbers of sequences.
@@ -213,9 +204,10 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
             beside = engine_beside(engine)
             recorder = beside.executor = _RecordingExecutor(executor)
             asyncio.run(_serve(AsyncEngine(beside), num_seqs, num_tokens))
-            for seconds, gap in recorder.decode_steps(num_seqs):
-                served.append(seconds)
-                gaps.append(gap)
+            for before, after in pairwise(recorder.steps):
+                if before[:2] == after[:2] == (num_seqs, num_seqs):  # decodes of all, followed by decodes of all
+                    served.append(before[3] - before[2])
+                    gaps.append(after[2] - before[3])
             alone += [executor.execute(plan).elapsed for _ in range(num_tokens)]
         if gaps:
             slowdown = statistics.median(served) / statistics.median(alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,9 +82,20 @@ def check_parity(
     }
     results = []
     for case in tracked(list(make_cases(prompts, num_tokens, loaded.layout)), "comparing", progress):
-        results.append(CaseResult(case.name))
-        for output in _run_case(loaded, case, results[-1]):
-            compare(results[-1], output, expected[output.prompt.name], reference, tolerance)
+        result = CaseResult(case.name)
+        results.append(result)
+        try:
+            engine, executor = _engine(loaded, case)
+            waves = [_run_wave(engine, executor, wave, case.num_tokens) for wave in case.waves]
+            engine.check_integrity()
+            _check_events(case, result, engine.stats(), waves[-1])
+            executor.close()
+        except Exception as error:  # the other cases may still show where the fault is
+            logger.exception("case %s", case.name)
+            result.problems.append(f"the engine failed: {type(error).__name__}: {' '.join(str(error).split())}")
+            continue
+        for output in chain.from_iterable(waves):
+            compare(result, output, expected[output.prompt.name], reference, tolerance)
     return ParityReport(tuple(results), tolerance, max(continuation.spread for continuation in expected.values()))
 
 
@@ -104,21 +116,6 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
             f"logits of {len(prompts.all)} prompts x {num_tokens} tokens take {kept / 2**30:.1f} GiB of host memory; "
             f"allowed are {MAX_LOGIT_BYTES >> 30} GiB: use fewer tokens or prompts",
         )
-
-
-def _run_case(loaded: LoadedModel, case: ParityCase, result: CaseResult) -> list[EngineOutput]:
-    """Run a case on a new engine and return its outputs; add problems other than wrong numbers to `result`."""
-    try:
-        engine, executor = _engine(loaded, case)
-        waves = [_run_wave(engine, executor, prompts, case.num_tokens) for prompts in case.waves]
-        engine.check_integrity()
-        _check_events(case, result, engine.stats(), waves[-1])
-        executor.close()
-    except Exception as error:  # the other cases may still show where the fault is
-        logger.exception("case %s", case.name)
-        result.problems.append(f"the engine failed: {type(error).__name__}: {' '.join(str(error).split())}")
-        return []
-    return [output for wave in waves for output in wave]
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
