@@ -28,10 +28,14 @@ _BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class PortInUseError(LlmschedError):
+    """Address that cannot be listened on."""
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address; port 0 takes any free port. Clients wait until `run` serves.
 
-    Raise LlmschedError. Call it before the model is loaded, which takes minutes. It listens, and does not only bind,
+    Raise PortInUseError. Call it before the model is loaded, which takes minutes. It listens, and does not only bind,
     because several sockets may be bound to an address as long as none of them listens.
     """
     try:
@@ -40,7 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise LlmschedError(f"cannot listen on {host}: {error.strerror or error}") from error
+        raise PortInUseError(f"cannot listen on {host}: {error.strerror or error}") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -51,9 +55,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _in_use(host: str, port: int, error: OSError) -> LlmschedError:
+def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
     reason = (error.strerror or str(error)).lower()
-    return LlmschedError(f"cannot listen on {host}:{port}: {reason}; choose another --port")
+    return PortInUseError(f"cannot listen on {host}:{port}: {reason}; choose another --port")
 
 
 class _Server(uvicorn.Server):
@@ -87,7 +91,7 @@ async def run(
     The first SIGTERM or SIGINT drains: /health fails, new requests get 503, running requests have `grace_s` seconds to
     finish, and the rest end with an error. A second signal exits at once.
 
-    Raise LlmschedError, with the engine stopped, if the address of `listener` cannot be listened on.
+    Raise PortInUseError, with the engine stopped, if the address of `listener` cannot be listened on.
     """
     stop = stop or asyncio.Event()
     server = _Server(

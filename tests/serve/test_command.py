@@ -141,9 +141,10 @@ def test_a_profile_with_a_wrong_setting(tmp_path: Path, settings: str, message: 
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")])
-def test_url(host: str, shown: str) -> None:
+def test_url(make_server: Any, capsys: pytest.CaptureFixture[str], host: str, shown: str) -> None:
     with listen(host, 0) as listener:
-        assert banner.url_of(listener) == f"{shown}{listener.getsockname()[1]}"
+        banner.show_start(make_server().engine, "scripted", listener, has_key=True)
+        assert f"ready: {shown}{listener.getsockname()[1]}/v1 " in capsys.readouterr().out
 
 
 def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
