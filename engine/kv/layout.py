@@ -1,8 +1,8 @@
 """Layout of KV in blocks: which layers share blocks, and how many blocks a sequence holds.
 
-Layers are cached in groups, and a block holds block_size tokens of the layers of one group. Full-attention groups keep
-every block of a sequence. Sliding-window groups keep only the blocks that later tokens still see. All blocks have the
-same size and come from one pool, as in vLLM's hybrid KV cache manager.
+Layers are cached in groups. A block holds the KV of block_size tokens in all layers of one group. Full-attention groups
+keep every block of a sequence. Sliding-window groups keep only the blocks that later tokens still attend to. All blocks
+have the same size and come from one pool, as in vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-#: Most groups of layers. Each group costs a block table; smaller groups may save padding.
+#: Limit on the number of layer groups. Each group needs a block table, but smaller groups may need less padding.
 MAX_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Numbers of groups: `full_groups` with full attention, `window_groups` that attend to the last `window` tokens,
-    the token itself included.
+    """Numbers of layer groups: `full_groups` with full attention, and `window_groups` with sliding-window attention.
 
-    Of a sequence with c computed tokens, window groups keep the block that token c goes to and the `num_behind` blocks
-    in front of it, and release the others. (One block in front is always kept, so that found nodes stay held.)
+    A token attends to the last `window` tokens, itself included. For a sequence with c computed tokens, window groups
+    keep the block of token c and the `num_behind` blocks before it, and release all earlier blocks. (At least one
+    block before it is kept, so that blocks found in the prefix cache stay referenced.)
     """
 
     block_size: int
@@ -42,29 +42,29 @@ class KVLayout:
 
     @property
     def num_behind(self) -> int:
-        """Whole blocks that a window group keeps in front of the one being filled."""
+        """Number of whole blocks that a window group keeps before the block that is being filled."""
         return max(1, -(-(self.window - 1) // self.block_size))
 
     def first_kept(self, num_tokens: int) -> int:
-        """Return the first block index that a window group keeps of a sequence with `num_tokens` computed tokens."""
+        """Return the index of the first block that a window group keeps once `num_tokens` tokens are computed."""
         return max(0, num_tokens // self.block_size - self.num_behind)
 
     def width(self, num_tokens: int) -> int:
-        """Return the blocks of one full-attention group for `num_tokens` tokens: ceil(num_tokens / block_size)."""
+        """Return how many blocks of a full-attention group `num_tokens` tokens take: ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of all groups that a sequence of `num_tokens` tokens holds between two steps."""
+        """Return how many blocks, over all groups, a sequence of `num_tokens` tokens holds between two steps."""
         width = self.width(num_tokens)
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the tokens, summed over groups, that sequences of `num_tokens` tokens hold in blocks."""
+        """Return how many tokens, summed over groups, sequences of `num_tokens` tokens each keep in blocks."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """Return the most tokens of one sequence that fit; sys.maxsize if window groups alone fit and set no limit."""
+        """Return the longest sequence, in tokens, that fits; sys.maxsize if window groups alone fit without limit."""
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
@@ -75,9 +75,9 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Result of `group_layers`: the layout, and the layers of one group (all groups cost the same).
+    """Result of `group_layers`: the layout, and the layers of one group (all groups have the same size).
 
-    `reason` says why layers with a sliding window keep all tokens nevertheless; None if they do not.
+    `reason` says why sliding-window layers keep all tokens; it is None if they keep only their window.
     """
 
     layout: KVLayout
@@ -85,15 +85,15 @@ class LayerGrouping(NamedTuple):
     reason: str | None = None
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that a token takes in one group."""
+        """Return how many bytes one token takes in one group."""
         return sum(layers.cached_bytes_per_token(dtype_bytes) for layers in self.group)
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
     """Return how a model's layers are cached, for sequences of at most `longest` tokens (None: unknown).
 
-    Sliding-window layers get groups of their own only if that saves blocks and the KV of all layers has one shape, so
-    that all blocks have one size.
+    Sliding-window layers get separate groups only if that saves blocks and the KV of all layers has the same shape,
+    because all blocks must have the same size.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]
@@ -104,10 +104,10 @@ def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> La
     if not full and longest is None:
         return LayerGrouping(one, caching, "the context length is not known")
     if len({(group.kv_heads, *group.kv_widths) for group in caching}) > 1:
-        return LayerGrouping(one, caching, "their KV is of another shape than that of the others")
+        return LayerGrouping(one, caching, "the KV of the model's layers differs in shape")
     sizes = sum(group.layers for group in full), sum(group.layers for group in windowed)
     size = sizes[1]
-    if full:  # the least padding, among sizes that give at most MAX_GROUPS groups if any do
+    if full:  # take the size with the least padding; prefer sizes that make at most MAX_GROUPS groups
 
         def waste(size: int) -> tuple[int, int, int]:
             groups = sum(-(-count // size) for count in sizes)

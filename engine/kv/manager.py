@@ -1,4 +1,4 @@
-"""KV memory of the engine: gives requests the blocks they need, shares equal prefixes, takes blocks back."""
+"""Manager of the engine's KV memory: allocation of blocks to requests, sharing of equal prefixes, release of blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llmsched.engine.request import Request
 
 
 class StaticBatchBlocks:
-    """Blocks of a static batch: reserved for the longest sequence, and kept by finished requests until the batch ends.
+    """Blocks of a static batch: each request reserves the maximum length and keeps its blocks until the batch ends.
 
-    `num_empty` counts the tokens that the blocks of finished requests have room for but hold no KV of.
+    `num_empty` is the unused space, in tokens, in the blocks of finished requests.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -28,7 +28,10 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Give the request blocks for `num_tokens` tokens, as far as blocks are left beside those of a window."""
+        """Allocate blocks for `num_tokens` tokens of the request, or for fewer if the pool has too few blocks.
+
+        Blocks for one sliding window are left free.
+        """
         table = request.table
         layout = table.layout
         spare = self._pool.num_available - layout.window_groups * (layout.num_behind + 1)
@@ -51,22 +54,22 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def ref_counts(self) -> Counter[int]:
-        """Return how many references are held to each block."""
+        """Return the number of references to each kept block."""
         return Counter(block for blocks in self._blocks for block in blocks)
 
 
 class KVManager:
     """All KV memory of the engine.
 
-    A request's blocks cover its tokens from the beginning. Other requests find only whole blocks whose KV has been
-    written, and a findable block is never written again: at least the last token of a request is always computed,
-    into a block of its own. Where that block begins like a known one, the known part is copied (`copies`).
+    A block is findable if prefix lookup can return it to other requests. Only whole, written blocks are findable, and
+    the engine never writes to them again. At least the last token of a request is always computed, into a block that
+    no other request shares. If a cached block begins with the same tokens, its KV is copied there first (`copies`).
 
-    Between two steps a request holds blocks for all its tokens in full-attention groups, and in sliding-window groups
-    what KVLayout says of its computed tokens, or less where it has fewer. During a step window groups must also hold
-    the tokens of a chunk (`reach`).
+    Between two steps a request holds blocks for all its tokens in full-attention groups, and at most those that
+    KVLayout describes in sliding-window groups. During a step, sliding-window groups also need room for the tokens that
+    the step computes (`reach`).
 
-    Pins hold at most `max_pinned_blocks` blocks; all others are available to a request that runs alone.
+    Pins hold at most `max_pinned_blocks` blocks. A request that runs alone can use all other blocks.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class KVManager:
 
     @property
     def max_request_blocks(self) -> int:
-        """Blocks that a request can have in any case if it runs alone."""
+        """Number of blocks that a request that runs alone can always get."""
         return self.pool.num_blocks - self.pins.max_blocks
 
     # -- admission --------------------------------------------------------------------------------------------
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many available blocks it takes to admit the request with all its tokens."""
+        """Return how many available blocks the request needs to be admitted with all its tokens."""
         layout, width = self.layout, self.layout.width(request.num_tokens)
         missing = layout.full_groups * (width - len(hit.nodes)) + hit.num_evictable
         if not layout.window_groups:
@@ -105,14 +108,14 @@ class KVManager:
         return missing + layout.window_groups * (end - start - len(hit.window_nodes))
 
     def _window_start(self, request: Request, hit: PrefixHit) -> int:
-        """Return the first block index that sliding-window groups hold of a request when it is admitted."""
+        """Return the index of the first block that the request holds in sliding-window groups when it is admitted."""
         return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
-        """Give the request blocks for all its tokens; tokens of the hit or in host memory count as computed.
+        """Allocate blocks for all tokens of the request; tokens found in the cache or host memory count as computed.
 
-        Blocks that a preempted request finds again are its own, so they do not become shared. Returns how many blocks
-        are copied back from host memory.
+        Blocks that a preempted request finds again are not marked as shared, because that request wrote them. Returns
+        how many blocks are copied back from host memory.
         """
         window_start = self._window_start(request, hit)
         swapped = request.swapped if hit.from_host else None
@@ -139,7 +142,7 @@ class KVManager:
     # -- blocks of a running request --------------------------------------------------------------------------
 
     def grow(self, request: Request) -> None:
-        """Add the blocks that the request's tokens need; the caller has checked that they are available."""
+        """Add the blocks that the request's tokens need. The caller must check that enough blocks are available."""
         table = request.table
         if request.num_tokens <= table.capacity:
             return
@@ -150,10 +153,10 @@ class KVManager:
             table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
 
     def reach(self, request: Request, end: int) -> int:
-        """Make room for the KV of the request's tokens before `end` in this step, and return how far there is room.
+        """Allocate blocks so that this step can compute the request's tokens before `end`; return how far it can.
 
-        That is less than `end` only where sliding-window groups find no more blocks for a chunk. At least one token can
-        always be computed.
+        The result is less than `end` only if too few blocks are left for sliding-window groups. It always allows at
+        least one token.
         """
         table = request.table
         if end > table.capacity:
@@ -163,7 +166,7 @@ class KVManager:
         return min(end, table.capacity)
 
     def commit(self, request: Request) -> None:
-        """Make newly written whole blocks of the request findable, and release blocks that have left the window."""
+        """Make the request's newly filled blocks findable, and release blocks that have left the window."""
         table = request.table
         if request.num_computed_tokens < table.commit_at:
             return
@@ -179,7 +182,7 @@ class KVManager:
         table.commit_at = (num_whole + 1) * self.block_size
 
     def release(self, request: Request) -> None:
-        """Take back all blocks of a request that has finished or is preempted; written blocks stay findable."""
+        """Release all blocks of a request that has finished or is preempted. Findable blocks stay in the cache."""
         if self.prefix_cache.enabled:
             self.prefix_cache.in_flight.remove(request)
         self.pool.release(request.table.held_blocks())
@@ -189,11 +192,11 @@ class KVManager:
     # -- preemption -------------------------------------------------------------------------------------------
 
     def num_kept(self, request: Request, demand: int | None) -> int:
-        """Return how many leading blocks the request would find again if it lost all its blocks now.
+        """Return how many leading blocks the request would find again in the cache if it were preempted now.
 
-        Counts blocks that others hold as well, and findable blocks that need not be evicted for a `demand` of so many
-        blocks (None: assume every available block will be needed). With sliding windows it is all or none, because
-        a sequence cannot go on without the blocks at its end.
+        These are the blocks that other requests or pins hold too, and the findable blocks that remain after `demand`
+        blocks are allocated (None: after all available blocks are). With sliding windows the result is all findable
+        blocks or none, because a sequence cannot resume without its last blocks.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -207,21 +210,21 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy: all with KV, except leading ones that others hold as well."""
+        """Return how many blocks `swap_out` would copy: all with KV, except leading blocks that others hold too."""
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
-        """Take back all blocks of a preempted request, after copying its KV to host memory.
+        """Copy the KV of a preempted request to host memory, and release all its blocks.
 
-        The caller has checked that `num_swapped` host blocks are free, and that the request has been in a step since it
-        was admitted: before that, its blocks may not hold yet what counts as computed.
+        The caller must check that `num_swapped` host blocks are free, and that the request has been in a step since its
+        admission: before that, KV that counts as computed may still have to be copied into its blocks.
         """
-        assert request.num_computed_tokens > request.table.num_initial, "what is not written cannot be saved"
+        assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks of full-attention groups other requests or pins hold as well."""
+        """Return how many leading findable blocks of full-attention groups other requests or pins hold too."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table
@@ -231,12 +234,12 @@ class KVManager:
     # -- state ------------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> bool:
-        """Set the time (seconds of the engine's clock) and end pins whose ttl is over; return whether any ended."""
+        """Set the time (seconds of the engine's clock) and delete expired pins; return whether any had expired."""
         self.prefix_cache.now = now
         return self.pins.expire(now)
 
     def usage(self, running: Iterable[Request]) -> KVUsage:
-        """Return how the memory is used now, between two steps, while `running` hold blocks."""
+        """Return how KV memory is used now, between two steps. `running` are all requests that hold blocks."""
         empty = sum(request.table.num_empty(request.num_computed_tokens) for request in running)
         return KVUsage(
             held=self.pool.num_used * self.block_size,
@@ -246,16 +249,14 @@ class KVManager:
         )
 
     def check_integrity(self, holders: Iterable[Request], swapped: Iterable[Request] = ()) -> None:
-        """Raise AssertionError unless `holders`, pins and the prefix tree account for every block, and `swapped`
-        requests for every host block.
-        """
+        """Raise AssertionError unless `holders` hold all used blocks, and `swapped` requests all used host blocks."""
         held = self.pins.ref_counts() + self.static_batch.ref_counts()
         holders = list(holders)
         for request in holders:
             held.update(request.table.held_blocks())
         self.pool.check_integrity(held)
         if self.prefix_cache.enabled:
-            assert set(holders) == set(self.prefix_cache.in_flight.requests()), "running requests are not in flight"
+            assert set(holders) == set(self.prefix_cache.in_flight.requests()), "in_flight is out of date"
         self.swap.check_integrity(swapped)
         assert self.pins.num_blocks <= self.pins.max_blocks, "too many blocks are pinned"
 

@@ -1,4 +1,4 @@
-"""Reasons of prefix cache misses, and detection of prompts that change at the same early token."""
+"""Reasons for prefix cache misses, and detection of prompts that differ at the same early token."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import NamedTuple
 from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode, PrefixTree, encode
 from llmsched.engine.request import Request
 
-#: Most evicted blocks that are remembered.
+#: Number of evicted blocks that are remembered.
 MAX_GHOSTS = 1 << 15
-#: Most salts that are searched for a prefix known under another salt.
+#: Number of other salts that are searched for a prefix.
 MAX_SALTS = 64
 
 
 class MissKind(StrEnum):
-    """Why a prefix hit ended where it did; HIT: every whole block that could be found was found.
+    """Reason why a prefix hit is not longer; HIT if every whole block of the prompt was found.
 
-    Show OTHER_SALT to the operator only: it tells one tenant what another has sent.
+    Only the operator may see OTHER_SALT, because it reveals to one tenant what another has sent.
     """
 
     HIT = "hit"
-    SKIPPED = "the cache was not asked"
+    SKIPPED = "the cache lookup was skipped"
     TOO_SHORT = "shorter than a block"
     COMPUTING = "still being computed"
     EVICTED = "evicted"
-    OTHER_SALT = "known under another salt"
+    OTHER_SALT = "cached under another salt"
     DIVERGED = "diverged"
-    COLD = "nothing like it seen"
+    COLD = "no cached prompt matches more of it"
 
 
 class Miss(NamedTuple):
-    """Reason of a miss. `position` leading tokens are known, so for DIVERGED it is the first token that differs.
+    """Reason for a miss. `position` is the number of known leading tokens; for DIVERGED, the first different token.
 
-    `age` is the seconds since the eviction, for EVICTED; None if only sliding-window layers lost their blocks.
+    For EVICTED, `age` is the time since the eviction in seconds; None if only sliding-window layers lost their blocks.
     """
 
     kind: MissKind
@@ -45,7 +45,7 @@ class Miss(NamedTuple):
 
 
 class Misses:
-    """Counts of misses by reason, and a watch for prompts that change at an early token."""
+    """Counter of misses by reason, with a detector of prompts that differ at an early token."""
 
     def __init__(self, prefixes: PrefixTree) -> None:
         self.counts: Counter[MissKind] = Counter()
@@ -54,19 +54,19 @@ class Misses:
         self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember an evicted node while it is among the last MAX_GHOSTS."""
+        """Remember an evicted node until MAX_GHOSTS others have been evicted after it."""
         self._ghosts[node.path_hash] = (node.key, now)
         self._ghosts.move_to_end(node.path_hash)
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
     def skipped(self) -> Miss:
-        """Count a request that was not looked up in the cache."""
+        """Count a request that was not looked up in the cache, and return the reason."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 
     def classify(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
-        """Count why a request's hit ends where it does; running requests will write `num_coming` tokens more."""
+        """Count and return the reason why the hit is not longer. `num_coming` more tokens will be written soon."""
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
         diverged_at = miss.position if miss.kind is MissKind.DIVERGED else None
@@ -82,11 +82,11 @@ class Misses:
             return Miss(MissKind.HIT, hit.num_tokens)
         if num_coming > 0:
             return Miss(MissKind.COMPUTING, hit.num_tokens)
-        if hit.num_alike >= start + size:  # the tokens are known, but blocks of a sliding window are evicted
+        if hit.num_alike >= start + size:  # the tokens are in the tree, but their sliding-window blocks are evicted
             return Miss(MissKind.EVICTED, hit.num_tokens)
         key = encode(request.token_ids[start : start + size])
         known, at = self._ghosts.get(self._prefixes.path_hash(hit.node, salt, key), (b"", 0.0))
-        if known == key:  # the block itself is compared, those before it only by a hash of 64 bits
+        if known == key:  # the block's tokens are compared; earlier blocks are compared only by a 64-bit hash
             return Miss(MissKind.EVICTED, hit.num_tokens, now - at)
         if start == 0 and self._prefixes.in_other_salt(salt, key, MAX_SALTS):
             return Miss(MissKind.OTHER_SALT, hit.num_alike)
@@ -94,27 +94,27 @@ class Misses:
         return Miss(MissKind.DIVERGED if diverged else MissKind.COLD, hit.num_alike)
 
 
-#: Number of latest requests that are examined, and how many of them must agree.
+#: Number of latest requests that are examined, and how many of them must diverge at the same position.
 WINDOW = 50
 MIN_AGREEING = WINDOW // 2
-#: Divergences less than this many tokens apart count as one place: changing values may begin with equal digits.
+#: Divergences less than this many tokens apart count as the same position: two times may begin with equal digits.
 SPREAD = 8
-#: A divergence matters if at least this many tokens follow it. As many are kept for comparison.
+#: A divergence counts only if at least this many tokens follow it. The same number is kept for comparison.
 MIN_LOST = 128
 #: Tokens shown on both sides of a divergence.
 AROUND = 16
-#: Prompts go on alike behind a divergence if half of their runs of RUN tokens occur in half of the prompts. Prompts
-#: that simply ask different things do not, and are not reported.
+#: Prompts are similar after a divergence if half of their runs of RUN tokens occur in half of the prompts. Prompts that
+#: differ completely from there on are not reported.
 RUN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ChangingPrompts:
-    """Report that `count` of the last `window` prompts diverged from the cache at token `position` and were alike again
-    behind it: something early in the prompt, such as a time or an id, changes from request to request.
+    """Report that `count` of the last `window` prompts differ at token `position` but are similar after it.
 
-    `examples` are token ids of two such prompts from token `start` on, AROUND tokens to each side of `position`;
-    `private` tells that one of the two is private.
+    The cause is something early in the prompt, such as a time or an id, that changes with each request. `examples` are
+    token ids of two such prompts, from token `start` to AROUND tokens after `position`. `private` is True if either
+    example is private.
     """
 
     position: int
@@ -126,7 +126,7 @@ class ChangingPrompts:
 
 
 class _Divergence(NamedTuple):
-    """Divergence of a prompt, with its `tokens` from AROUND + SPREAD before the position to MIN_LOST behind it."""
+    """Divergence of a prompt, with the prompt's tokens from AROUND + SPREAD before `position` to MIN_LOST after it."""
 
     position: int
     tokens: list[int]
@@ -142,16 +142,16 @@ class _Divergence(NamedTuple):
 
 
 class PromptWatch:
-    """Watch over the last WINDOW requests for prompts that change at one early token and go on alike."""
+    """Detector of prompts, among the last WINDOW requests, that differ at one early token but are similar after it."""
 
     def __init__(self) -> None:
         self.num_seen = 0
         self._recent: deque[_Divergence | None] = deque(maxlen=WINDOW)
 
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
-        """Note a request that diverged from the cache at token `diverged_at` (None: it did not).
+        """Record a request that diverged from cached prompts at token `diverged_at` (None: it did not diverge).
 
-        Only a divergence in the first half of a long prompt counts as early.
+        A divergence counts only in the first half of a prompt, with at least MIN_LOST tokens after it.
         """
         self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):
@@ -161,7 +161,7 @@ class PromptWatch:
         self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST]), private))
 
     def report(self) -> ChangingPrompts | None:
-        """Return the change that at least half of the last requests share, or None. Takes milliseconds."""
+        """Return the divergence that at least half of the last requests share, or None. Takes milliseconds."""
         diverged = [d for d in self._recent if d is not None]
         places = ([d for d in diverged if low <= d.position < low + SPREAD] for low in {d.position for d in diverged})
         found = max(places, key=len, default=[])

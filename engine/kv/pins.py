@@ -15,15 +15,15 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the cap on pinned blocks: a share of all, lowered so that the longest request fits beside the pins."""
+    """Return the limit on pinned blocks: a share of all blocks, or less to leave room for the longest request."""
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """State of a pin: `num_tokens` in whole blocks, of which `num_written_tokens` are in the cache.
+    """State of a pin. It covers `num_tokens` tokens (whole blocks), and `num_written_tokens` of these are in the cache.
 
-    `expires_at` is in seconds of the engine's clock; None: never.
+    `expires_at` is in seconds of the engine's clock; None if the pin does not expire.
     """
 
     pin_id: str
@@ -44,15 +44,15 @@ class _Pin:
 
 
 class Pins:
-    """References to the written blocks of each pinned prefix; of sliding-window groups, only to its last window.
+    """Pinned prefixes. A pin holds references to its blocks; in sliding-window groups, only to its last window's.
 
-    A prefix that is not written yet is pinned block by block as requests write it (`advance`). Pinned blocks and blocks
-    that pins wait for are never more than `max_blocks`; a block shared by several pins counts once after it is written.
+    A prefix whose KV is not written yet is pinned block by block as requests write it (`advance`). Written and awaited
+    blocks of all pins together never exceed `max_blocks`. A written block counts once, even if several pins share it.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        #: Number of pins whose prefix is not completely written.
+        #: Number of pins that still wait for blocks to be written.
         self.num_waiting = 0
         self._layout = layout
         self._pool = pool
@@ -63,14 +63,14 @@ class Pins:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks pinned now, whether requests hold them too or not."""
+        """Number of blocks that pins hold now."""
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
-        """Pin the whole blocks that the tokens begin with, for `ttl` seconds (None: until deleted).
+        """Pin the whole blocks of a prefix for `ttl` seconds (None: until deleted).
 
-        A prefix that is pinned already keeps its pin_id and gets the new ttl. Raises RequestError for a ttl that is not
-        positive, a prefix of less than a block, or one that exceeds `max_blocks`.
+        A prefix that is already pinned keeps its pin_id and gets the new ttl. Raises RequestError if the ttl is not
+        positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.
         """
         if ttl is not None and not (0 < ttl < math.inf):
             raise RequestError(
@@ -96,17 +96,17 @@ class Pins:
         return self._state(pin)
 
     def advance(self) -> None:
-        """Pin blocks that have been written since the last call; call it before any request can release them."""
+        """Pin blocks that were written since the last call. Call it before a request can release those blocks."""
         self.num_waiting = 0
         for pin in self._pins.values():
             if len(pin.nodes) == pin.num_blocks:
                 continue
             start = self._window_start(pin)
             if not self._layout.full_groups and len(pin.nodes) <= start:
-                pin.nodes.clear()  # no block of these nodes is held, so they may have been evicted
+                pin.nodes.clear()  # the pin holds no blocks of these nodes, so they may have been evicted
             held = len(pin.nodes)
             new = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks, held, pin.nodes[-1] if held else None)
-            if self._layout.window_groups:  # end before the first node that lacks window blocks which must be held
+            if self._layout.window_groups:  # stop before the first node without window blocks that the pin must hold
                 lacking = (i for i, node in enumerate(new) if held + i >= start and not node.window_blocks)
                 del new[next(lacking, len(new)) :]
             blocks = self._blocks(pin, new, held)
@@ -116,7 +116,7 @@ class Pins:
             self.num_waiting += len(pin.nodes) < pin.num_blocks
 
     def delete(self, pin_id: str) -> None:
-        """End a pin; its blocks stay in the cache until evicted. Raises RequestError for an unknown pin_id."""
+        """Delete a pin. Its blocks stay in the cache until evicted. Raises RequestError for an unknown pin_id."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             raise RequestError(
@@ -131,14 +131,14 @@ class Pins:
         self._pool.release(blocks)
 
     def expire(self, now: float) -> bool:
-        """End the pins whose ttl is over; return whether there were any."""
+        """Delete expired pins; return whether there were any."""
         over = [pin for pin in self._pins.values() if pin.expires_at is not None and pin.expires_at <= now]
         for pin in over:
             self.delete(pin.pin_id)
         return bool(over)
 
     def next_expiry(self) -> float | None:
-        """Return when the next pin expires (seconds of the engine's clock); None if none will."""
+        """Return when the next pin expires, in seconds of the engine's clock; None if no pin will."""
         return min((pin.expires_at for pin in self._pins.values() if pin.expires_at is not None), default=None)
 
     def states(self) -> list[PinState]:
@@ -146,15 +146,15 @@ class Pins:
         return [self._state(pin) for pin in self._pins.values()]
 
     def ref_counts(self) -> Counter[int]:
-        """Return how many references pins hold to each block."""
+        """Return the number of references that pins hold to each block."""
         return self._holds.copy()
 
     def _window_start(self, pin: _Pin) -> int:
-        """Return the first block index at which the pin holds blocks of sliding-window groups."""
+        """Return the index of the first block that the pin holds in sliding-window groups."""
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
 
     def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
-        """Return the blocks that the pin holds of `nodes`, which are its nodes from index `first` on."""
+        """Return the blocks that the pin holds in `nodes`: its nodes from index `first` on."""
         if not self._layout.window_groups:
             return blocks_of(nodes, ())
         return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])
@@ -170,11 +170,11 @@ class Pins:
                 "prefix",
                 f"pinning {pin.num_blocks * size} tokens takes {wanted} more blocks of {size}; {taken} are pinned, and "
                 f"at most {self.max_blocks} may be; delete a pin, raise the share of pinned blocks, or lower "
-                f"{setting('max_model_len')} (a request of that length must fit beside the pins)",
+                f"{setting('max_model_len')} (a request of that length must fit in the other blocks)",
             )
 
     def _size(self, pin: _Pin) -> int:
-        """Return how many blocks the pin holds once its prefix is written."""
+        """Return how many blocks the pin holds once its whole prefix is written."""
         windowed = self._layout.window_groups * (pin.num_blocks - self._window_start(pin))
         return self._layout.full_groups * pin.num_blocks + windowed
 

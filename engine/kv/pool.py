@@ -1,4 +1,4 @@
-"""Pool of fixed-size KV blocks: reference counts, free and cached blocks, order of eviction."""
+"""Pool of fixed-size KV blocks: reference counts, free and cached blocks, eviction order."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-#: Share of the pool in which cached shared blocks are evicted last. With a quarter, the Mooncake traces had more hits
-#: than under plain LRU at every pool size tried; without a bound, prefixes that are out of use crowd out the histories
-#: of conversations (down to two thirds of LRU's hits).
+#: Largest share of the pool for cached shared blocks, which are evicted last. With 0.25 the Mooncake traces had more
+#: hits than with plain LRU at every pool size tried. Without a limit, unused prefixes displace conversation histories
+#: (as few as two thirds of LRU's hits).
 MAX_SHARED = 0.25
 
 
 class KVUsage(NamedTuple):
-    """Use of KV memory in tokens, each of one group of layers, that blocks have room for.
+    """Use of KV memory, as token capacities of blocks; a token in two layer groups counts twice.
 
-    `held`: in blocks of requests or pins (shared blocks count once), of which `empty` hold no KV. `cached`: in blocks
-    that only the prefix cache keeps. `total`: in all blocks.
+    `held` is the capacity of blocks that requests or pins hold (shared blocks count once), and `empty` the unused part
+    of it. `cached` is the capacity of blocks that only the prefix cache keeps, `total` that of all blocks.
     """
 
     held: int
@@ -26,23 +26,23 @@ class KVUsage(NamedTuple):
 
 
 class BlockPool:
-    """Reference-counted blocks 0 .. num_blocks-1.
+    """Pool of reference-counted blocks 0 .. num_blocks-1.
 
     Each block is in exactly one of three states, so `num_free + num_cached + num_used == num_blocks` always:
 
     - used: ref_count > 0;
     - cached: ref_count 0, in the prefix tree, evictable;
-    - free: ref_count 0, content worthless.
+    - free: ref_count 0, without useful content.
 
-    Cached blocks are evicted in two ranks: first private ones (found by no request but the one that wrote them), then
-    shared ones; within a rank the least recently released first. Beyond MAX_SHARED the least recently used shared block
-    becomes the newest private one (segmented LRU, Karedla et al. 1994).
+    Private cached blocks (used only by the request that wrote them) are evicted before shared blocks, and within each
+    kind the least recently released block first. When shared blocks exceed MAX_SHARED of the pool, the least recently
+    used shared block becomes the newest private block (segmented LRU, Karedla et al. 1994).
 
-    The end of a sequence is evicted before its beginning, if requests release the end first. (That applies to
-    full-attention groups; blocks that have left a sliding window may be evicted at any time.)
+    Requests must release their last blocks first: then the end of a sequence is evicted before its beginning. (Blocks
+    that have left a sliding window may be evicted at any time.)
 
-    `on_evict` is called with each evicted block and returns other cached blocks that are worthless without it; these
-    become free.
+    `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and the pool
+    frees these too.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], Sequence[int]]) -> None:
@@ -70,16 +70,16 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free and evictable ones."""
+        """Number of blocks that `allocate` can return: free and cached blocks."""
         return len(self._free) + len(self._private) + len(self._shared)
 
     def ref_count(self, block: int) -> int:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, evicting cached ones when no free ones are left.
+        """Return `count` blocks, free ones first, then evicted ones.
 
-        The caller has checked `num_available`.
+        The caller must check that `num_available` is at least `count`.
         """
         blocks = []
         for _ in range(count):
@@ -89,9 +89,9 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
-        """Add a reference to each block; `shared` marks them as found by a request that did not write them.
+        """Add a reference to each block. Set `shared` if a request uses blocks that another request wrote.
 
-        With `shared`, the blocks must be a whole prefix: all blocks in front of them are among them.
+        With `shared`, the blocks must be a whole prefix: no earlier block may be missing.
         """
         ref_count, is_shared = self._ref_count, self._is_shared
         for block in blocks:
@@ -102,7 +102,7 @@ class BlockPool:
                 is_shared[block] = 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference from each block, in the given order (end of the sequence first)."""
+        """Remove one reference from each block, in the given order (end of the sequence first)."""
         for block in blocks:
             self._ref_count[block] -= 1
             if self._ref_count[block]:
@@ -117,13 +117,13 @@ class BlockPool:
                 self._private[demoted] = None
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Make cached blocks the most recently used of their rank. The blocks in front of them must be held."""
+        """Make cached blocks the most recently used. References to all earlier blocks of the prefix must be held."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 self._rank_of(block).move_to_end(block)
 
     def set_findable(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as findable: the prefix tree points at them from now on."""
+        """Mark blocks as findable, that is, as blocks of a node in the prefix tree."""
         for block in blocks:
             self._findable[block] = 1
 
@@ -133,7 +133,7 @@ class BlockPool:
             self._free.append(self._evict())
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` are evictable now, so that acquiring them uses up available blocks."""
+        """Return how many of `blocks` are cached now; acquiring these lowers `num_available`."""
         ref_count = self._ref_count
         return sum([ref_count[block] == 0 for block in blocks])
 

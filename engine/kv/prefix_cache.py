@@ -1,4 +1,4 @@
-"""Prefix cache: KV of prompt prefixes that later requests can reuse, in cached blocks or while it is being written."""
+"""Prefix cache: KV of prompt prefixes that other requests can reuse, cached or still being written."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from llmsched.engine.kv.prefix_tree import (
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
 
-#: A partly matching block is copied if that saves at least this many tokens. Chat templates make any two prompts share
-#: a few: copying a block in every layer for those would save next to nothing.
+#: A partly matching block is copied only if at least this many tokens match. Chat templates give any two prompts a few
+#: equal tokens, and copying a block in every layer for so few saves almost nothing.
 MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Running requests by the prefix that they extend: the node of their last findable block, or their cache salt while
-    they have none. Equal prefixes share one node, so requests under one key agree in all tokens before it.
+    """Running requests by the prefix that they extend.
+
+    The key is the node of the request's last findable block, or its cache salt if it has none. Equal prefixes have the
+    same node, so requests with the same key have equal tokens up to the end of that node.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class InFlightPrefixes:
         self._after.setdefault(_key(request), {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Before its `node` changes, remove it, then `add` it again."""
+        """Remove a request. When its `node` changes, call this before the change and `add` after it."""
         key = _key(request)
         del self._after[key][request]
         if not self._after[key]:
@@ -49,10 +51,10 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Return the partly written block behind `node` that shares most leading tokens with `tokens`, at most a block.
+        """Return the partly written block after `node` that shares the most leading tokens with `tokens` (one block).
 
         Returns (block of each group, number of shared tokens), or None if no token is shared. Requests that have not
-        been in a step since they were admitted are left out: their blocks may still have to be copied or restored.
+        been in a step since their admission are ignored, because their blocks may still have to be copied or restored.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -66,8 +68,9 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return how many tokens of the request, from `start` (the end of the prefix) to `limit`, other requests will
-        have written in whole blocks when they have computed all tokens that they have now.
+        """Return how many tokens of the request, from `start` (the end of the prefix) to `limit`, others will write.
+
+        Counts the whole blocks that another request has written once it has computed its present tokens.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -82,9 +85,9 @@ class InFlightPrefixes:
 
 
 class PrefixCache:
-    """Lookup of requests among known prefixes, and insertion of the blocks that they have written.
+    """Cache in which requests find known prefixes, and into which their written blocks are inserted.
 
-    Only requests with the same cache_salt share blocks. With `enabled` False nothing is found or inserted.
+    Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, enabled: bool) -> None:
@@ -93,18 +96,18 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks, self._forget)
         self.misses = Misses(self.tree)
         self.in_flight = InFlightPrefixes()
-        #: Time of the engine's clock (seconds), by which evictions are dated.
+        #: Time of the engine's clock in seconds, for the times of evictions.
         self.now = 0.0
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return whether the request may reuse KV: log-probabilities of a prompt require that all of it is computed."""
+        """Return whether the request may reuse KV; it may not if it asks for prompt log-probabilities."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest known prefix that leaves at least the last token to compute."""
+        """Return the longest known prefix of the request, without its last token, which is always computed."""
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
         size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
@@ -119,7 +122,7 @@ class PrefixCache:
         child, alike = self.tree.closest(last, salt, block)
         source: tuple[int, ...] | None = None
         known = 0
-        if start == end:  # the child's blocks, or blocks that are being filled, whichever begin more like `block`
+        if start == end:  # copy from cached or partly written blocks, whichever share more tokens with `block`
             if child is not None and (child.window_blocks or not self._layout.window_groups):
                 source, known = child.blocks + child.window_blocks, alike
             being_filled = self.in_flight.open_block(last, salt, block)
@@ -132,15 +135,15 @@ class PrefixCache:
         swapped = request.swapped
         from_host = swapped is not None and swapped.first <= len(found) and swapped.num_tokens > start + known
         if from_host and swapped is not None and self._layout.window_groups:
-            # Nodes whose blocks are not held may be evicted at any time: with sliding windows alone, all KV comes from
-            # host memory.
+            # With sliding windows alone, all KV comes from host memory: the request would hold no blocks of the nodes,
+            # so they could be evicted at any time.
             nodes = found[: swapped.num_tokens // size] if self._layout.full_groups else []
             start, known, source, window_start = len(nodes) * size, 0, None, len(nodes)
         num_evictable = self.pool.count_cached(blocks_of(nodes, nodes[window_start:]))
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return after how many of the nodes a sequence can go on: their end must have a full window in every group."""
+        """Return how many leading nodes a sequence can reuse. The last one must end a full window in every group."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -149,9 +152,9 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many tokens beyond the hit running requests are about to write, in whole blocks.
+        """Return how many tokens after the hit running requests are about to write in whole blocks.
 
-        All of them can be found once those requests have computed the tokens they have now.
+        A lookup finds them once those requests have computed their present tokens.
         """
         if not self.serves(request):
             return 0
@@ -160,7 +163,7 @@ class PrefixCache:
         return max(0, start + coming - hit.num_tokens)
 
     def classify(self, request: Request, hit: PrefixHit) -> Miss:
-        """Count why the hit ends where it does; call it once per request, before its first admission."""
+        """Count and return the reason why the hit is not longer. Call it once per request, before it is admitted."""
         if not self.serves(request):
             return self.misses.skipped()
         return self.misses.classify(request, hit, self.num_coming(request, hit), self.now)
@@ -170,7 +173,7 @@ class PrefixCache:
     def insert(self, request: Request, num_whole: int) -> None:
         """Make the first `num_whole` blocks of a running request findable.
 
-        Where another request wrote the same prefix first, its blocks replace those of this request.
+        If another request has inserted the same prefix before, its blocks replace those of this request.
         """
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
@@ -194,14 +197,14 @@ class PrefixCache:
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Replace our blocks at `index`, from `group` on, by those of a node, unless they are the same."""
+        """Replace our blocks at `index`, from `group` on, with a node's blocks, unless they are the same."""
         if theirs != ours:
             self.pool.acquire(theirs)
             self.pool.release(ours)
             table.replace(index, group, theirs)
 
     def _forget(self, block: int) -> Sequence[int]:
-        """Remove an evicted block from the tree; return the blocks that are worthless without it."""
+        """Remove an evicted block from the tree; return other blocks that no lookup can return without it."""
         nodes, others = self.tree.remove(block)
         for node in nodes:
             self.misses.evicted(node, self.now)
@@ -214,7 +217,7 @@ def _key(request: Request) -> PrefixNode | str:
 
 
 def _common_length(one: Sequence[int], two: Sequence[int], start: int, end: int) -> int:
-    """Return the largest n <= end with one[start:n] == two[start:n], by bisection."""
+    """Return the largest n <= end for which one[start:n] == two[start:n], found by bisection."""
     low, high = start, max(start, end)
     step = high
     while low < high:

@@ -1,4 +1,4 @@
-"""Prefix tree: finds the blocks that hold the KV of a prompt's prefix."""
+"""Prefix tree, in which the blocks with the KV of a prompt's prefix are found."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from itertools import islice
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-#: At most this many candidates are compared for a partly matching block, newest first: children of a node, or requests
-#: that write behind it.
+#: Limit on the candidates compared to find a partly matching block, newest first: children of a node, or requests that
+#: write the block after it.
 MAX_COMPARED = 32
 
 
 def encode(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as int32 bytes, so that a block of them is hashed and compared as a whole."""
+    """Return token ids as int32 bytes, so that a block of tokens is hashed and compared in one operation."""
     return array("i", token_ids).tobytes()
 
 
 def num_common_tokens(one: bytes, two: bytes) -> int:
-    """Return how many leading tokens two encoded sequences share (from the position of the first bit that differs)."""
+    """Return how many leading tokens two encoded sequences share; the first different bit gives the position."""
     size = min(len(one), len(two))
     different = int.from_bytes(one[:size], "little") ^ int.from_bytes(two[:size], "little")
     if different == 0:
@@ -30,11 +30,12 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 class PrefixNode:
     """Cached KV of one block of tokens. `key` is the encoded tokens; the path from the root is the whole prefix.
 
-    `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group. The latter
-    is empty once those blocks are evicted; a sequence then cannot go on at this node or less than a window behind it.
+    `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group.
+    `window_blocks` is empty once those blocks are evicted; a sequence then cannot resume at this node, nor at a later
+    node less than a window after it.
 
-    Children are keyed by their tokens: the dictionary filters by hash and decides by comparison, so prefixes match only
-    if every token does. `path_hash` identifies the path and its salt after the node is gone.
+    `children` are keyed by their encoded tokens, which are compared in full, so a hash collision cannot make different
+    prefixes match. `path_hash` identifies the path and its salt after the node is removed.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
@@ -59,11 +60,11 @@ class Root(PrefixNode):
 
 
 class PrefixTree:
-    """Tree over token ids at block granularity, one root per cache salt.
+    """Tree of token blocks with one root per cache salt.
 
-    Invariants: a node's blocks hold the written KV of its tokens after those of its ancestors; a block has at most one
-    node; a node is removed only when it has no children. The pool evicts ends before beginnings, except blocks that
-    have left a sliding window: nodes that lose all blocks that way stay while they have children.
+    Invariants: a node's blocks hold the written KV of its tokens, computed after the tokens of its ancestors; a block
+    has at most one node; a node is removed only when it has no children. The pool evicts the end of a prefix before its
+    beginning, except for blocks that have left a sliding window. A node without blocks stays while it has children.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -80,7 +81,7 @@ class PrefixTree:
     ) -> list[PrefixNode]:
         """Return the nodes of the longest known prefix of the encoded tokens, at most its first `max_blocks` blocks.
 
-        With `first`, only nodes from that block on; `node` is then the node of the block before it.
+        If `first` is not 0, the search starts at that block, and `node` must be the node of the block before it.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -95,10 +96,10 @@ class PrefixTree:
         return path
 
     def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
-        """Return the child of `parent` (None: the salt's root) that shares most leading tokens, and how many.
+        """Return the child of `parent` (None: the salt's root) that shares the most leading tokens, and how many.
 
-        `tokens` is a block or less. The child is None if no token is shared. The result is exact if the block itself is
-        known or `parent` has at most MAX_COMPARED children, else a lower bound.
+        `tokens` is at most one block. The child is None if no token is shared. If `parent` has more than MAX_COMPARED
+        children and none equals `tokens`, an older child may share more tokens than the result.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -112,13 +113,13 @@ class PrefixTree:
         return best, most
 
     def path_hash(self, parent: PrefixNode | None, salt: str, key: bytes) -> int:
-        """Return the `path_hash` of a child of `parent` (None: the salt's root) with these tokens, known or not."""
+        """Return the `path_hash` that a child of `parent` (None: the salt's root) with the tokens `key` would have."""
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
-        """Make blocks with the tokens `key` findable below `parent` (None: the salt's root).
+        """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root).
 
-        Returns the node of these tokens: a new one for `blocks`, or the one that another sequence has inserted before.
+        Returns their node: a new node, or the existing node if another sequence has inserted these tokens before.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
@@ -130,16 +131,16 @@ class PrefixTree:
         return node
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
-        """Give blocks of sliding-window groups to a node that has none."""
+        """Add blocks of sliding-window groups to a node that has none."""
         assert not node.window_blocks
         node.window_blocks = blocks
         self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Remove a block that the pool evicts, with its whole node; of window blocks, only the node's `window_blocks`.
+        """Remove a block that the pool evicts: with its whole node, or a window block with all `window_blocks`.
 
-        Returns the removed nodes, and the other blocks that cannot be found any more. If there are only sliding-window
-        groups, a node without blocks is removed once it has no children.
+        Returns the removed nodes, and the other blocks that no lookup can return any more. If there are only
+        sliding-window groups, a node without blocks is removed once it has no children.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -149,7 +150,7 @@ class PrefixTree:
                 removed.append(node)
                 node = node.parent
         else:
-            assert not node.children, f"block {block} evicted before the blocks behind it"
+            assert not node.children, f"block {block} evicted before the blocks after it"
             gone, removed = node.blocks + node.window_blocks, [node]
             self._detach(node)
         if len(gone) == 1:
@@ -167,19 +168,19 @@ class PrefixTree:
             del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Return whether another of the `most` newest salts has a prefix that begins with the block `key`."""
+        """Return whether a prefix under another salt, among the `most` newest salts, begins with the block `key`."""
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 
 
 class PrefixHit(NamedTuple):
-    """Known prefix of a request; stale once blocks are allocated.
+    """Known prefix of a request. It is stale once any block is allocated.
 
-    Admission takes over the full-attention blocks of all nodes, and the window blocks from nodes[window_start] on;
-    `num_evictable` of these are evictable now, so taking them uses up available blocks. KV exists for the first
-    `num_tokens` tokens: in the nodes' blocks, then in the first part of `copy_from` (a block of each group). The first
-    `num_alike` tokens equal those of a cached prefix, even where their KV is not worth copying or partly evicted.
-    `from_host`: host memory has more KV of the request than the cache, and the blocks of its windows.
+    Admission acquires the full-attention blocks of all nodes, and the window blocks from nodes[window_start] on.
+    `num_evictable` of these blocks are cached now, so acquiring them lowers the number of available blocks. KV exists
+    for the first `num_tokens` tokens: in the nodes' blocks, then in the first part of `copy_from` (a block of each
+    group). The first `num_alike` tokens equal those of a cached prefix, even if their KV is too short to copy or partly
+    evicted. `from_host` says that the request resumes from its KV in host memory, which is longer than the cached KV.
     """
 
     nodes: list[PrefixNode]
@@ -199,7 +200,7 @@ class PrefixHit(NamedTuple):
         return self.nodes[self.window_start :]
 
     def blocks(self) -> list[int]:
-        """Return the blocks that admission takes over, the beginning of the prefix first."""
+        """Return the blocks that admission acquires, the beginning of the prefix first."""
         return blocks_of(self.nodes, self.window_nodes)
 
 

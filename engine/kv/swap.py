@@ -1,7 +1,7 @@
 """KV copies at the start of a step: to and from host memory for preempted requests, and between blocks.
 
-The next step makes them in this order: host copies out, block copies, host copies in, then everything else. A block may
-be saved, then be source or destination of a block copy, then be restored to, all before the step writes to it.
+A step first copies blocks to host memory, then from block to block, then from host memory to blocks; only then does it
+compute. So one block can be saved, then copied from or to, then restored, before the step writes to it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from llmsched.engine.units import human_bytes
 
 
 def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
-    """Return the host memory for swapped KV: `swap_space` of `free_bytes` bytes that are free.
+    """Return a swap space of `swap_space` bytes (0: none) in host memory.
 
-    Raises ConfigError if that is less than one block, or more than is free.
+    Raises ConfigError if `swap_space` is less than one block or more than `free_bytes`.
     """
     if 0 < swap_space < block_bytes:
         raise ConfigError(
@@ -26,24 +26,24 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
     if swap_space > max(0, free_bytes):
         raise ConfigError(
             "swap_space",
-            f"{human_bytes(swap_space)} is more host memory than is free beside everything else, "
-            f"{human_bytes(max(0, free_bytes))}; set less",
+            f"{human_bytes(swap_space)} is more than the {human_bytes(max(0, free_bytes))} of host memory that remain "
+            "free; set less",
         )
     return SwapSpace(swap_space // block_bytes, block_bytes)
 
 
 class SwapSpace:
-    """Host blocks 0 .. num_blocks-1 of `block_bytes` bytes each, and the copies of the next step to and from them.
+    """Host blocks 0 .. num_blocks-1 of `block_bytes` bytes each, and the next step's copies to and from them.
 
-    A host block is free, held by one preempted request (`Request.swapped`), or waiting to be copied back. The last kind
-    becomes free when the next step's copies are handed out (`take`); until then it must not be overwritten.
+    A host block is free, held by one preempted request (`Request.swapped`), or waiting to be copied back. A waiting
+    block must not be overwritten; it becomes free when `take` returns the next step's copies.
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._free: list[int] = []
-        self._num_begun = 0  # host blocks that were ever used; those from here on are free as well
+        self._num_begun = 0  # host blocks used so far; blocks with this index or a higher one are free too
         self._returning: list[int] = []
         self._outs: dict[int, int] = {}
         self._ins: dict[int, int] = {}
@@ -53,9 +53,9 @@ class SwapSpace:
         return len(self._free) + self.num_blocks - self._num_begun
 
     def save(self, request: Request, first: int) -> None:
-        """Copy the request's KV to host memory in the next step, of full-attention groups from block index `first` on.
+        """Schedule copies of the request's KV to host memory; in full-attention groups, of blocks from `first` on.
 
-        The caller has checked `num_free`, and may release the blocks at once: these copies come first in a step.
+        The caller must check `num_free`, and can release the blocks at once, because a step makes these copies first.
         """
         table, num_tokens = request.table, request.num_computed_tokens
         blocks = table.blocks_with_kv(first, num_tokens)
@@ -67,9 +67,9 @@ class SwapSpace:
         request.swapped = SwappedKV(first, num_tokens, hosts[:num_full], table.window_start, hosts[num_full:])
 
     def restore(self, request: Request, first: int) -> int:
-        """Copy the request's KV back in the next step, of full-attention groups from block index `first` on.
+        """Schedule copies of the request's KV back to its blocks; in full-attention groups, of blocks from `first` on.
 
-        Returns how many blocks are copied.
+        Returns the number of blocks to copy.
         """
         table, swapped = request.table, request.swapped
         assert swapped is not None
@@ -80,7 +80,7 @@ class SwapSpace:
         return len(hosts)
 
     def overwrite(self, block: int) -> None:
-        """Drop a copy to `block` that `restore` noted: the next step copies something else there."""
+        """Cancel a copy to `block` that `restore` has scheduled, because the step will copy other KV there."""
         self._ins.pop(block, None)
 
     def discard(self, request: Request) -> None:
@@ -93,7 +93,7 @@ class SwapSpace:
         request.swapped = None
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the copies noted since the last call: (block, host block) pairs out, (host block, block) pairs in."""
+        """Return the copies scheduled since the last call: pairs (block, host block), and pairs (host block, block)."""
         outs = [(block, host) for host, block in self._outs.items()]
         ins = [(host, block) for block, host in self._ins.items()]
         self._free += reversed(self._returning)
@@ -101,17 +101,17 @@ class SwapSpace:
         return outs, ins
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless each host block is free, about to be, or held by one of the given requests."""
+        """Raise AssertionError unless each host block is free, waiting to be copied, or held by one of `holders`."""
         held = [host for request in holders if request.swapped is not None for host in request.swapped.host_blocks]
         everywhere = sorted(held + self._free + self._returning)
         assert everywhere == list(range(self._num_begun)), "a host block is lost or in two places"
 
 
 class BlockCopies:
-    """Copies from block to block in the next step: parts of known blocks that requests begin like (copy on write).
+    """Copies from block to block in the next step, of cached blocks that partly match a prompt (copy on write).
 
-    Sources were written in earlier steps, and each destination occurs once, for its last owner. A source may become the
-    destination of a later copy, never of an earlier one, so make them in order or read all sources first.
+    Sources were written in earlier steps. Each destination occurs once, for its last owner. A source may be the
+    destination of a later copy but not of an earlier one, so make the copies in order, or read all sources first.
     """
 
     def __init__(self, swap: SwapSpace) -> None:
@@ -119,11 +119,11 @@ class BlockCopies:
         self._source_of: dict[int, int] = {}
 
     def note(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
-        """Copy `sources`, a block of each group, to the blocks at `index` of the table."""
+        """Schedule copies of `sources`, one block of each group, to the blocks at `index` of the table."""
         full, window = table.column(index)
         blocks = [*full, *window]
         for group, source in enumerate(sources):
-            if source in blocks:  # evicted just now and allocated as a destination: use it in place
+            if source in blocks:  # it was evicted and allocated as a destination just now: use it without a copy
                 other = blocks.index(source)
                 blocks[group], blocks[other] = source, blocks[group]
         table.replace(index, 0, blocks)
@@ -133,11 +133,11 @@ class BlockCopies:
                 self._swap.overwrite(destination)
 
     def pending(self) -> list[tuple[int, int]]:
-        """Return the (source, destination) blocks noted since the last `take`, in order."""
+        """Return the (source, destination) blocks scheduled since the last `take`, in order."""
         return [(source, destination) for destination, source in self._source_of.items()]
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the pending copies and forget them."""
+        """Return and clear the pending copies."""
         copies = self.pending()
         self._source_of.clear()
         return copies

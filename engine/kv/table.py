@@ -18,12 +18,12 @@ NEVER = sys.maxsize
 class BlockTable:
     """Blocks of one sequence, in order, as int32 `ids` [groups, len(table)].
 
-    Rows of full-attention groups come first and are `len(table)` long. Rows of sliding-window groups hold blocks from
-    `window_start` to before `window_end`; their other entries are meaningless. The first `num_findable` blocks are in
-    the prefix tree, the last of them as `node`. `num_initial` tokens were computed when the sequence was admitted.
+    Rows of full-attention groups come first and are `len(table)` long. Rows of sliding-window groups hold blocks at
+    indices `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks are
+    in the prefix tree, and `node` is the node of the last of these. At admission `num_initial` tokens were computed.
 
-    Two comparisons tell that a step changes nothing: the sequence needs no block while num_tokens <= `capacity` (the
-    tokens that every row has room for), and has nothing to commit or release while num_computed_tokens < `commit_at`.
+    Two comparisons avoid work in most steps: the sequence needs no new block while num_tokens <= `capacity` (the tokens
+    that every row has room for), and no commit or release while num_computed_tokens < `commit_at`.
     """
 
     __slots__ = (
@@ -60,14 +60,14 @@ class BlockTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held, in all groups."""
+        """Number of blocks held in all groups together."""
         layout = self.layout
         return layout.full_groups * self._width + layout.window_groups * (self.window_end - self.window_start)
 
     # -- growing and shrinking --------------------------------------------------------------------------------
 
     def num_growing(self, num_tokens: int) -> int:
-        """Return how many more blocks `num_tokens` tokens need between two steps; negative if some are to spare."""
+        """Return how many more blocks `num_tokens` tokens need between two steps; negative if some blocks are spare."""
         layout = self.layout
         width = layout.width(num_tokens)
         growing = layout.full_groups * (width - self._width)
@@ -76,11 +76,11 @@ class BlockTable:
         return growing
 
     def needed_window_end(self, width: int) -> int:
-        """Return where sliding-window rows end between two steps, for tokens that fill `width` blocks."""
+        """Return the `window_end` needed between two steps for tokens that fill `width` blocks."""
         return min(width, self.window_start + self.layout.num_behind + 1)
 
     def extend(self, end: int, blocks: Sequence[int]) -> None:
-        """Make full-attention rows `end` long with the given blocks, row by row."""
+        """Extend full-attention rows to length `end` with the given blocks, row by row."""
         full = self.layout.full_groups
         if end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
@@ -89,7 +89,7 @@ class BlockTable:
         self._set_capacity()
 
     def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
-        """Start sliding-window rows at index `start`, with the window blocks of `nodes` as their first blocks."""
+        """Start sliding-window rows at index `start` with the window blocks of `nodes`."""
         self.window_start = start
         self.window_end = start + len(nodes)
         if nodes:
@@ -98,7 +98,7 @@ class BlockTable:
         self._set_capacity()
 
     def extend_window(self, blocks: Sequence[int]) -> None:
-        """Append blocks to sliding-window rows, the same number to each."""
+        """Append blocks to sliding-window rows, the same number to each row."""
         end = self.window_end + len(blocks) // self.layout.window_groups
         self._ids[self.layout.full_groups :, self.window_end : end] = np.reshape(
             blocks, (self.layout.window_groups, -1)
@@ -107,7 +107,7 @@ class BlockTable:
         self._set_capacity()
 
     def shrink_window(self, start: int) -> list[int]:
-        """Drop the blocks before index `start` from sliding-window rows and return them, the last first."""
+        """Remove the blocks before index `start` from sliding-window rows; return these blocks, the last one first."""
         blocks = self.window_blocks(self.window_start, start)
         self._ids[self.layout.full_groups :, self.window_start : start] = 0
         self.window_start = start
@@ -124,24 +124,24 @@ class BlockTable:
     # -- blocks held ------------------------------------------------------------------------------------------
 
     def column(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the blocks at `index`: those of full-attention groups, and those of sliding-window groups."""
+        """Return the blocks at `index`: of full-attention groups, and of sliding-window groups."""
         column, full = tuple(self._ids[:, index].tolist()), self.layout.full_groups
         return column[:full], column[full:]
 
     def replace(self, index: int, group: int, blocks: Sequence[int]) -> None:
-        """Replace the blocks at `index`, one for each group from `group` on."""
+        """Replace the blocks at `index` with `blocks`, one for each group from `group` on."""
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks of full-attention groups at indices `start` to before `end`, index by index."""
+        """Return the blocks of full-attention groups at indices `start` to `end` - 1, index by index."""
         return self._ids[: self.layout.full_groups, start:end].T.ravel().tolist()
 
     def window_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks of sliding-window groups at indices `start` to before `end`, index by index."""
+        """Return the blocks of sliding-window groups at indices `start` to `end` - 1, index by index."""
         return self._ids[self.layout.full_groups :, start:end].T.ravel().tolist()
 
     def blocks_with_kv(self, first: int, num_computed_tokens: int) -> list[int]:
-        """Return the blocks that hold computed KV: full-attention ones from index `first` on, then window ones."""
+        """Return the blocks that hold computed KV: full-attention blocks from index `first` on, then window blocks."""
         end = self.layout.width(num_computed_tokens)
         blocks = self.full_blocks(first, end)
         if self.layout.window_groups:
@@ -156,18 +156,18 @@ class BlockTable:
         return blocks[::-1]
 
     def num_empty(self, num_computed_tokens: int) -> int:
-        """Return how many tokens, summed over groups, the blocks have room for but hold no KV of."""
+        """Return the unused space in the blocks, in tokens summed over groups."""
         layout, size = self.layout, self.layout.block_size
         full = layout.full_groups * (self._width * size - num_computed_tokens)
         return full + layout.window_groups * (self.window_end * size - num_computed_tokens)
 
 
 class SwappedKV(NamedTuple):
-    """KV of a preempted request in host memory: of its first `num_tokens` tokens, except what others hold as well.
+    """KV of a preempted request's first `num_tokens` tokens in host memory.
 
-    `full_blocks` are the host blocks of full-attention groups from block index `first` on, index by index; blocks
-    before `first` were held by other requests or pins too, and stay in the prefix cache. `window_blocks` are the host
-    blocks of sliding-window groups from index `window_start` on.
+    `full_blocks` are the host blocks of full-attention groups from block index `first` on, index by index; earlier
+    blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host blocks of
+    sliding-window groups from index `window_start` on.
     """
 
     first: int

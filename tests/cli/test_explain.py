@@ -57,7 +57,7 @@ def test_a_table_shows_the_decisions(command: CommandLine, http: httpx.Client, s
     assert columns.split() == ["ms", "after", "arrival", "decision", "why"]
     decisions = ["queued", "admitted", "computed", "finished"]
     assert [next(d for d in decisions if d in row) for row in rows] == decisions
-    assert "nothing like it seen" in rows[1]
+    assert "no cached prompt matches more of it" in rows[1]
     assert "up to token " in rows[2]
     assert "_" not in "".join(rows)
 

@@ -64,7 +64,7 @@ def test_match_stops_at_a_missing_block() -> None:
 def test_a_block_never_goes_before_the_one_behind_it() -> None:
     tree = PrefixTree(2)
     fill(tree, [1, 2, 3, 4], [0, 1])
-    with pytest.raises(AssertionError, match="before the blocks behind it"):
+    with pytest.raises(AssertionError, match="before the blocks after it"):
         tree.remove(0)
 
 
