@@ -185,7 +185,6 @@ def _row(share: float, height: int) -> int:
 
 
 def _cells(series: Series, x_axis: Axis, y_axis: Axis, width: int, height: int) -> set[tuple[int, int]]:
-    """Return the (column, row) cells that a series covers."""
     places = [(round(x_axis.place(x) * (width - 1)), y_axis.place(y)) for x, y in series.points]
     cells = {(column, _row(share, height)) for column, share in places}
     if series.style == "dots":

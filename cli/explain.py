@@ -158,7 +158,6 @@ _WAITED_FOR = {
 
 
 def _admitted(details: dict[str, Any]) -> str:
-    """Tell what was cached of the request, and why not more."""
     words = f"{details['cached_tokens']} of {details['tokens']} tokens cached, {details['running']} running"
     if waits := [
         f"{render.human_seconds(ms / 1e3)} for {name}"
@@ -190,7 +189,6 @@ def _does_not_fit(details: dict[str, Any]) -> str:
 
 
 def _preempted(details: dict[str, Any]) -> str:
-    """Tell why, and what it costs."""
     cost = render.human_seconds(details["cost_ms"] / 1e3)
     reason = {"memory": "memory ran out", "class": "a request of higher priority needed its place"}[details["reason"]]
     if details["how"] == "swap":

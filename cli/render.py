@@ -65,7 +65,6 @@ def error(text: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """Escape the control characters of a text."""
     return text.translate(_CONTROL)
 
 

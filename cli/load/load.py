@@ -60,8 +60,7 @@ class Load(Schedule, ABC):
     def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]: ...
 
     @abstractmethod
-    def _answers(self, encode: TextEncoder | None) -> Iterable[int]:
-        """Return the tokens of each answer."""
+    def _answers(self, encode: TextEncoder | None) -> Iterable[int]: ...
 
     @abstractmethod
     def describe_requests(self) -> str:

@@ -119,7 +119,6 @@ def knob_value(name: str, text: str) -> Any:
 
 
 def _help(knob: Field[Any]) -> str:
-    """Return the knob's explanation, its range and its default."""
     rule = knob.metadata
     low, high = rule["low"], rule["high"]
     facts = []

@@ -66,10 +66,8 @@ class Generation:
         choices: dict[int, ChoiceDelta] = {}
         try:
             async for delta in self._deltas():
-                if delta.index in choices:
-                    choices[delta.index].add(delta)
-                else:
-                    choices[delta.index] = delta
+                if (begun := choices.setdefault(delta.index, delta)) is not delta:
+                    begun.add(delta)
         finally:
             self.abort()
         bodies = [self._format.choice(choices[index], whole=True) for index in sorted(choices)]

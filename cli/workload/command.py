@@ -61,7 +61,6 @@ def workload(
 
 
 def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSample:
-    """Return the requests of a file, or of a shipped load."""
     shipped = workloads().get(name)
     if shipped is not None and shipped.file is None:
         if tokenizer is not None or flags.reading():
