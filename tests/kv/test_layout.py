@@ -60,7 +60,7 @@ def test_every_layer_has_a_place(full: int, windowed: int) -> None:
     [
         (geometry(0, 32), None, "the context length is not known"),
         (geometry(0, 32), 100, "it saves nothing in sequences of up to 100 tokens"),
-        (geometry(16, 16, heads=4), None, "their KV is of another shape"),
+        (geometry(16, 16, heads=4), None, "the KV of the model's layers differs in shape"),
         (geometry(12, 12, window=4096), 4096, "it saves nothing in sequences of up to 4,096 tokens"),
         (geometry(12, 0), None, None),
         (geometry(12, 12, window=4096), 8192, None),

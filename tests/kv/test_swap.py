@@ -144,7 +144,7 @@ def test_unwritten_blocks_are_not_saved() -> None:
     driver = KVDriver(8, num_host_blocks=8)
     request = driver.come(tokens(40))
     assert not driver.may_swap(request)
-    with pytest.raises(AssertionError, match="cannot be saved"):
+    with pytest.raises(AssertionError, match="has not been in a step yet"):
         driver.swap_out(request)
 
 
