@@ -146,7 +146,7 @@ class Engine(StepLoop):
         for name in list(self.open_sequences.get(request_id, ())):
             stream = self._streams[name]
             self.scheduler.finish(stream.request, FinishReason.ABORT)
-            outputs.append(stream.end(FinishReason.ABORT))
+            outputs.append(stream.new_output(FinishReason.ABORT))
             self._end(stream, FinishReason.ABORT)
         self.recorder.update()
         return outputs
@@ -178,7 +178,7 @@ class Engine(StepLoop):
             except Exception as error:  # it ends this output only
                 logger.exception("request %s, choice %d: its output failed", stream.group_id, stream.index)
                 message = f"its output failed with {type(error).__name__}; the log has more"
-                output = stream.end(FinishReason.ERROR, message)
+                output = stream.new_output(FinishReason.ERROR, message)
             if output is None:
                 continue
             outputs.append(output)

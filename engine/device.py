@@ -145,10 +145,7 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Return the compute and graphics processes that hold GPU memory, the largest first.
-
-    The list is empty if the driver does not name them (containers, Windows).
-    """
+    """Return the processes that hold GPU memory, the largest first; none if the driver does not name them."""
     used: dict[int, int] = {}
     for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:

@@ -40,8 +40,7 @@ class OutputStream:
         self._prompt_logprobs.extend(result.prompt_logprobs[max(0, known) :])
         if result.token_id is None and request.finish_reason is None:
             return None
-        output = self._new_output()
-        output.error = result.error
+        output = self.new_output(request.finish_reason, result.error)
         if (token_id := result.token_id) is not None:
             output.token_ids = [token_id]
             output.logprobs = None if result.logprob is None else [result.logprob]
@@ -60,13 +59,6 @@ class OutputStream:
             self._add_text(output, tail)
             if not isinstance(output.stop_reason, str):
                 output.text += self._stops.flush()
-        return output
-
-    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """Return the last output of a sequence that ends early (abort or error)."""
-        output = self._new_output()
-        output.finish_reason = reason
-        output.error = error
         return output
 
     def record(self, metrics: EngineMetrics, now: float) -> None:
@@ -105,7 +97,8 @@ class OutputStream:
         if request.first_scheduled_time is not None:
             metrics.observe("request_queue_time_seconds", request.first_scheduled_time - request.arrival_time)
 
-    def _new_output(self) -> RequestOutput:
+    def new_output(self, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
+        """Return an output without tokens; a `reason` ends the sequence."""
         request = self.request
         output = RequestOutput(
             request_id=self.group_id,
@@ -115,7 +108,8 @@ class OutputStream:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
             num_output_tokens=request.num_output_tokens,
-            finish_reason=request.finish_reason,
+            finish_reason=reason,
+            error=error,
         )
         if self._prompt_logprobs_due:
             output.prompt_logprobs, self._prompt_logprobs_due = self._prompt_logprobs, False

@@ -7,8 +7,10 @@ import logging
 import pytest
 from engines import Collector, make_engine, prompt, sampling
 from prometheus_client.parser import text_string_to_metric_families
+from simulated_run import LinearCost
 
 from llmsched.engine.core import Engine
+from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.scheduler.token_budget import LEAST_PREFILL
 
 
@@ -66,7 +68,9 @@ def test_swap_space_in_use_is_shown() -> None:
 
 
 def test_the_step_budget_is_a_metric() -> None:
-    engine = make_engine(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=4, target_itl=1e-4)
+    clock = VirtualClock()  # step times without noise, so that the step-time model is always trusted
+    engine = make_engine(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=4, target_itl=1e-4, clock=clock)
+    engine.executor = SimulatedExecutor(LinearCost(1.0, 0.01, 0.02, 1e-4), clock)
     assert metric(engine, "step_token_budget") == 64
     collector = Collector(engine)
     for number in range(4):
