@@ -3,14 +3,14 @@
 A step runs MLPs, attention and the sampler one after the other, so the peak is the largest of
 
     MLP        tokens x (4 x hidden + 3 x inner + 2 x head_dim) x dtype
-               (residual, its normed copy and attention's; gate, up and their product; rotary tables)
+               (residual, its normalised copy, two vectors of attention; gate, up and their product; rotary tables)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x one layer's keys and values of one sequence, gathered
     sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 32 MiB)
 
-A CPU without bfloat16 instructions computes products of 16-bit numbers in fp32 first: tokens x inner x 2 bytes more in
-the MLP. Attention counts on a CPU only: the GPU kernel reads KV in place. Tests compare these terms with what torch
-allocates. CUDA graphs are not captured, so they take nothing.
+A CPU without bfloat16 instructions computes 16-bit products in fp32 first, so the MLP needs tokens x inner x 2 bytes
+more. The attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with
+what torch allocates. No memory is counted for CUDA graphs, because none are captured.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from llmsched.engine.architecture.geometry import LayerGroup
 if TYPE_CHECKING:
     from llmsched.engine.architecture.shape import ModelShape
 
-#: Most bytes of one fp32 copy of logits: sampling and log-probabilities process so many rows at a time.
+#: Limit on the bytes of one fp32 copy of logits. It limits how many rows are sampled at a time.
 LOGITS_BYTES = 32 << 20
 
-#: fp32 copies of those logits that exist at once when top-p must sort every row in full (measured 13.3 to 17.3).
+#: Number of fp32 copies of these logits at the peak, when top-p must sort every row in full (measured 13.3 to 17.3).
 SAMPLER_COPIES = 18
 
-#: Queries for which the CPU kernel holds a mask, and scores if it must, at one time.
+#: Number of queries for which the CPU kernel holds a mask, and scores if needed, at one time.
 CHUNK_TILE = 128
 
 _FLOAT32 = 4
@@ -68,9 +68,9 @@ def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtyp
     visible = context if group.window is None else min(context, group.window + num_tokens)
     if shape.whole_scores:
         converted = max(keys, values) * _FLOAT32 if dtype_bytes < _FLOAT32 else 0
-        scores = 2 * shape.heads * CHUNK_TILE * _FLOAT32  # themselves and their softmax
+        scores = 2 * shape.heads * CHUNK_TILE * _FLOAT32  # scores and their softmax
         gathered = (keys + values) * dtype_bytes + converted + scores + CHUNK_TILE
     else:
-        masks = CHUNK_TILE * (1 + dtype_bytes)  # as booleans, and in the dtype that is added to scores
+        masks = CHUNK_TILE * (1 + dtype_bytes)  # as booleans, and as numbers that are added to scores
         gathered = max((keys + 2 * values) * dtype_bytes, (keys + values) * dtype_bytes + masks)
     return num_tokens * (queries * dtype_bytes + 2 * shape.query_size * _FLOAT32) + visible * gathered

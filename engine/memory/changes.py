@@ -1,6 +1,6 @@
-"""Changes to settings or hardware that would make a memory demand fit, and what larger steps would cost.
+"""Changes to settings or hardware that would make a memory demand fit, and plans for several step sizes.
 
-Each change comes with a plan that was made with it, so it fits by the same model that serve allocates by.
+Each change comes with its memory plan, made in the same way as the plan by which serve allocates.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from llmsched.engine.memory.plan_errors import MAX_ADVISED_UTILISATION
 from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.engine.units import human_bytes
 
-#: Values of max_num_batched_tokens that are compared.
+#: Values of max_num_batched_tokens to compare.
 STEP_SIZES = tuple(1 << power for power in range(8, 15))
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Number of requests to run at the same time, each of up to `context` tokens (0: of max_model_len tokens)."""
+    """Demand for `users` requests at the same time, each of up to `context` tokens (0: of max_model_len tokens)."""
 
     users: int = 1
     context: int = 0
 
     def length(self, plan: MemoryPlan) -> int:
-        """Return the tokens of each request."""
+        """Return the length of each request in tokens."""
         return self.context or plan.max_model_len
 
     def num_fitting(self, plan: MemoryPlan) -> int:
@@ -43,12 +43,12 @@ class MemoryDemand:
         return self.num_fitting(plan) >= self.users
 
     def num_replicas(self, plan: MemoryPlan) -> int | None:
-        """Return how many devices with this plan meet the demand together; None if not even one request fits."""
+        """Return how many devices with this plan meet the demand together; None if no request fits."""
         fitting = self.num_fitting(plan)
         return -(-self.users // fitting) if fitting else None
 
     def shortfall(self, plan: MemoryPlan) -> str | None:
-        """Return why the plan does not meet the demand, with the numbers; None if it does."""
+        """Return why the plan does not meet the demand, with the figures; None if it does."""
         if plan.problem is not None:
             return plan.problem.text(setting)
         if self.met_by(plan):
@@ -67,8 +67,8 @@ class MemoryDemand:
 class Change:
     """Change that makes a demand fit: what to do, what it costs, and the resulting plan.
 
-    `settings` are knobs of EngineConfig, or `gpu` for other hardware. `servable` is False for what this engine can plan
-    but not serve.
+    `settings` are the changed fields of EngineConfig, or `gpu` for other hardware. `servable` is False if this engine
+    can plan the changed settings but cannot serve with them.
     """
 
     what: str
@@ -85,11 +85,11 @@ def changes(
     demand: MemoryDemand,
     gpus: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> list[Change]:
-    """Return the changes that would make `demand` fit, the cheapest first; empty if no single change does.
+    """Return the changes that would make `demand` fit, the cheapest first.
 
     The order: settings that cost only memory margin or prefill speed; narrower dtypes; all of these together if none
-    suffices alone; a context shorter by at most half; the smallest sufficient one of `gpus`; several of the same
-    device; and changes that give up part of the demand, fewer users or a context of less than half.
+    suffices alone; a context of at least half the length; the smallest sufficient GPU of `gpus`; several devices; and
+    changes that reduce the demand further: fewer users, or a context of less than half the length.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
@@ -108,7 +108,7 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration that meet a demand. Each method returns the changes that do."""
+    """Search for changes to one configuration that meet a demand. Each method returns only changes that meet it."""
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
@@ -116,7 +116,7 @@ class _Search:
         self.device = device
         self.demand = demand
         self.plan = planner.plan(config, device)
-        #: No length was asked for, so a plan with any block at all will do, and the length follows from it.
+        #: True if no length was asked for. Then one block is enough, and the plan determines the length.
         self.any_length = config.max_model_len is None and not demand.context
         self.by_utilisation = (
             device.kind == "cuda" and config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None
@@ -125,7 +125,7 @@ class _Search:
         self.is_wide = DTYPE_BYTES[planner.dtype(config, device)] > 2
 
     def more_memory(self) -> list[Change]:
-        """Raise the setting that decides how much memory KV gets to what the demand needs."""
+        """Return the increase of KV memory to what the demand needs, by the setting that determines it."""
         plan, device = self.plan, self.device
         blocks = self.demand.users * plan.blocks_for(1 if self.any_length else self.demand.length(plan))
         need = blocks * plan.block_bytes
@@ -142,14 +142,14 @@ class _Search:
         return self._try("raise", cost, gpu_memory_utilization=share)
 
     def smaller_steps(self) -> list[Change]:
-        """Lower max_num_batched_tokens to the largest power of two that suffices."""
+        """Return the change of max_num_batched_tokens to the largest power of two that suffices."""
         for size in reversed([size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]):
             if found := self._try("lower", "prompts take longer", max_num_batched_tokens=size):
                 return found
         return []
 
     def narrower_types(self) -> list[Change]:
-        """Halve the bytes of weights and KV, or of KV alone."""
+        """Return the changes that store weights and KV, or KV alone, in fewer bytes."""
         found: list[Change] = []
         kv_bytes = DTYPE_BYTES[self.planner.kv_dtype(self.config, self.device)]
         if kv_bytes > 2:
@@ -162,7 +162,7 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Combine the settings above, one more at a time, until they suffice."""
+        """Return the smallest combination of the changes above that suffices, adding one change at a time."""
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -178,7 +178,7 @@ class _Search:
         return self._try("set", cost, servable=False, **settings, kv_cache_dtype="fp8")
 
     def shorter_context(self) -> list[Change]:
-        """Shorten the context to the longest that the users can have."""
+        """Return the change of max_model_len to the longest context that all users can have."""
         wanted = self.demand.length(self.plan)
         if self.any_length:
             return []
@@ -190,7 +190,7 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Use the smallest sufficient GPU."""
+        """Return the change to the smallest sufficient GPU."""
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -201,7 +201,7 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Change settings; `verb` says how ("raise", "set")."""
+        """Return the change to these settings, if it suffices; `verb` ("raise", "set") begins its description."""
         plan = self.planner.plan(replace(self.config, **settings), self.device)
         if not self.demand.met_by(plan):
             return []
@@ -218,10 +218,10 @@ def _shown(name: str, value: Any) -> str:
 def longest_context(
     planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
-    """Return the longest max_model_len at which `users` sequences of that length fit at the same time, or None.
+    """Return the largest max_model_len at which `users` sequences of that length fit at the same time, or None.
 
-    It is at most the model's limit, and less than `below` if that is given. Found by bisection, because a longer
-    context never leaves room for more sequences.
+    The result is at most the model's limit, and less than `below` if that is given. Bisection finds it, because a
+    longer context never leaves room for more sequences.
     """
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
@@ -238,7 +238,7 @@ def longest_context(
 
 
 def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> list[MemoryPlan]:
-    """Return plans with max_num_batched_tokens at each of STEP_SIZES and at its present value."""
+    """Return one plan for each max_num_batched_tokens in STEP_SIZES, and one for its present value."""
     present = planner.plan(config, device).max_num_batched_tokens
     sizes = sorted({present, *STEP_SIZES})
     return [planner.plan(replace(config, max_num_batched_tokens=size), device) for size in sizes]
@@ -247,14 +247,14 @@ def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory
 def config_for_demand(
     config: EngineConfig, given: Mapping[str, Any], users: int | None, context: int | None
 ) -> EngineConfig:
-    """Return `config` with max_num_seqs and max_model_len set for the demand, unless the user has `given` them.
+    """Return `config` with max_num_seqs and max_model_len set for the demand, except for settings in `given`.
 
-    Raises ConfigError if a given value contradicts the demand.
+    `given` are the settings that the user chose. Raises ConfigError if one of them contradicts the demand.
     """
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:
             raise ConfigError(
-                "context", f"{context} tokens are beyond {setting('max_model_len')} {limit}; raise it or leave it out"
+                "context", f"{context} tokens exceed {setting('max_model_len')} {limit}; raise it or leave it out"
             )
         if config.max_model_len is None:
             config = replace(config, max_model_len=context)
@@ -263,6 +263,6 @@ def config_for_demand(
             return replace(config, max_num_seqs=users)
         if users > config.max_num_seqs:
             raise ConfigError(
-                "users", f"{users} are beyond {setting('max_num_seqs')} {config.max_num_seqs}; raise it or leave it out"
+                "users", f"{users} exceed {setting('max_num_seqs')} {config.max_num_seqs}; raise it or leave it out"
             )
     return config

@@ -1,12 +1,12 @@
-"""Concurrency of requests with mixed lengths: how many a pool of blocks serves, and the probability of preemption.
+"""Concurrency of requests with mixed lengths: how many fit in a pool of blocks, and the probability of preemption.
 
-The model: running sequences are independent, and each is at a random step of its life. A request of p prompt and o
-output tokens holds p, p + 1, ... p + o - 1 tokens in its o steps, so it is found running in proportion to o. Prefill is
-one step, and no prefix is shared. The blocks that n sequences hold are then a sum of n independent draws, whose
-distribution is computed exactly by convolution, without sampling or a normal approximation.
+The model: running sequences are independent, and each is at a random step of its run. A request with p prompt tokens
+and o output tokens holds p, p + 1, ... p + o - 1 tokens in its o steps, so its probability of being among the running
+requests is proportional to o. Prefill is one step, and no prefix is shared. The number of blocks that n sequences hold
+is then a sum of n independent draws, and convolution computes its distribution exactly.
 
-If only total lengths are known, a sequence holds all of its tokens from its first step on, and every request is found
-equally often. That errs on the side of too few sequences.
+If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, and that
+every request is equally likely to be running. The result is then rather too few sequences than too many.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from llmsched.engine.kv.layout import KVLayout
 Counts = npt.NDArray[np.int64]
 Masses = npt.NDArray[np.float64]
 
-#: Points that a log-normal distribution is represented by.
+#: Number of points that represent a log-normal distribution.
 _POINTS = 4096
 
-#: Pools larger than this are counted in coarser units, so that a convolution takes a millisecond.
+#: Pools of more blocks are counted in units of several blocks, so that a convolution takes about a millisecond.
 _MAX_UNITS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Tokens of each request. If only totals are known, they are in `prompts` and `outputs` is None."""
+    """Lengths of requests in tokens. If only totals are known, `prompts` holds these and `outputs` is None."""
 
     source: str
     prompts: Counts
@@ -53,11 +53,11 @@ class LengthDistribution:
         return float(self.totals.std() / self.totals.mean())
 
     def percentile(self, percent: float) -> int:
-        """Return the smallest length that `percent` of the requests do not exceed."""
+        """Return the smallest length that at least `percent` % of requests fit in."""
         return int(np.quantile(self.totals, percent / 100, method="inverted_cdf"))
 
     def within(self, limit: int) -> LengthDistribution | None:
-        """Return the requests of at most `limit` tokens; None if there are none."""
+        """Return the lengths of requests of at most `limit` tokens; None if there are none."""
         kept = self.totals <= limit
         if not kept.any():
             return None
@@ -84,13 +84,13 @@ class Occupancy:
         unit = max(1, -(-num_blocks // _MAX_UNITS))
         self._units = num_blocks // unit
         masses: npt.NDArray[Any] = _held(lengths, layout)
-        if unit > 1:  # masses between two units are divided to keep the mean
+        if unit > 1:  # divide each mass between the units below and above it, which keeps the mean
             whole, part = np.divmod(np.arange(len(masses)), unit)
             size, share = int(whole[-1]) + 2, part / unit
             masses = np.bincount(whole, masses * (1 - share), size) + np.bincount(whole + 1, masses * share, size)
         self._no_seqs: Masses = np.zeros(self._units + 1)
         self._no_seqs[0] = 1.0
-        #: [k] is the distribution for 2^k sequences in units; mass above the pool is cut off.
+        #: [k] is the distribution of the units that 2^k sequences hold, cut off at the pool's size.
         self._doubled = [np.pad(masses[: self._units + 1], (0, max(0, self._units + 1 - len(masses))))]
 
     def preemption_probability(self, num_seqs: int) -> float:
@@ -102,7 +102,7 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """Return the most sequences, up to `limit`, whose preemption probability is at most `probability`."""
+        """Return the largest number of sequences, up to `limit`, with at most this `probability` of preemption."""
         total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
@@ -117,9 +117,9 @@ class Occupancy:
 
 
 def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
-    """Return the probabilities that one sequence, at a random step of its life, holds 0, 1, 2, ... blocks."""
+    """Return the probabilities that one sequence, at a random step of its run, holds 0, 1, 2, ... blocks."""
     outputs = np.ones_like(lengths.prompts) if lengths.outputs is None else lengths.outputs
-    # The last token of a sequence is sampled but never computed, so its KV takes no space.
+    # The last token of a sequence is sampled but not computed, so it has no KV.
     first = np.maximum(1, lengths.prompts - 1) if lengths.outputs is None else lengths.prompts
     changes = np.zeros(int((first + outputs).max()) + 1, dtype=np.int64)
     np.add.at(changes, first, 1)
@@ -132,13 +132,13 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
 
 
 def _sum(one: Masses, other: Masses) -> Masses:
-    """Return the distribution of the sum of two, cut off like them; exact, because masses above the cut only add up."""
+    """Return the distribution of the sum of two independent counts, cut off at the same size (exact below the cut)."""
     size = 1 << (2 * len(one) - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
     return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
 
 
 def _missing(masses: Masses) -> float:
-    """Return the mass above the cut; less than 1e-12 is rounding error of the transforms."""
+    """Return the probability above the cut-off; values up to 1e-12 are rounding errors of the FFT and count as 0."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

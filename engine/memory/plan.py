@@ -1,4 +1,4 @@
-"""Result of planning memory: bytes of each part, KV blocks, how many sequences they serve; and what was measured."""
+"""Memory plan of an engine: bytes of each part, KV blocks, sequences that fit; and comparison with measured memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemoryParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Bytes that each part of an engine was measured to take; None where the device does not report them."""
+    """Measured bytes of each part of an engine's memory; None if the device does not report them."""
 
     weights: int
     kv: int
@@ -33,12 +33,12 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Plan of a device's memory, in bytes. `problem` says why it does not fit, None if it fits. `measured` is set once
-    an engine has started by this plan.
+    """Plan of a device's memory, in bytes.
 
+    `problem` is the reason why the model does not fit; None if it fits. `measured` is set once an engine has started.
     kv_bytes_per_token counts full-attention layers, kv_bytes_per_token_window layers that attend to the last `window`
-    tokens. A block holds block_size tokens of the layers of one group of `layout`. `state_bytes` of recurrent state are
-    reserved for max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
+    tokens. A block holds block_size tokens in all layers of one group of `layout`. `state_bytes` is the recurrent state
+    of max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
     """
 
     device: DeviceMemory
@@ -74,7 +74,7 @@ class MemoryPlan:
 
     @property
     def fixed_parts(self) -> dict[str, int]:
-        """Names and bytes of all parts but KV; parts that take nothing are left out."""
+        """Names and bytes of all parts except KV, without parts of 0 bytes."""
         parts = {
             "weights": self.weights_bytes,
             "activations": self.activation_bytes,
@@ -85,7 +85,7 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of all parts but KV."""
+        """Bytes of all parts except KV."""
         return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
 
     @property
@@ -95,7 +95,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> MemoryParts:
-        """Bytes of each part: weights as measured if the engine has started, all else as planned."""
+        """Bytes of each part: measured bytes of weights once the engine has started, planned bytes otherwise."""
         weights = self.measured.weights if self.measured else self.weights_bytes
         other = self.context_bytes + self.state_bytes
         return MemoryParts(weights, self.activation_bytes, other, self.kv_bytes)
@@ -107,28 +107,28 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV fits in every layer; with sliding windows, long sequences can have more than that."""
+        """Number of tokens whose KV fits in all layers; with sliding windows, long sequences can have more tokens."""
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that fits."""
+        """Length in tokens of the longest sequence that fits."""
         return self.layout.longest(self.num_blocks)
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences of max_model_len tokens that fit at the same time."""
+        """Number of sequences of max_model_len tokens that fit at the same time."""
         return self.num_seqs_at(self.max_model_len)
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks that admission leaves free for running sequences to grow into."""
+        """Number of blocks that admission leaves free so that running sequences can grow."""
         return int(self.headroom * self.num_blocks)
 
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
-        """Return `config` with what this plan chose filled in, and with these types of weights and KV.
+        """Return `config` with `dtype`, `kv_dtype` and the values that this plan chose filled in.
 
-        Raises `problem` if the plan does not fit.
+        Raises `problem` if it is set.
         """
         if self.problem is not None:
             raise self.problem
@@ -138,18 +138,18 @@ class MemoryPlan:
         return ResolvedConfig(**knobs)
 
     def blocks_for(self, length: int) -> int:
-        """Return the blocks of a sequence that ends with `length` tokens, prompt and output."""
+        """Return how many blocks a sequence of `length` tokens (prompt and output) needs at its end."""
         return self.layout.num_blocks(max(1, length - 1))
 
     def num_seqs_at(self, length: int) -> int:
-        """Return how many sequences of `length` tokens fit at the same time, in KV blocks and recurrent state."""
+        """Return how many sequences of `length` tokens fit at the same time, with KV and recurrent state."""
         fitting = self.num_blocks // self.blocks_for(length)
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
-        """Return how many sequences admission starts together if their prompts alone are `length` tokens.
+        """Return how many sequences admission starts at the same time if each prompt has `length` tokens.
 
-        Admission keeps the headroom and max_num_seqs_limit; a sequence that runs alone needs no headroom.
+        Admission observes the headroom and max_num_seqs_limit, but a single sequence needs no headroom.
         """
         fitting = self.num_seqs_at(length)
         above = (self.num_blocks - self.headroom_blocks) // self.blocks_for(length)
@@ -158,7 +158,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """One part of an engine's memory: bytes as planned and as measured."""
+    """Planned (`predicted`) and measured (`actual`) bytes of one part of an engine's memory."""
 
     part: str
     predicted: int
@@ -171,12 +171,12 @@ class Reconciled:
 
     @property
     def exceeds(self) -> bool:
-        """Whether the part takes more than planned, beyond rounding."""
+        """Whether the part takes over 2 % more than planned; less is rounding."""
         return self.ratio is not None and self.ratio > 1.02
 
 
 def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
-    """Return weights, activations, KV and, on a GPU, the CUDA context, each as planned and as measured."""
+    """Return planned and measured bytes of weights, activations, KV and, on a GPU, the CUDA context."""
     parts = [
         Reconciled("weights", plan.weights_bytes, measured.weights),
         Reconciled("activations", plan.activation_bytes, measured.activations),
@@ -188,7 +188,7 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """Return actual / predicted of each measured part under its key in a profile; empty before the engine started."""
+    """Return actual / predicted bytes of each measured part, by its key in a profile; empty if nothing is measured."""
     if plan.measured is None:
         return {}
     names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}

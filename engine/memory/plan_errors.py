@@ -1,4 +1,4 @@
-"""Errors for a memory plan that does not fit: the figures, and changes that would make it fit."""
+"""Errors for a memory plan that does not fit, with its figures and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.units import human_bytes
 
-#: Highest gpu_memory_utilization that is advised; beyond it, fragmentation makes running out of memory likely.
+#: Highest gpu_memory_utilization that messages advise; above it, fragmentation makes running out of memory likely.
 MAX_ADVISED_UTILISATION = 0.95
 
 
 def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """Return the error of a plan in which no block is left for KV."""
+    """Return the error for a plan that leaves no block for KV."""
     blocks = plan.blocks_for(config.max_model_len or 1)
     need = plan.fixed_bytes + blocks * plan.block_bytes
     figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
@@ -25,7 +25,7 @@ def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
 
 
 def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigError:
-    """Return the error of a plan in which KV of `wanted` bytes, as asked for, does not fit into free memory."""
+    """Return the error for a plan in which the requested `wanted` bytes of KV do not fit in free memory."""
     need, free = plan.fixed_bytes + wanted, human_bytes(plan.device.free)
     figures = f"{_parts(plan, wanted)} need {human_bytes(need)}, {free} is free on {plan.device.name}"
     if plan.num_blocks == 0:
@@ -37,7 +37,7 @@ def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigErro
 
 
 def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """Return the error of a plan in which one request of max_model_len tokens does not fit into the KV memory."""
+    """Return the error for a plan in which one request of max_model_len tokens does not fit in KV memory."""
     blocks = plan.blocks_for(plan.max_model_len)
     need = blocks * plan.block_bytes
     figures = (
@@ -86,7 +86,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """Return a 16-bit dtype as a remedy if that makes `need` bytes fit, and a smaller model as the last resort."""
+    """Return as remedies a 16-bit dtype, if it makes `need` bytes fit, and a smaller model."""
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

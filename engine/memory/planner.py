@@ -1,15 +1,15 @@
-"""The memory model: what a device must hold, what is left for KV blocks, and how many sequences that serves.
+"""Memory model: what a device must hold besides KV, and how many KV blocks the rest of its memory can hold.
 
     GPU   budget    = min(total x gpu_memory_utilization, total - what other programs hold)
           KV        = budget - weights - activations - context - recurrent state
     CPU   KV        = kv_cache_memory_bytes, else min(4 GiB, a quarter of the available memory)
     both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
 
-A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is never computed.
-Where layers are cached in groups (engine/kv/layout.py), it needs as many in each full-attention group, and at most
-ceil((window - 1) / block_size) + 1 in each sliding-window group. All blocks are usable; none is set aside.
+A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is not computed.
+If layers are cached in groups (engine/kv/layout.py), it needs that many blocks in each full-attention group, and at most
+ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. No block is reserved.
 
-kv-budget prints this plan and serve allocates by it.
+kv-budget prints this plan, and serve allocates by it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import fetch_config, locate
 from llmsched.engine.progress import Progress, silent
 
-#: max_num_batched_tokens if it is not set, by kind of device.
+#: Default of max_num_batched_tokens, by kind of device.
 DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
 
 #: The CUDA context with kernel code and cuBLAS workspaces; measured 0.3 to 0.5 GiB on cards from L4 to H100.
 CONTEXT_BYTES = 400 << 20
 
-#: Most KV memory on a CPU if kv_cache_memory_bytes is not set.
+#: Limit on KV memory on a CPU if kv_cache_memory_bytes is not set.
 DEFAULT_CPU_KV_BYTES = 4 << 30
 
 
@@ -64,11 +64,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan, with its `problem` if it does not fit.
 
-    `dtype_bytes` is the size of one number of weights and activations, `kv_dtype_bytes` of KV (default: the same).
-    num_gpu_blocks_override decides the number of blocks, else kv_cache_memory_bytes, else what the budget leaves. If
-    max_model_len is not set, it is the model's limit, or less where less fits.
+    `dtype_bytes` is the size of one number in weights and activations, `kv_dtype_bytes` in KV (default: the same). The
+    number of blocks is num_gpu_blocks_override, or else follows from kv_cache_memory_bytes, or else from what the
+    budget leaves. If max_model_len is not set, it is the model's limit, or less if less fits.
 
-    Raises ConfigError for a max_model_len beyond the model's positions, ModelError for a model without attention.
+    Raises ConfigError for a max_model_len above the model's limit, ModelError for a model without attention.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -81,8 +81,8 @@ def plan_memory(
     kv_bytes = kv_dtype_bytes or dtype_bytes
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
     if device.kind == "cpu" and config.max_model_len is None:
-        # On a CPU attention needs memory in proportion to the context, which leaves less for KV. The context of the
-        # first plan is the longest possible, so planning for it is on the safe side.
+        # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
+        # longer than that of the first plan, so a second plan for this context reserves enough.
         plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, plan.max_model_len)
     return plan
 
@@ -90,7 +90,7 @@ def plan_memory(
 def _plan_for_context(
     shape: ModelShape, config: EngineConfig, device: DeviceMemory, dtype_bytes: int, kv_dtype_bytes: int, context: int
 ) -> MemoryPlan:
-    """Return the plan in which activations are counted for sequences of at most `context` tokens."""
+    """Return the plan whose activations are those of sequences of at most `context` tokens."""
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
@@ -132,9 +132,9 @@ def _plan_for_context(
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Divide what is left for KV into blocks, and check that one request of max_model_len fits.
+    """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if too few fit.
 
-    If the user did not set max_model_len, it is lowered to what fits.
+    If the user did not set max_model_len, it is lowered to the length that fits.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
@@ -169,10 +169,10 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanner:
-    """Plans of one model for any settings and devices, from the `content` of its config.json.
+    """Planner of one model's memory, for any settings and devices, from the `content` of its config.json.
 
-    The size of its weights is `given`, or read from the files in `directory`, or counted from the config. `cache` keeps
-    results that take long to compute for later planners of the same content.
+    The size of the weights is `given`, or read from the files in `directory`, or counted from the config. `cache` keeps
+    results that take long to compute, for later planners of the same content.
     """
 
     content: Mapping[str, Any]
@@ -203,7 +203,7 @@ class ModelPlanner:
         return plan.resolve(config, self.dtype(config, device), self.kv_dtype(config, device)), plan
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
-        """Return the model's shape in the dtype of these settings. Raises ModelError if its config says too little."""
+        """Return the model's shape in the dtype of these settings. Raises ModelError if its config lacks a size."""
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             self._shapes[dtype_bytes] = model_shape(
@@ -222,7 +222,7 @@ class ModelPlanner:
 
 
 def model_name(spec: str) -> str:
-    """Return the name of a model that is not loaded: of its directory or file, or its hub id."""
+    """Return the display name of the model `spec`: the name of its directory or file, or its hub id."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return path.resolve().name
@@ -234,12 +234,12 @@ def model_name(spec: str) -> str:
 def open_planner(
     spec: str, progress: Progress = silent, weights: Weights | None = None, quantization: str | None = None
 ) -> ModelPlanner:
-    """Return the planner of a model: a directory, a config.json, a .gguf file, demo, or a hub id.
+    """Return the planner of the model `spec`: a directory, a config.json, a .gguf file, demo, or a hub id.
 
-    Of a hub id only config.json is fetched. `weights` overrides the size of the weights. `quantization`, one of
-    QUANTIZATIONS, plans for a checkpoint of the same model in that format, whatever files exist.
+    For a hub id only config.json is fetched. `weights` overrides the size of the weights. With `quantization`, one of
+    QUANTIZATIONS, the plan is for a checkpoint of the same model in that format, and weight files are ignored.
 
-    Raises ModelError for a model that cannot be read, ConfigError for a quantization that it cannot have.
+    Raises ModelError for a model that cannot be read, ConfigError if the quantization is unknown or does not apply.
     """
     content, directory = _read_model(spec, progress)
     if quantization is not None:
@@ -248,7 +248,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
-    """Return the content of config.json, and the directory that may contain the weights."""
+    """Return the content of config.json, and the directory in which weight files may be."""
     path = Path(os.path.expanduser(spec))
     if path.suffix == ".json" or path.is_dir():
         return read_config_file(path), path if path.is_dir() else None

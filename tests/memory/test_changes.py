@@ -195,9 +195,9 @@ def test_larger_steps_cost_blocks() -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"context: 9000 tokens are beyond max_model_len 8192"):
+    with pytest.raises(ConfigError, match=r"context: 9000 tokens exceed max_model_len 8192"):
         config_for_demand(EngineConfig(max_model_len=8192), {}, None, 9000)
-    with pytest.raises(ConfigError, match=r"users: 64 are beyond max_num_seqs 32"):
+    with pytest.raises(ConfigError, match=r"users: 64 exceed max_num_seqs 32"):
         config_for_demand(EngineConfig(max_num_seqs=32), {"max_num_seqs": 32}, 64, None)
     assert config_for_demand(EngineConfig(max_num_seqs=64), {"max_num_seqs": 64}, 32, None).max_num_seqs == 64
 
