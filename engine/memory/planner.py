@@ -6,7 +6,7 @@
     both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
 
 A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is not computed.
-If layers are cached in groups (engine/kv/layout.py), it needs that many blocks in each full-attention group, and at most
+If layers are cached in groups (engine/kv/layout.py), it needs that many in each full-attention group, and at most
 ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. No block is reserved.
 
 kv-budget prints this plan, and serve allocates by it.
