@@ -1,4 +1,4 @@
-"""Types of weights and KV by name, without torch."""
+"""Names and sizes of the data types of weights and KV, without torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 
 def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
-    """Return the type of weights and activations: `dtype`, where auto depends on the device."""
+    """Return the type of weights and activations: `config.dtype`; auto is bfloat16 if the device computes in it."""
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if computes_bf16 else "float32"
 
 
 def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """Return the type of KV: `kv_cache_dtype`, where auto is `dtype`, or fp8 for a checkpoint with fp8 scales."""
+    """Return the type of KV: `config.kv_cache_dtype`; auto is `dtype`, or fp8 for a checkpoint with fp8 KV scales."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "fp8" if checkpoint_fp8 else dtype
 
 
 def check_servable(config: EngineConfig) -> None:
-    """Raise ConfigError for KV in fp8, which this engine's kernels do not read."""
+    """Raise ConfigError if KV is to be stored in fp8, which this engine's kernels cannot read."""
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             "kv_cache_dtype",

@@ -1,6 +1,6 @@
-"""Table of model families: class defaults that their configs leave out, and the parts of their layers.
+"""Table of model families: default settings that their config.json files omit, and the parts of their layers.
 
-It replaces transformers' config classes, which take seconds to import; tests compare the two for every family.
+It replaces transformers' config classes, which take seconds to import. Tests compare the two for every family.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: True, False, or the name of the config's setting that decides.
+#: True, False, or the name of the config's setting that holds the value.
 Switch = bool | str
 
 
@@ -17,10 +17,10 @@ Switch = bool | str
 class DecoderParts:
     """Parts of a decoder that differ between families.
 
-    `norms` counts the norms of one layer; each holds `norm_vectors` vectors: 1 for RMSNorm, 2 for LayerNorm with its
-    bias. `qk_norm` is the width of the norms of queries and keys: one head, all heads, or "" for no norm. `gated_query`
-    doubles the rows of the query projection, which then gate the output. `experts` names the setting with the width of
-    routed experts, "" if every MLP is dense. `positions` names the setting with the number of learned positions.
+    `norms` is the number of norms in one layer, `norm_vectors` the number of vectors in each: 1 for RMSNorm, 2 for
+    LayerNorm with bias. `qk_norm` says whether norms of queries and keys span one head or all heads; "" means no norm.
+    `gated_query` doubles the rows of the query projection; the added rows gate the output. `experts` names the setting
+    for the width of routed experts, "" if all MLPs are dense; `positions` that for the number of learned positions.
     """
 
     qkv_bias: Switch = False
@@ -41,7 +41,7 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model_type. Its class adds only `defaults` to a config that states all settings in `needs`."""
+    """Family of models with one model_type. A config with all settings in `needs` lacks nothing but `defaults`."""
 
     parts: DecoderParts
     needs: frozenset[str]
@@ -49,7 +49,7 @@ class Family:
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
-    """Return the parts of a decoder whose projections all have biases, if `switch` is on."""
+    """Return the parts of a decoder in which `switch` adds a bias to every projection."""
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 

@@ -1,4 +1,4 @@
-"""Reader of a model's config: the settings of its language model as one flat mapping, with class defaults filled in."""
+"""Reader of a model's config: the language model's settings as one flat mapping, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 #: Keys for which the outer config of a multimodal model overrides the nested text config.
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
-#: Format of the files of ConfigCache. Increase it when the kept answers, or how they are computed, change.
+#: Format of the files of ConfigCache. Increase it when the stored values, or the way to compute them, change.
 _CACHE_FORMAT = 2
 
 
 class ConfigCache:
-    """Answers of transformers about one config.json, kept in a file of `directory`, because asking takes seconds.
+    """Cache, in a file in `directory`, of values that transformers computes from one config.json in seconds.
 
-    The file's name is a hash of the config's content and of the versions of llmsched and transformers. A file that
-    cannot be read or written is ignored. Models of `families.FAMILIES` need no answers and have no file.
+    The file's name is a hash of the config's content and the versions of llmsched and transformers. Errors on reading
+    or writing the file are ignored. Models of `families.FAMILIES` do not need transformers, so they have no file.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
@@ -44,7 +44,7 @@ class ConfigCache:
         self._directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the kept answer `name`, or else call `ask` and keep its result, which must be plain JSON."""
+        """Return the cached value `name`, or else call `ask` and cache its result, which must be plain JSON."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -64,7 +64,7 @@ class ConfigCache:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as problem:
-            logger.debug("no answers are kept in %s: %s", self._path, problem)
+            logger.debug("%s cannot be read: %s", self._path, problem)
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -73,8 +73,8 @@ class ConfigCache:
 class Fields:
     """Settings of a model's language model.
 
-    `known` says whether its class defaults could be filled in. `config` is what the settings were read from, the vision
-    part included; `cache` keeps what transformers is asked about it.
+    `known` says whether the defaults of its model_type are filled in. `config` is the whole config, including the
+    vision part. `cache` stores values that transformers computes from it.
     """
 
     values: Mapping[str, Any]
@@ -83,22 +83,22 @@ class Fields:
     cache: ConfigCache | None = field(default=None, repr=False)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of `names` that is set and not null."""
+        """Return the value of the first of `names` that is set and not null, else `default`."""
         for name in names:
             if (value := self.values.get(name)) is not None:
                 return value
         return default
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return `question()`, or the answer that the cache keeps under `name`."""
+        """Return the value cached under `name`, or else the result of `question`."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The whole config as config.json states it."""
+        """The whole config, with the keys of config.json."""
         return self.config if isinstance(self.config, Mapping) else self.config.to_dict()
 
-    # Settings that families name differently and that more than one reader needs.
+    # Settings that have different names in different families, and that several modules read.
 
     @property
     def model_type(self) -> str:
@@ -114,14 +114,14 @@ class Fields:
 
     @property
     def mlp_size(self) -> Any:
-        """Width of a dense MLP; four times hidden_size where the config leaves it out."""
+        """Width of a dense MLP; four times hidden_size if the config omits it."""
         return self.get(
             "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * (self.hidden_size or 0)
         )
 
     @property
     def num_experts(self) -> Any:
-        """Routed experts of one layer."""
+        """Number of routed experts in one layer."""
         return self.get("num_local_experts", "num_experts", "n_routed_experts")
 
     @property
@@ -134,12 +134,12 @@ class Fields:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the config.json at `path`, which is the file or its directory. Raises ModelError."""
+    """Read a config.json; `path` is the file or its directory. Raises ModelError if it cannot be read."""
     return read_json_object(path / "config.json" if path.is_dir() else path)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises ModelError."""
+    """Read a JSON file that holds an object. Raises ModelError if it cannot be read or holds something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -152,12 +152,12 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
-    """Flatten a transformers config or the content of a config.json.
+    """Return the settings of a transformers config, or of the content of a config.json.
 
-    Values that the file states win; the others are class defaults where transformers knows the model_type. For a
-    multimodal model only the nested text config is read, because the outer sizes describe its vision part.
+    Settings that the file omits get the defaults of its model_type, if the table of families or transformers knows it.
+    For a multimodal model only the nested text config is read, because the outer sizes describe its vision part.
 
-    Raises ModelError for an encoder-decoder and for a config that transformers finds invalid.
+    Raises ModelError for an encoder-decoder, and for a config that transformers rejects.
     """
     if not isinstance(config, Mapping):
         return Fields(_class_values(config), True, config, cache)
@@ -186,7 +186,7 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
 
 @contextmanager
 def size_errors() -> Iterator[None]:
-    """Turn any error of arithmetic on a config's values into ModelError: a config may state values of any type."""
+    """Convert errors in arithmetic on a config's values to ModelError, because the values may have any type."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
@@ -199,9 +199,9 @@ def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
-    """Build the transformers config of a config.json's content; None if transformers does not know its model_type.
+    """Build the transformers config for a config.json's content; None if transformers does not know its model_type.
 
-    Raises ModelError for content that the config class refuses.
+    Raises ModelError if the config class rejects the content.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -225,7 +225,7 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the text config's settings under its own names and the standard ones (n_layer and num_hidden_layers)."""
+    """Return the text config's settings, under the family's names and the standard ones (n_layer, num_hidden_layers)."""
     outer = config.to_dict()
     _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)

@@ -1,7 +1,7 @@
-"""Arithmetic and memory traffic of a model's steps: its matrices and its attention, read from its config.
+"""Arithmetic and memory traffic of a model's steps, computed from its config.
 
-A matrix of P numbers takes 2 P operations for each token and is read once in each step. Of E experts with k for each
-token, T tokens reach E (1 - (1 - k / E) ** T) if the choices are independent and even.
+A matrix of P numbers takes 2 P operations for each token and is read once in each step. If each token is sent to k of E
+experts, independently and evenly, T tokens use E (1 - (1 - k / E) ** T) experts on average.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from llmsched.engine.architecture.shape import inner_size
 from llmsched.engine.architecture.weights import parameters_of
 from llmsched.engine.errors import ModelError
 
-#: Vectors of hidden_size and of the MLP's width that norms, residuals, rotations and activations move for one token in
-#: one layer. Fitted to `other_ms_per_layer` in microsoft/vidur's profiles (A100, H100, 7B to 70B): within 20 % from
-#: 1,024 tokens on.
+#: Numbers of vectors, of hidden_size and of the MLP's width, that norms, residuals, rotary embeddings and activation
+#: functions read and write per token and layer. Fitted to `other_ms_per_layer` in microsoft/vidur's profiles (A100,
+#: H100, 7B to 70B): within 20 % for 1,024 tokens and more.
 _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Matrices of `numbers` numbers in `size` bytes, multiplied in `arithmetic`."""
+    """Matrices with `numbers` numbers in `size` bytes, which are multiplied in the type `arithmetic`."""
 
     numbers: int
     size: float
@@ -34,8 +34,8 @@ class Matrices(NamedTuple):
 class Attention(NamedTuple):
     """Attention of all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
 
-    `windowed` layers see only the last tokens. `latent` layers (MLA) prefill with whole heads, but decode all heads on
-    one latent vector, which is a matrix product.
+    `windowed` layers attend only to the last tokens. `latent` layers (MLA) prefill with separate keys and values for
+    each head, but in decode all heads attend to one latent vector, so decode is a matrix product.
     """
 
     windowed: bool
@@ -49,10 +49,10 @@ class Attention(NamedTuple):
 class ModelFlops:
     """Costs of a model's steps, independent of the device.
 
-    `dense` are the matrices that every token is multiplied with, `experts` all routed experts (a token is sent to
-    `experts_per_token` of `num_experts` in each layer), `head` computes the logits. `vector_bytes` is the other traffic
-    per token, `state_bytes` the traffic of recurrent state per sequence and step. `window` is the largest window in
-    tokens.
+    `dense` are the matrices that every token is multiplied by, `experts` all routed experts (each layer sends a token
+    to `experts_per_token` of `num_experts`), `head` the matrix for the logits. `vector_bytes` is the traffic of
+    activations per token, `state_bytes` that of recurrent state per sequence and step. `window` is the largest sliding
+    window in tokens.
     """
 
     layers: int
@@ -70,12 +70,12 @@ class ModelFlops:
 def model_flops(
     config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
 ) -> ModelFlops:
-    """Read the costs of a model from the content of its config.json.
+    """Compute the costs of a model from the content of its config.json.
 
-    `dtype_bytes` is the size of activations and of weights that are not quantised, `kv_dtype_bytes` that of KV
-    (default: the same). A checkpoint whose weights and activations are fp8 is multiplied in fp8, all others in 16 bits.
+    `dtype_bytes` is the size of one number in activations and in weights that are not quantised, `kv_dtype_bytes` in KV
+    (default: the same). Products are in fp8 if both weights and activations are fp8, else in 16 bits.
 
-    Raises ModelError if the parameters cannot be counted, or the config lacks a size or states a wrong one.
+    Raises ModelError if the parameters cannot be counted, or the config lacks a size or has an invalid one.
     """
     with size_errors():
         fields = read_fields(config, cache)

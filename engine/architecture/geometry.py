@@ -1,4 +1,4 @@
-"""KV memory of a model per token and per sequence: its layers in groups of equal cost.
+"""KV memory of a model per token and per sequence, with its layers in groups of equal cost.
 
 Sources: Ainslie et al. 2023 (grouped-query attention: 2 x kv_heads x head_dim per layer), DeepSeek-V2 2024 (MLA: one
 latent and one rope vector per layer).
@@ -40,10 +40,10 @@ _KINDS: Mapping[str, tuple[LayerKind, ...]] = {
 }
 _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
-#: Families in which `sliding_window` without layer_types applies to every layer.
+#: Families in which `sliding_window` applies to every layer if the config has no layer_types.
 _WINDOW_EVERYWHERE = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})
 
-#: Settings that change what is cached and that this module does not read.
+#: Settings that change what is cached, but that this module cannot interpret.
 _NOT_UNDERSTOOD = re.compile(
     r"^(swa_|cla_|use_cla|kda_|index_(topk|head|n_)|indexer|cross_attention_layers|block_configs|rwkv|lightning)"
 )
@@ -53,10 +53,10 @@ _NOT_UNDERSTOOD = re.compile(
 class LayerGroup:
     """Group of `layers` layers with equal cost.
 
-    Kinds: `full` keeps KV of every token. `window` writes KV of every token and reads that of the last `window`. `mla`
-    keeps one latent vector of head_dim_k numbers (kv_lora_rank + rope) per token and no V. `state` keeps nothing per
-    token, but `state_bytes` per layer and sequence. `expanded`, for mla only, is the numbers per token and layer that
-    an engine caches which does not compute in the latent space: heads x (head_dim_k + head_dim_v).
+    Kinds: `full` needs the KV of every token, `window` only that of the last `window` tokens. `mla` needs one latent
+    vector of head_dim_k numbers (kv_lora_rank + rope) per token and no V. `state` needs nothing per token, but
+    `state_bytes` per layer and sequence. `expanded`, for mla only, is the size of whole keys and values in numbers per
+    token and layer, heads x (key + value width); this engine caches these, not latent vectors.
     """
 
     kind: LayerKind
@@ -70,53 +70,53 @@ class LayerGroup:
 
     @property
     def kv_widths(self) -> tuple[int, int]:
-        """Numbers in the keys and in the values of one token that this engine caches, in one layer."""
+        """Widths of one token's keys and values, over all heads, that this engine caches in one layer."""
         if self.expanded:
             return self.expanded - self.expanded // 2, self.expanded // 2
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that one token of context needs in all layers of the group; 0 for a state."""
+        """Return how many bytes one token needs in all layers of the group; 0 for recurrent state."""
         return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that this engine writes for one token: as bytes_per_token, but with MLA cached expanded."""
+        """Return how many bytes this engine caches for one token: bytes_per_token, but for MLA whole keys and values."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Layer groups of a model. `notes` name the assumptions made; any assumption makes the geometry an estimate."""
+    """Layer groups of a model. `notes` lists facts and assumptions; with an assumption, `confidence` is "estimate"."""
 
     groups: tuple[LayerGroup, ...]
     confidence: Confidence
     notes: tuple[str, ...]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes per token of the layers that keep the KV of the whole context."""
+        """Return the bytes per token in layers that keep the KV of the whole context."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind in ("full", "mla"))
 
     def kv_bytes_per_token_window(self, dtype_bytes: int) -> int:
-        """Return the bytes per token of the layers that need only the last `window` tokens."""
+        """Return the bytes per token in layers that need only the last `window` tokens."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that this engine writes for one token."""
+        """Return how many bytes this engine caches for one token in all layers."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of a sequence of `length` tokens, state included, if KV outside the windows is freed."""
+        """Return the bytes of a sequence of `length` tokens, with its state, if KV outside the windows is freed."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
     @property
     def caches_kv(self) -> bool:
-        """Whether any layer is more than a recurrence."""
+        """Whether any layer caches KV, that is, is not recurrent."""
         return any(group.kind != "state" for group in self.groups)
 
     @property
     def window(self) -> int | None:
-        """The largest window of the window layers, in tokens."""
+        """Largest sliding window in tokens; None if no layer has one."""
         return max((g.window for g in self.groups if g.window is not None), default=None)
 
     @property
@@ -125,16 +125,16 @@ class Geometry:
 
 
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
-    """Group the layers of a model by what they cache. `dtype_bytes` is the size of the model's own type.
+    """Return a model's layers, grouped by what they cache. `dtype_bytes` is the size of one number in the model's type.
 
-    Raises ModelError for an encoder-decoder, and for a config without layers or heads or whose heads do not divide.
+    Raises ModelError for an encoder-decoder, and for a config whose layers or heads are missing or inconsistent.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
     return LayerReader(fields, dtype_bytes).geometry()
 
 
 class LayerReader:
-    """Reader of the layers of one config; it collects the assumptions it makes. Its methods raise ModelError."""
+    """Reader of the layers of one config. It collects the assumptions it makes. Its methods may raise ModelError."""
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
         self.fields = fields
@@ -143,7 +143,7 @@ class LayerReader:
         self.facts: list[str] = []
 
     def geometry(self) -> Geometry:
-        """Return the groups of layers with equal cost."""
+        """Return the model's layers in groups of equal cost."""
         if not self.fields.known:
             model_type = self.fields.model_type or "not given"
             self.assumed.append(f"model_type is {model_type}: transformers knows no defaults for what the config omits")
@@ -161,7 +161,7 @@ class LayerReader:
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
 
     def layer_names(self) -> list[str]:
-        """Return the type of every layer, by the names that configs use."""
+        """Return the type of every layer, under the names that configs use."""
         fields = self.fields
         if pattern := fields.get("hybrid_override_pattern"):
             return [_PATTERN.get(letter, letter) for letter in pattern]
@@ -191,7 +191,7 @@ class LayerReader:
         return self._attention_names(layers)
 
     def _attention_names(self, layers: int) -> list[str]:
-        """Return the types for a config that lists none: all full, all with a window, or every n-th full."""
+        """Return the layer types for a config without a list: all full, all with a window, or every n-th full."""
         fields = self.fields
         window = fields.get("sliding_window", "attention_window_size")
         if not window or fields.get("use_sliding_window") is False:
@@ -206,7 +206,7 @@ class LayerReader:
         return ["full_attention"] * layers
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
-        """Return what a layer of the type `name` caches."""
+        """Return the kinds of cache that a layer of the type `name` needs."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown kind {name!r} counted as full attention")
             return ("full",)
@@ -247,7 +247,7 @@ class LayerReader:
         return heads
 
     def kv_heads(self, kind: LayerKind, layer: int) -> int:
-        """Return the number of heads of a key or value in this layer."""
+        """Return the number of KV heads in this layer."""
         fields = self.fields
         if (own := self._override("num_key_value_heads", layer)) is not None:
             return int(own)
@@ -269,7 +269,7 @@ class LayerReader:
         return int(given)
 
     def head_dim(self, kind: LayerKind, layer: int) -> int:
-        """Return the width of one head of a query or key in this layer."""
+        """Return the width of one query or key head in this layer."""
         fields = self.fields
         if (own := self._override("head_dim", layer)) is not None:
             return int(own)
@@ -285,7 +285,7 @@ class LayerReader:
         return hidden // heads
 
     def _override(self, name: str, layer: int) -> Any:
-        """Return the value that the config sets for this layer only; None if it sets none."""
+        """Return the value that the config sets for this layer alone; None if it sets none."""
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, Mapping):
             return None

@@ -1,4 +1,4 @@
-"""Counting the parameters of a model from its config, for the families in families.py."""
+"""Counts of a model's parameters from its config, for the families in families.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters, divided as quantised formats divide them.
+    """Numbers of parameters, in classes that quantised formats treat differently.
 
     linear: matrices of attention and dense MLPs; experts: matrices of routed experts; embeddings: input, output and
-    learned positions; other: norms, biases, routers, convolutions; encoders: of images and audio.
+    learned positions; other: norms, biases, routers, convolutions; encoders: image and audio encoders.
     """
 
     linear: int = 0
@@ -30,14 +30,14 @@ class Parameters(NamedTuple):
 
 
 def add_up(parts: Iterable[Parameters]) -> Parameters:
-    """Add the numbers of all parts."""
+    """Return the sum of all parts, class by class."""
     return Parameters(*map(sum, zip(*parts, strict=True)))
 
 
 def count_parameters(config: Fields) -> Parameters | None:
-    """Count the language model; None for a family or a variant of it that is not in families.py.
+    """Count the language model's parameters; None for a family or variant that families.py does not describe.
 
-    Raises ModelError if the config does not describe its layers in full.
+    Raises ModelError if the config does not describe all layers.
     """
     family = FAMILIES.get(config.model_type)
     if family is None or not config.hidden_size or not config.vocab_size or _is_variant(config):
@@ -46,7 +46,7 @@ def count_parameters(config: Fields) -> Parameters | None:
 
 
 def _is_variant(config: Fields) -> bool:
-    """Return whether settings ask for parts that _Counter does not count."""
+    """Return whether the config's settings add parts that _Counter does not count."""
     usual = {"falcon": "parallel_attn", "opt": "do_layer_norm_before"}.get(config.model_type)
     if usual is not None and not config.get(usual):
         return True
@@ -104,7 +104,7 @@ class _Counter:
         return Parameters(linear=self.hidden * (rows + query), other=other + (heads if self.parts.sinks else 0))
 
     def _mla(self) -> Parameters:
-        """Count multi-head latent attention (DeepSeek-V2): low-rank projections, of queries where they have a rank."""
+        """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, of queries."""
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
         value, narrow = get("v_head_dim"), get("q_lora_rank")
@@ -115,14 +115,14 @@ class _Counter:
         return Parameters(linear=linear, other=latent + (narrow or 0) + biases)
 
     def _delta_net(self) -> Parameters:
-        """Count a gated delta net: projections of q, k, v and gate, two numbers per value head, a short convolution."""
+        """Count a gated delta net: projections, two numbers per value head, a short convolution and a norm."""
         sizes = DeltaNetSizes.of(self.config)
         heads, value = sizes.value_heads, sizes.value_width
         linear = self.hidden * (sizes.channels + value + 2 * heads) + value * self.hidden
         return Parameters(linear=linear, other=sizes.channels * sizes.kernel + 2 * heads + value // heads)
 
     def _mamba2(self) -> Parameters:
-        """Count a Mamba-2 mixer: projections in and out, a convolution over x, B and C, three numbers per head."""
+        """Count a Mamba-2 mixer: two projections, a convolution over x, B and C, three numbers per head and a norm."""
         sizes = Mamba2Sizes.of(self.config)
         linear = self.hidden * (2 * sizes.width + sizes.channels + sizes.heads)
         taps = sizes.kernel + (1 if self.config.get("use_conv_bias") else 0)
@@ -131,7 +131,7 @@ class _Counter:
     def _mlps(self, layer: int, name: str) -> Iterator[Parameters]:
         """Count the dense MLP, or the experts with their router."""
         get = self.config.get
-        if self.config.model_type == "gemma4_text":  # experts beside the dense MLP, with their own norms and scales
+        if self.config.model_type == "gemma4_text":  # a dense MLP and experts, which have separate norms and scales
             yield self._mlp(get("intermediate_size"))
             if get("enable_moe_block"):
                 yield self._experts(get("num_experts"), get("moe_intermediate_size"))
@@ -139,7 +139,7 @@ class _Counter:
                 yield self._norms(3)
         elif self._is_sparse(layer, name):
             yield self._experts(self.config.num_experts, get(self.parts.experts))
-            shared = self.config.shared_expert_size  # of the experts that every token is sent to
+            shared = self.config.shared_expert_size  # width of the experts that every token is sent to
             if shared is None:
                 shared = get("n_shared_experts", default=0) * get("moe_intermediate_size", default=0)
             if shared:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from llmsched.engine.architecture.fields import Fields
 from llmsched.engine.errors import ConfigError
 
-#: Usual quantization_configs, by the names that `--quantization` takes.
+#: Typical quantization_config for each name that `--quantization` takes.
 QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"quant_method": "fp8"},
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -18,8 +18,8 @@ QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
 
-#: Type in which matrices are multiplied: 16 bits (float32 if activations are), fp8 with one scale for each matrix or
-#: row, or fp8 with a scale for each block, which is slower.
+#: Type in which matrices are multiplied: 16 bits (float32 if activations are float32), fp8 with one scale for each
+#: matrix or row, or fp8 with one scale for each block, which is slower.
 Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 
 
@@ -27,9 +27,9 @@ Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 class Quantization:
     """Format of a quantised checkpoint.
 
-    `linear_bits` and `expert_bits` are bits per number of dense and of routed expert matrices, with the number's share
-    of scales and zero points; None where these matrices are not quantised. Both are None for an unknown format.
-    `fp8_kv` says that the checkpoint has scales for an fp8 KV cache; fp8 weights alone do not mean that.
+    `linear_bits` and `expert_bits` are the bits per number in dense matrices and in routed experts, including scales
+    and zero points; None if these matrices are not quantised. Both are None for an unknown format. `fp8_kv` says
+    whether the checkpoint has scales for an fp8 KV cache, which fp8 weights alone do not imply.
     """
 
     method: str
@@ -44,7 +44,7 @@ class Quantization:
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
-    """Read the format of a model's checkpoint; None if it is not quantised."""
+    """Return the format of a model's checkpoint; None if it is not quantised."""
     settings = fields.get("quantization_config")
     if not settings:
         return None
@@ -65,22 +65,25 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
 
 def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config` as a checkpoint in the format QUANTIZATIONS[name] would state it. Raises ConfigError."""
+    """Return `config` with QUANTIZATIONS[name] as its quantization_config.
+
+    Raises ConfigError for an unknown name or a checkpoint that is already quantised.
+    """
     if name not in QUANTIZATIONS:
         raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "some form")
-        raise ConfigError("quantization", f"{name} is asked for, but the checkpoint is quantised already ({method})")
+        raise ConfigError("quantization", f"{name} cannot be applied: the checkpoint is already quantised ({method})")
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 
 def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None, bool]:
-    """Return linear_bits, expert_bits, and whether activations have 8 bits too, so that matrices multiply in fp8.
+    """Return linear_bits, expert_bits, and whether activations have 8 bits too, so that products are in fp8.
 
-    fp8: 8 bits, and one float32 scale for each block if there are blocks. mxfp4: only experts, 4 bits and an 8-bit
-    exponent for 32 numbers. awq, gptq, compressed-tensors: group_size numbers share a scale and a zero point.
-    bitsandbytes: a float32 maximum for 64 numbers, or 8 bits of it with double quantisation. modelopt (NVIDIA): fp8,
-    nvfp4 (an 8-bit scale for 16 numbers), int4 in groups of 128.
+    fp8: 8 bits, and one float32 scale per block if there are blocks. mxfp4: only experts, 4 bits, and an 8-bit exponent
+    per 32 numbers. awq, gptq, compressed-tensors: one scale and zero point per group_size numbers. bitsandbytes: one
+    float32 maximum per 64 numbers, or 8 bits with double quantisation. modelopt (NVIDIA): fp8, nvfp4 (an 8-bit scale
+    per 16 numbers), int4 in groups of 128.
     """
     method = str(settings.get("quant_method", "")).lower()
     if method == "mxfp4":
@@ -115,7 +118,7 @@ def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None,
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
-    """Return `bits` and a number's share of its group's 16-bit scale and zero point; without groups only `bits`."""
+    """Return the bits per number, including a share of the group's 16-bit scale and zero point; None if unknown."""
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = 16 + (bits if zero_point else 0)

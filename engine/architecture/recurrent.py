@@ -10,22 +10,22 @@ _FLOAT32 = 4
 
 
 def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
-    """Return the bytes of one recurrent layer for one sequence; None for an unknown kind of recurrence.
+    """Return the bytes of one recurrent layer's state for one sequence; None for an unknown kind of layer.
 
-    The state is the recurrent matrix and the last kernel-1 inputs of the short convolution before it. The convolution
-    has the model's type, the matrix the type that the config names, or else the one that the architecture uses.
+    The state is the recurrent matrix and the last kernel - 1 inputs of the short convolution before it. These inputs
+    have the model's type; the matrix has the type that the config names, or else the architecture's default.
     """
     get = fields.get
     named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
-    if get("linear_num_value_heads"):  # a matrix of key_dim x value_dim for each value head
+    if get("linear_num_value_heads"):  # one matrix of key_dim x value_dim per value head
         delta = DeltaNetSizes.of(fields)
         matrix = delta.value_width * delta.key_dim * (named or _FLOAT32)
         return int(matrix + (delta.kernel - 1) * delta.channels * dtype_bytes)
-    if get("mamba_num_heads", "mamba_n_heads"):  # a matrix of head_dim x state_size for each head
+    if get("mamba_num_heads", "mamba_n_heads"):  # one matrix of head_dim x state_size per head
         mamba = Mamba2Sizes.of(fields)
         matrix = mamba.width * mamba.state * (named or dtype_bytes)
         return int(matrix + (mamba.kernel - 1) * mamba.channels * dtype_bytes)
-    if get("mamba_d_state") and not get("n_mamba_heads"):  # Jamba's Mamba-1: state_size numbers for each channel
+    if get("mamba_d_state") and not get("n_mamba_heads"):  # Jamba's Mamba-1: state_size numbers per channel
         width = get("mamba_expand", default=2) * get("hidden_size")
         matrix = width * get("mamba_d_state") * (named or dtype_bytes)
         return int(matrix + (get("mamba_d_conv") - 1) * width * dtype_bytes)
@@ -37,7 +37,7 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
 
 
 class DeltaNetSizes(NamedTuple):
-    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5); widths are of all heads together."""
+    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5). Each width covers all heads together."""
 
     key_width: int
     value_width: int
@@ -57,12 +57,12 @@ class DeltaNetSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution over q, k and v."""
+        """Number of channels of the convolution over q, k and v."""
         return 2 * self.key_width + self.value_width
 
 
 class Mamba2Sizes(NamedTuple):
-    """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1); `width` is of all heads together."""
+    """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1). `width` covers all heads together."""
 
     width: int
     heads: int
@@ -80,5 +80,5 @@ class Mamba2Sizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution over x, B and C."""
+        """Number of channels of the convolution over x, B and C."""
         return self.width + 2 * self.groups * self.state

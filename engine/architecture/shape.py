@@ -1,4 +1,4 @@
-"""Sizes of a model that the memory plan needs, read from its config."""
+"""Sizes of a model that memory planning needs, read from its config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. Widths count numbers; where layers differ, the largest counts.
+    """Sizes of a model. Widths are in numbers; if layers differ, they are those of the largest layer.
 
-    `inner_size` is the width of the MLP that a token passes through, `query_size` that of all query heads together.
-    `whole_scores` says that attention scores are capped or have sinks or biases, so that a CPU holds them as a whole.
-    `max_position` is the longest context in tokens, None if the config states none. `fp8_kv` says that the checkpoint
-    has scales for an fp8 KV cache.
+    `inner_size` is the width of the MLP that one token passes through, `query_size` that of all query heads together.
+    `whole_scores` says whether a CPU must hold all attention scores at once, because they are capped or have sinks or
+    biases. `max_position` is the longest context in tokens, None if the config states none. `fp8_kv` says whether the
+    checkpoint has scales for an fp8 KV cache.
     """
 
     geometry: Geometry
@@ -41,7 +41,7 @@ class ModelShape:
 
     @property
     def exact(self) -> bool:
-        """Whether weights and activations are counted in full."""
+        """Whether all weights and activations are counted exactly."""
         return self.weights.exact and self.vocab_size > 0 and self.hidden_size > 0
 
 
@@ -53,11 +53,11 @@ def model_shape(
     weights: Weights | None = None,
     cache: ConfigCache | None = None,
 ) -> ModelShape:
-    """Read the shape from a transformers config or the content of a config.json.
+    """Return the shape of the model with this transformers config, or with a config.json of this content.
 
-    `path` is the model's directory, where weight files may lie; `weights`, if given, replaces what is found there.
+    `path` is the model's directory, in which weight files may be; `weights`, if given, is used instead of these files.
 
-    Raises ModelError if the config lacks a size or states one of the wrong type.
+    Raises ModelError if a size is missing or has the wrong type.
     """
     with size_errors():
         fields = read_fields(config, cache)
@@ -87,14 +87,14 @@ def model_shape(
 
 
 def inner_size(fields: Fields) -> int:
-    """Return the width of the MLP, or of all experts together that one token is sent to, whichever is larger."""
+    """Return the width of the dense MLP or the total width of one token's experts, whichever is larger."""
     dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
     routed = (fields.experts_per_token or 0) * fields.get("moe_intermediate_size", default=dense)
     return max(int(dense), int(routed + (fields.shared_expert_size or 0)))
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context that can be served exactly, and a note if it is shorter than the model's own."""
+    """Return the longest context that can be served exactly, and a note if it is shorter than the model's limit."""
     stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
     if limit == stated:
@@ -103,10 +103,10 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 
 
 def rotary_limit(fields: Fields) -> int | None:
-    """Return the context in tokens up to which sequences can share a batch exactly; None if there is no such limit.
+    """Return the context, in tokens, above which rotary embeddings change; None if they do not change.
 
-    Rotary embeddings of the kinds longrope and dynamic change for a whole batch as soon as its longest sequence passes
-    the original context: requests would depend on each other, and older keys in the cache would no longer fit.
+    The kinds longrope and dynamic change for the whole batch when its longest sequence exceeds the original context.
+    Results would then depend on other requests, and keys that are already cached would be wrong.
     """
     given = fields.get("rope_parameters", "rope_scaling", default={})
     per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]

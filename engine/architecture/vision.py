@@ -1,4 +1,4 @@
-"""Counting the parameters of the vision encoders of multimodal models, for those with a known structure."""
+"""Counts of the parameters of vision encoders, for multimodal models with a known structure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Settings = Mapping[str, Any]
 
 
 def encoder_parameters(config: Settings) -> int | None:
-    """Count the numbers outside the language model of a config.json's content; 0 for a text model.
+    """Count a model's parameters outside its language model, from the content of config.json; 0 for a text model.
 
-    Returns None for models that are not in the table below and for all models with an audio encoder.
+    Returns None for a model that is not in `_ENCODERS` or that has an audio encoder.
     """
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
@@ -21,7 +21,7 @@ def encoder_parameters(config: Settings) -> int | None:
     count = _ENCODERS.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config, vision)
-    except KeyError:  # a setting is left to its class default, or asks for parts that are not counted
+    except KeyError:  # a setting is missing, or adds parts that are not counted
         return None
 
 
@@ -34,12 +34,12 @@ def _dense(rows: int, columns: int) -> int:
 
 
 def _plain_block(hidden: int, inner: int) -> int:
-    """Count a transformer block with two LayerNorms and biases everywhere."""
+    """Count a transformer block with two LayerNorms and biases on all projections."""
     return 2 * _layer_norm(hidden) + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen3-VL and Qwen3.5: learned positions, plain blocks, one merger and one more for each deepstack layer."""
+    """Count Qwen3-VL and Qwen3.5: learned positions, plain blocks, one merger, and one for each deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -69,13 +69,13 @@ def _patches(vision: Settings, hidden: int) -> int:
 
 
 def _merger(vision: Settings, hidden: int, out: int) -> int:
-    """Count the merger, which projects several neighbouring vectors to one of the language model."""
+    """Count the merger, which projects several neighbouring vectors to one vector of the language model."""
     merged = hidden * vision["spatial_merge_size"] ** 2
     return int(_dense(merged, merged) + _dense(out, merged))
 
 
 def _mistral3(config: Settings, vision: Settings) -> int:
-    """Count Pixtral: gated blocks with RMSNorm and no biases, a merger of patches, two projections."""
+    """Count Pixtral: gated blocks with RMSNorm and no biases, a patch merger, two projections."""
     hidden, inner, text = vision["hidden_size"], vision["intermediate_size"], config["text_config"]["hidden_size"]
     heads = vision["num_attention_heads"] * vision["head_dim"]
     block = 2 * hidden + 4 * hidden * heads + 3 * hidden * inner
@@ -98,7 +98,7 @@ def _gemma3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma4(config: Settings, vision: Settings) -> int:
-    """Count gated blocks with four norms and norms of queries and keys, two tables of positions, one projection."""
+    """Count Gemma 4's: gated blocks with four norms and QK norms, two position tables, one projection."""
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim

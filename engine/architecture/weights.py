@@ -1,4 +1,4 @@
-"""Size of a model's weights once loaded: from the headers of its files, or else counted from its config."""
+"""Size of a model's loaded weights: from the headers of its files, or else counted from its config."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 
-#: Names of the tensors of a built model.
+#: Patterns that classify the tensors of a built model by name.
 _ENCODER = re.compile(r"vis(ual|ion)|audio|multi_modal_projector")
 _EMBEDDING = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b")
 _SMALL = re.compile(r"bias|norm|router|conv|\bgate\.")
-#: Tensors of multi-token prediction (MTP), which is not served: `mtp.*`, or layers beyond num_hidden_layers.
+#: Tensors of multi-token prediction (MTP), which are not loaded: `mtp.*`, and layers from num_hidden_layers on.
 _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layers\.(?P<layer>\d+)\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Size of weights: `count` bytes in the serving type; `exact` if nothing was assumed, `source` of the figure."""
+    """Size of weights: `count` bytes in the serving type, known from `source`. `exact` is False for an estimate."""
 
     count: int
     source: str
@@ -49,9 +49,9 @@ class Weights:
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
     """Return the size of a model's weights when served in a type of `dtype_bytes` bytes.
 
-    Safetensors files in the directory `path` are preferred: their floating-point tensors are converted on loading and
-    count dtype_bytes per number, quantised tensors count as stored. Without files the parameters are counted from the
-    config, tied embeddings once. If that is impossible too, the size is 0 and a note says so.
+    If the directory `path` has safetensors files, their floating-point tensors count `dtype_bytes` per number, because
+    loading converts them, and quantised tensors count as stored. Without files the parameters are counted from the
+    config, tied embeddings once. If the config is not enough, the size is 0 and a note says why.
 
     Raises ModelError for a damaged file.
     """
@@ -61,7 +61,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         files = [path / name for name in sorted(set(content.get("weight_map", {}).values()))]
     elif path is not None:
         files = [path / _SINGLE]
-    if files and all(file.is_file() for file in files):  # with a shard missing the sum would be wrong
+    if files and all(file.is_file() for file in files):  # without one of the shards the sum would be wrong
         return _from_headers(files, dtype_bytes, fields)
     parameters, notes = parameters_of(fields)
     if not parameters.total:
@@ -79,9 +79,9 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
 
 def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
-    """Count a model's parameters from the table of families, or else by building the model without memory.
+    """Count a model's parameters with the table of families, or else by building the model without memory.
 
-    Returns the counts, all zero if neither is possible, and notes on parts that are left out.
+    Returns the counts, all zero if neither is possible, and notes about parts that are not counted.
     """
     counted = count_parameters(fields)
     if counted is not None and (encoders := encoder_parameters(fields.content)) is not None:
@@ -96,7 +96,7 @@ def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
 
 
 def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_bytes: int) -> int:
-    """Return the bytes of quantised weights; embeddings, norms and encoders stay in the type of `dtype_bytes` bytes."""
+    """Return the bytes of a quantised model; embeddings, norms and encoders take `dtype_bytes` bytes per number."""
     quantised = (
         (parameters.linear, quantization.linear_bits),
         (parameters.experts, quantization.expert_bits),
@@ -107,7 +107,7 @@ def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_by
 
 
 def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
-    """Add up the tensors of `files` that will be loaded."""
+    """Return the total size of the tensors in `files` that will be loaded."""
     count, left_out, stored = 0, 0, set()
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     for file in files:
@@ -131,7 +131,7 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weight
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Read a safetensors header: its length in eight bytes (little-endian), then so many bytes of JSON."""
+    """Read a safetensors header: eight bytes with its length (little-endian), then JSON of that length."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
@@ -144,10 +144,10 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _built_parameters(config: Any) -> dict[str, int] | None:
-    """Count parameters by building the model without memory (torch's meta device), which takes seconds.
+    """Count parameters by building the model without memory, on torch's meta device. This takes seconds.
 
-    Returns the fields of Parameters; None if the model cannot be built, because it needs packages that are not
-    installed or because a value of its config is wrong.
+    Returns the fields of Parameters, or None if the model cannot be built: a package that it needs is not installed, or
+    its config has an invalid value.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -159,7 +159,7 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
     made.quantization_config = None
     autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     if getattr(made, "vision_config", None) is not None:
-        autos.reverse()  # the text class of such a model would leave out its encoders
+        autos.reverse()  # the text-only class would leave out the encoders
     for auto in (auto for auto in autos if type(made) in auto._model_mapping):
         try:
             with torch.device("meta"):
@@ -173,7 +173,7 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
 
 
 def _classified(name: str, tensor: torch.Tensor) -> Parameters:
-    """Count one tensor of a built model, classified by its name and shape."""
+    """Return the count of one tensor of a built model, in the class that its name and shape indicate."""
     count = int(tensor.numel())
     if _ENCODER.search(name):
         return Parameters(encoders=count)

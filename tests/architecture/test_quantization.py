@@ -131,5 +131,5 @@ def test_a_plain_config_is_read_as_a_quantised_one() -> None:
         assert quantised_config(plain, name) == plain | {"quantization_config": settings}
     with pytest.raises(ConfigError, match=r"quantization: must be one of fp8, .*, got 'fp7'"):
         quantised_config(plain, "fp7")
-    with pytest.raises(ConfigError, match=r"awq is asked for, but the checkpoint is quantised already \(fp8\)"):
+    with pytest.raises(ConfigError, match=r"awq cannot be applied: the checkpoint is already quantised \(fp8\)"):
         quantised_config(quantised_config(plain, "fp8"), "awq")
