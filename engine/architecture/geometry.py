@@ -80,7 +80,7 @@ class LayerGroup:
         return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return how many bytes this engine caches for one token: bytes_per_token, but for MLA whole keys and values."""
+        """Return how many bytes this engine caches for one token: bytes_per_token, except for MLA (`expanded`)."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 

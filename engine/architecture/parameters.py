@@ -104,7 +104,7 @@ class _Counter:
         return Parameters(linear=self.hidden * (rows + query), other=other + (heads if self.parts.sinks else 0))
 
     def _mla(self) -> Parameters:
-        """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, of queries."""
+        """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, queries."""
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
         value, narrow = get("v_head_dim"), get("q_lora_rank")
