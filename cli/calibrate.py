@@ -27,7 +27,7 @@ def calibrate(
     model: ModelArgument = None,
     *,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=1000, help="Measurements of each step; the median is used.")
+        int, typer.Option("--repeats", min=1, max=1000, help="Measurements of each step; their median is used.")
     ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     engine_options: EngineOptions,
@@ -80,7 +80,7 @@ def _calibration(spec: str, planner: ModelPlanner, measured: DeviceTimings) -> C
             **{name: getattr(config, name) for name in limits},
         },
         versions=versions_table(),
-        # Errors are shares; `error_left_out` is of a fit to all other steps.
+        # Errors are shares; `error_left_out` is the error of a fit to all other steps.
         steps=tuple(
             {
                 "step": step.name,
@@ -141,7 +141,7 @@ def _show(spec: str, measured: DeviceTimings, calibration: Calibration, repeats:
     for each in measured.serving:
         between = render.human_seconds(each.between)
         render.say(
-            f"serving {each.num_seqs} at a time: {between} between steps; steps take {each.slowdown:.2f} times as "
-            "long as in isolation"
+            f"serving {each.num_seqs} requests at a time: {between} between steps; steps take "
+            f"{each.slowdown:.2f} times as long as in isolation"
         )
     render.say(f"copies from and to host memory: {1e-9 / calibration.swap_seconds_per_byte:.3g} GB/s")

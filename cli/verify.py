@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmsched.engine.parity.logit_comparison import CaseResult, ParityReport
     from llmsched.engine.parity.verification import LoadedModel
 
-#: Most sequences with differing tokens that are listed for each check.
+#: Maximum number of sequences with differing tokens that are listed for each check.
 MAX_PARTINGS = 4
 
 
@@ -25,7 +25,10 @@ def verify(
     num_prompts: Annotated[
         int,
         typer.Option(
-            "--num-prompts", min=1, max=256, help="Prompts of varied length; six at block boundaries are added."
+            "--num-prompts",
+            min=1,
+            max=256,
+            help="Prompts of varied length; six near block boundaries are added.",
         ),
     ] = 4,
     num_tokens: Annotated[
@@ -117,7 +120,7 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
 
 
 def _remarks(check: CaseResult) -> Iterator[str]:
-    """Yield the remarks of a check that the table has no room for, faults first."""
+    """Yield remarks on a check that the table does not show, problems first."""
     yield from check.problems
     partings = sorted(check.divergences, key=lambda parting: parting.explained)
     for parting in partings[:MAX_PARTINGS]:

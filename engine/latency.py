@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -32,9 +32,9 @@ DEFINITIONS: Mapping[str, str] = {
     "percentiles": "linear interpolation between the two nearest samples; mean is arithmetic",
     "P99 interval": "95 % bootstrap interval over whole requests; with few requests its upper end is too low",
     "steady": (
-        "rates in the steady state (ramp-up and drain excluded): from one median E2E after the start of the run to the "
-        "first completion after the last request was sent; if that is too short, from the first token (completion) to "
-        "the end of the run"
+        "rates in the steady state (ramp-up and ramp-down excluded): from one median E2E after the start of the run to "
+        "the first completion after the last request was sent; if that is too short, from the first token (completion) "
+        "to the end of the run"
     ),
 }
 
@@ -128,28 +128,36 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
     return waits
 
 
+_PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a distribution, in the unit of its samples; all but `count` are None without samples."""
+    """Statistics of a distribution, in the unit of its samples; all but `count` are None without samples.
 
-    count: int
-    mean: float | None
-    p50: float | None
-    p95: float | None
-    p99: float | None
-    max: float | None
+    Reports get their statistics and headings from these fields. To add a percentile, add a field of its name.
+    """
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+#: Names of the percentiles in a Summary.
+PERCENTILES = tuple(f.name for f in fields(Summary) if _PERCENTILE.fullmatch(f.name))
 
 
 def summarise(samples: Sequence[float]) -> Summary:
     """Return mean, maximum and percentiles (linear interpolation, type 7 of Hyndman and Fan)."""
     if not samples:
-        return Summary(0, None, None, None, None, None)
+        return Summary()
     values = np.asarray(samples, dtype=np.float64)
-    p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99), method="linear"))
-    return Summary(len(samples), float(values.mean()), p50, p95, p99, float(values.max()))
-
-
-_PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
+    found = np.percentile(values, [float(name[1:]) for name in PERCENTILES], method="linear").tolist()
+    percentiles = dict(zip(PERCENTILES, found, strict=True))
+    return Summary(len(samples), float(values.mean()), max=float(values.max()), **percentiles)
 
 
 def statistic(samples: Sequence[float], name: str) -> float | None:

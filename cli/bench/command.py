@@ -18,7 +18,7 @@ from llmsched.cli.options.flags import quantization_option, resolve_model, simul
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.server_flags import ServerFlags, http_options, refuse_server_flags
 from llmsched.cli.options.slo_flags import with_slo_options
-from llmsched.cli.profiles.apply import found_for_others, with_profile
+from llmsched.cli.profiles.apply import profile_warnings, with_profile
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.http_target import open_server
 from llmsched.cli.targets.interface import RunPlan
@@ -124,7 +124,7 @@ def bench(
             refuse_server_flags(typed_options(context))
             model, options = resolve_model(target), with_profile(engine_options, profile)
             if profile is not None:
-                for warning in found_for_others(profile, options.config(model), simulate):
+                for warning in profile_warnings(profile, options.config(model), simulate):
                     render.warn(warning)
             config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
             if modes.compare is not None:

@@ -1,4 +1,4 @@
-"""Delay caused by the bench client itself: event loop lag, and whether it spoils the target's figures."""
+"""Delays caused by the bench client itself, and whether they invalidate the target's figures."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _INTERVAL_S = 0.02
 #: A garbage collection threshold that is never reached.
 _NEVER = (1 << 31) - 1
 
-#: A run is invalid if the P99 of a lag exceeds both of these; the share is of the latency that the lag adds to.
+#: A run is invalid if the P99 of a lag exceeds both limits: seconds, and a share of the latency that the lag adds to.
 LAG_LIMIT_S = 0.02
 LAG_LIMIT_SHARE = 0.1
 
-#: A warning is given if what the loop lag adds to P99 ITL exceeds both of these; the share is of P99 ITL.
+#: The user is warned if loop lag adds more than both limits to P99 ITL: seconds, and a share of P99 ITL.
 _WARN_S = 0.005
 _WARN_SHARE = 0.25
 
-#: Share of a lag from which on the machine, not the client, is named as its cause.
+#: If the machine caused at least this share of a lag, messages name the machine, not the client, as the cause.
 _MOSTLY_MACHINE = 0.5
 
 
 @asynccontextmanager
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
-    """Yield a list that fills, while the block runs, with the lag of a timer that is due every `interval` seconds.
+    """Yield a list that receives, while the block runs, the lags of a timer that is due every `interval` seconds.
 
-    Timers that fell due while the loop was late are listed as well, or the worst lags would count least. A token that
-    arrives while the loop is busy is only seen when the loop is free again, so a lag adds to the target's latency.
+    Timers that were due while the loop was busy are listed too; otherwise long lags would count too little. The client
+    sees a token that arrives meanwhile only when the loop is free again, so a lag adds to the target's latency.
     """
     lags: list[LoopLag] = []
     watch = asyncio.create_task(_watch(interval, lags))
@@ -54,7 +54,7 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
     while True:
         due, before = now() + interval, computed()
         await asyncio.sleep(interval)
-        # All CPU time of this thread may be the cause of the lag; the rest of the lag is the machine's.
+        # The client may have caused as much lag as this thread used CPU time; the machine caused the rest.
         fired, own = now(), computed() - before
         while True:
             late = max(0.0, fired - due)
@@ -67,8 +67,8 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
 def settled_heap() -> Iterator[None]:
     """Disable full garbage collections while the block runs; young objects are still collected.
 
-    With a model's libraries loaded a full collection takes some 80 ms, with a million recorded tokens 200 ms, and each
-    would show as a stall of every stream.
+    A full collection takes about 80 ms with a model's libraries loaded and 200 ms with a million recorded tokens. It
+    would look like a stall of every stream.
     """
     gc.collect()
     gc.freeze()
@@ -83,10 +83,10 @@ def settled_heap() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ClientLag:
-    """Lags of the client in seconds: `send`, from when a request could be sent until it was; `loop`, of its event loop.
+    """Lags of the client in seconds: `send` of requests after they could be sent, `loop` of its event loop.
 
-    `machine` is the part of `loop` during which the machine gave the client no CPU core, `streaming` is `loop` from the
-    first token on. None if the loop was not watched.
+    `machine` is the part of `loop` during which the machine gave the client no CPU core; `streaming` has only the loop
+    lags after the first token. None if the loop was not watched.
     """
 
     send: Summary
@@ -96,7 +96,7 @@ class ClientLag:
 
 
 def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
-    """Summarise the lags of a run with these served requests."""
+    """Summarise the client's lags in a run whose served requests are `done`."""
     send = summarise([lag for record in run.records if (lag := record.client_lag) is not None])
     if run.loop_lags is None:
         return ClientLag(send)
@@ -112,7 +112,7 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
     """Return whether the client was so late that the run is invalid, and a warning for the user.
 
-    Each lag is compared with what it adds to: a late send to TTFT, loop lag also to the gap before a chunk.
+    Each lag is compared with the latency that it adds to: a late send adds to TTFT, loop lag also to gaps.
     """
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0

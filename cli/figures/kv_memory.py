@@ -1,4 +1,4 @@
-"""Use of KV memory: sampled while a run lasts and, for an engine in this process, summed over its steps."""
+"""Usage of KV memory: sampled during a run and, for an engine in this process, summed over its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 
-#: Definitions, printed wherever these figures are.
+#: Definitions, printed with the figures.
 DEFINITIONS = {
     "steps": "forward passes of the engine, however long each took",
     "KV waste": "share of the KV memory allocated to requests that held no KV yet, averaged over steps; for a server, "
@@ -21,10 +21,10 @@ DEFINITIONS = {
 
 
 class TargetState(NamedTuple):
-    """State of a target at `time`; None for what it does not report.
+    """State of a target at `time`; None for values that it does not report.
 
-    The last three are shares of all KV memory: blocks held by requests, the part of them still empty, and blocks held
-    only by the prefix cache.
+    Shares of all KV memory: `kv_held` is held by requests, `kv_empty` held by requests but still empty, `kv_cached`
+    held only by the prefix cache.
     """
 
     time: float
@@ -36,7 +36,7 @@ class TargetState(NamedTuple):
 
 
 def target_state(time: float, running: int, waiting: int, use: KVUsage) -> TargetState:
-    """Return the state of an engine that uses its KV memory as `use` says."""
+    """Return the state of an engine whose KV memory usage is `use`."""
     total = max(1, use.total)
     return TargetState(time, running, waiting, use.held / total, use.empty / total, use.cached / total)
 
@@ -45,8 +45,8 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `peak` is the most that requests held, in tokens, of `total`. `shares` sums the empty share of what was held over
-    `held_steps`, the steps in which any was held.
+    `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. `shares` is the sum, over
+    the `held_steps` steps in which requests held any, of the empty share of the memory held.
     """
 
     steps: int = 0
@@ -64,7 +64,7 @@ class KVMeter:
             self.shares += use.empty / use.held
 
     def take(self) -> KVMeter:
-        """Return what was metered so far, and start again from 0."""
+        """Return a copy of the meter, and reset the meter to 0."""
         taken = KVMeter(self.steps, self.held_steps, self.shares, self.peak, self.total)
         self.steps = self.held_steps = self.peak = 0
         self.shares = 0.0
@@ -72,7 +72,7 @@ class KVMeter:
 
     @property
     def waste(self) -> float | None:
-        """The share of held KV memory that was empty, averaged over steps; None if nothing was ever held."""
+        """The share of held KV memory that was empty, averaged over steps; None if no step held any."""
         return self.shares / self.held_steps if self.held_steps else None
 
 
@@ -89,10 +89,10 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory usage during a run, seen in `steps` of an engine or, if that is None, in `samples` of a target's metrics.
+    """Memory usage during a run, over an engine's `steps` or, if `steps` is None, over `samples` of a target's metrics.
 
-    Shares are of all KV memory, sizes in bytes; None if unknown. `kv_waste` is the empty share of held KV memory,
-    averaged over the steps or samples in which any was held; `mean_kv_share` the share held, averaged over samples.
+    Shares are of all KV memory, sizes in bytes; None if unknown. `kv_waste` is the empty share of the KV memory held,
+    averaged over the steps or samples that held any; `mean_kv_share` is the share held, averaged over samples.
     """
 
     steps: int | None
@@ -118,7 +118,7 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """Summarise meter and samples; None if the target reports nothing about its KV memory."""
+    """Return the memory usage from meter and samples; None if the target does not report its KV memory."""
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:

@@ -19,7 +19,7 @@ _RESAMPLES = 500
 _SEED = 0
 _SHARE = 0.01
 
-#: Share of the largest samples searched first for a resample's P99; all samples are searched if it lies below them.
+#: The P99 of a resample is first searched in this share of the samples, the largest; then, if needed, in all.
 _TOP = 0.05
 
 
@@ -34,8 +34,8 @@ class LatencySummary(Summary):
 class Latencies:
     """Latency distributions of the completed requests, in seconds.
 
-    `worst_stall` is the longest gap between two chunks of a request. `stalls` has the index of a request and its worst
-    stall, of the requests with the longest ones; there `at` is in seconds after the start of the run.
+    `worst_stall` is the longest gap between two chunks of a request. `stalls` has the requests with the longest stalls:
+    the index of each and its worst stall, whose `at` is in seconds after the start of the run.
     """
 
     ttft: LatencySummary
@@ -62,7 +62,7 @@ class ReadingPauses:
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
-    """Summarise served requests of a run that began at `start`. `connect` has the seconds per opened connection."""
+    """Summarise served requests of a run that began at `start`. `connect` has the times of opening connections."""
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
@@ -79,7 +79,7 @@ def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start:
 
 
 def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple[float, ...]]]:
-    """Return for each latency ("ttft", "itl", "tpot", "e2e") the samples of each request that has any."""
+    """Return the samples of each latency ("ttft", "itl", "tpot", "e2e"), grouped by request."""
     return {
         "ttft": [(one.ttft,) for one in latencies],
         "itl": [one.itl for one in latencies if one.itl],

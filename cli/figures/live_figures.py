@@ -1,4 +1,4 @@
-"""Figures of a run while it lasts, shown beside its progress."""
+"""Figures shown beside the progress of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Running count of requests, with rate and latencies of the latest, passed to `tell` as text."""
+    """Progress text: requests in flight, and rate and median latencies of the latest requests; passed to `tell`."""
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now
@@ -32,7 +32,7 @@ class LiveFigures:
         self._start = self._told = now()
 
     def watching(self, send: Send) -> Send:
-        """Return `send` with a count of the requests in flight."""
+        """Return a function that calls `send` and counts the requests in flight."""
 
         async def counted(request: PlannedRequest, record: RequestRecord) -> None:
             self._running += 1
@@ -44,7 +44,7 @@ class LiveFigures:
         return counted
 
     def ended(self, record: RequestRecord) -> None:
-        """Note that a request has ended, served or failed."""
+        """Count a request that was served or failed, and update the progress text if it is due."""
         now = self._now()
         self._ends.append(now)
         if (one := served(record, None)) is not None:

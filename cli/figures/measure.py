@@ -22,7 +22,7 @@ _SAMPLES_BEYOND = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Numbers of requests. `failures` counts by reason, most frequent first; `failure_examples` has one message each.
+    """Numbers of requests. `failures` counts failures by reason, `failure_examples` has one message per reason.
 
     `preemptions` is None if the target does not report them.
     """
@@ -50,10 +50,10 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Figures of a run. Times are in seconds, rates per second; None if the run cannot tell.
+    """Figures of a run. Times are in seconds, rates per second; None if unknown.
 
     `duration` lasts from the start of the schedule to the end of the last request. `valid` is False if nothing was
-    served or the client was too late itself. The figures were computed from `run` and its `served` requests.
+    served or the client itself was too late. The figures were computed from `run` and its `served` requests.
     """
 
     requests: RequestCounts
@@ -86,14 +86,14 @@ class Measurement:
 
 
 def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
-    """Compute the figures of a run. `count_tokens` counts a text's tokens if the target does not report its usage."""
+    """Compute the figures of a run. `count_tokens` counts the tokens of a text if the target reports no usage."""
     done = tuple(one for record in run.records if (one := served(record, count_tokens)))
     failed = len(run.records) - len(done)
     duration = run.end - run.start
     connect = [seconds for record in run.records if (seconds := record.connect_time) is not None]
     latency = latencies_of(done, connect, run.start)
     lag = client_lag(run, done)
-    # A client in the target's process: its loop lag is part of the target's latency, and no excuse.
+    # In the target's process, loop lag is part of the target's latency and does not make the run invalid.
     late, doubt = judge_lag(lag if run.own_process else ClientLag(lag.send), latency.ttft, latency.itl, done)
     prompts = [one.record.usage.prompt_tokens for one in done]
     known = [count for count in prompts if count is not None]
@@ -132,7 +132,7 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
 def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
     """Return the share of prompt tokens served from cache; None if the target reports no cached tokens at all.
 
-    vLLM leaves the count out for a request without a cache hit, so a missing count is 0 if others have one.
+    vLLM omits the count for a request without a cache hit, so a missing count means 0 if any request has a count.
     """
     stated = [record.usage for record in records if record.usage.prompt_tokens]
     if all(usage.cached_tokens is None for usage in stated):
@@ -141,7 +141,7 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
-    """Yield doubts about the token counts (from `source`) and the P99 of `gaps` ITL samples."""
+    """Yield warnings about token counts (from `source`), short answers, and a P99 of too few samples."""
     if source in (RETOKENISED, CHUNKS):
         yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]

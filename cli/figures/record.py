@@ -1,4 +1,4 @@
-"""Records of a run, filled in while it lasts; the figures are computed from them afterwards."""
+"""Records of a run, filled in during the run; the figures are computed from them afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
-    """A request that ended without an answer. `reason` is a short, countable name, `detail` the server's message."""
+    """Failure of a request. `reason` is a short name that failures are counted by, `detail` the server's message."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -42,13 +42,13 @@ class ReportedUsage:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of one request. Times are seconds on the event loop's clock, None for what did not happen.
+    """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen.
 
-    `scheduled` is when it should have been sent; `ready` when --max-concurrency allowed it (never before `scheduled`);
-    `connecting` and `connected` when opening a new connection began and ended (None: an open one was reused); `sent`
-    when the first byte was written; `end` when the response ended or failed. `asked_tokens` is the exact output length
+    `scheduled` is when the request should have been sent; `ready` when --max-concurrency allowed that (not earlier);
+    `connecting` and `connected` when a connection was begun and open (None if an open one was reused); `sent` when the
+    first byte was written; `end` when the response ended or failed. `asked_tokens` is the exact output length
     requested, None if the answer may be shorter; `request_id` and `finish_reason` come from the target. `timeline` has
-    its scheduler's decisions (None: not available).
+    the decisions of the target's scheduler, if available.
     """
 
     index: int
@@ -73,7 +73,7 @@ class RequestRecord:
 
     @property
     def client_lag(self) -> float | None:
-        """Seconds the client itself took from when it could send the request until it did."""
+        """Seconds from when the client could send the request until it did, without the time to connect."""
         return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property
@@ -81,7 +81,7 @@ class RequestRecord:
         return self.end is not None and self.failure is None
 
     def moved(self, seconds: float, places: int) -> RequestRecord:
-        """Return a copy that is `seconds` later, with `places` added to its index, and without the timeline."""
+        """Return a copy with `seconds` added to all times and `places` to the index, without the timeline."""
         times = {name: getattr(self, name) for name in ("ready", "sent", "connecting", "connected", "end")}
         later: dict[str, Any] = {name: None if time is None else time + seconds for name, time in times.items()}
         return replace(
@@ -110,9 +110,9 @@ class RunRecord:
     """Everything recorded in one run of a load. All times are on one clock.
 
     `preemptions`, `loop_lags`, `memory` and `meter` are None if the target or the client does not know them.
-    `own_process` says whether the client has a process of its own; in the target's process its loop lag is part of the
-    target's latency. `samples` are the target's states over time. `interrupted` means that the user ended the load;
-    requests still running then have no record.
+    `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
+    `samples` are the target's states over time. `interrupted` means that the user ended the run; requests in flight at
+    that moment have no record.
     """
 
     records: Sequence[RequestRecord]

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from llmsched.cli.figures import kv_memory
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.measure import Measurement
-from llmsched.engine.latency import DEFINITIONS, Goodput, Slo, Summary
+from llmsched.engine.latency import DEFINITIONS, PERCENTILES, Goodput, Slo, Summary
 from llmsched.engine.units import human_bytes, human_seconds
 
-#: Function that returns the value of a figure; None if the run cannot tell.
+#: Function that returns the value of a figure; None if the run has no such value.
 Getter = Callable[[Experiment, Measurement], Any]
 
 #: Unit of a figure. "ms": `Figure.get` returns seconds and JSON has milliseconds. "": JSON has the value as it is.
@@ -28,7 +28,7 @@ class Place(Flag):
 
     #: `bench --json`.
     JSON = auto()
-    #: The table of totals, the table of latencies, or a table or sentence of its own (see bench/report/run_report.py).
+    #: The table of totals, the table of latencies, or a separate table or sentence (see bench/report/run_report.py).
     TOTALS = auto()
     LATENCIES = auto()
     OWN_TABLE = auto()
@@ -67,7 +67,7 @@ class Figure:
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
-        """Return label and value for the table of totals; None if the figure is a text that the run does not have."""
+        """Return label and value for the table of totals; None if the figure is a text and the run has no value."""
         value = self.get(*run)
         return None if value is None and not self.unit else [self.label, format_value(value, self.unit)]
 
@@ -84,7 +84,7 @@ def format_value(value: float | None, unit: Unit) -> str:
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
-    """Return a distribution of seconds in milliseconds."""
+    """Return a summary of seconds as JSON, in milliseconds."""
 
     def scaled(value: Any) -> Any:
         return [limit * 1e3 for limit in value] if isinstance(value, tuple) else None if value is None else value * 1e3
@@ -118,7 +118,7 @@ def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
 
 
 def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
-    """Return the parts of the target's memory in bytes, and how its usage was seen."""
+    """Return the parts of the target's memory in bytes, and the numbers of samples and steps."""
     parts = {} if used.parts is None else used.parts._asdict()
     return {**parts, "mean_kv_share": used.mean_kv_share, "looks": used.samples, "steps": used.steps}
 
@@ -154,7 +154,7 @@ _CSV = Place.JSON | Place.CSV
 _TOTALS = _CSV | Place.TOTALS
 _OWN_TABLE = _CSV | Place.OWN_TABLE
 _MAIN, _GOODPUT = _TOTALS | _RATIOS | _ATTEMPT, _OWN_TABLE | _ATTEMPT
-_STATISTICS = ("mean", "p50", "p95", "p99", "max", "count")
+_STATISTICS = ("mean", *PERCENTILES, "max", "count")
 _SLOS = ("ttft", "itl", "tpot", "e2e")
 _LOAD_KEYS = ("load", "seed", "fingerprint")
 _ATTAINMENT_KEYS = (*_SLOS, "all")
@@ -162,14 +162,14 @@ _SLO_KEYS = (*(f"{name}_ms" for name in _SLOS), "itl_statistic")
 
 
 def _row(label: str, text: Callable[[Experiment, Measurement], str | None], *terms: str) -> Figure:
-    """Return an entry that is only a row of the table of totals, left out for a run whose text is None."""
+    """Return a figure shown only in the table of totals, which omits it if `text` returns None."""
     return Figure(label, "", text, Place.TOTALS, label, _define(*terms))
 
 
 def _latency(label: str, get: Callable[[Experiment, Measurement], Summary], shown_in: Place, *terms: str) -> Figure:
     shown_in |= _CSV | Place.LATENCIES | _RATIOS | _ATTEMPT
-    name, keys = f"{label.lower()}_ms", ("p50", "p95", "p99")
-    return Figure(name, "ms", get, shown_in, label, _define(label, *terms), csv_keys=_STATISTICS, ratio_keys=keys)
+    name, definition = f"{label.lower()}_ms", _define(label, *terms)
+    return Figure(name, "ms", get, shown_in, label, definition, csv_keys=_STATISTICS, ratio_keys=PERCENTILES)
 
 
 def _goodput(
@@ -187,7 +187,7 @@ def _memory(
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)
 
 
-#: Every figure, in the order of tables and of CSV columns, which must not change: rows are appended to existing files.
+#: Every figure, in the order of tables and CSV columns. Keep the order: new rows are appended to existing CSV files.
 FIGURES: tuple[Figure, ...] = (
     Figure("measured", "", lambda e, m: e.provenance.measured, _CSV),
     Figure("calibration_error", "share", lambda e, m: e.provenance.calibration_error, _CSV),
@@ -285,14 +285,14 @@ def look_up(report: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
-    """Return a run's report for JSON. Times are in milliseconds, rates per second; null if the run cannot tell."""
+    """Return a run's report for JSON. Times are in milliseconds, rates per second; null if unknown."""
     run = MeasuredRun(experiment, figures)
     report = {figure.name: figure.json(run) for figure in figures_in(Place.JSON)}
     return {**report, "definitions": {**DEFINITIONS, **definitions_in(Place.JSON)}}
 
 
 def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
-    """Return the definitions of the figures shown in these places, without those that `run` (if any) cannot tell."""
+    """Return the definitions of the figures shown in these places, except those without a value in `run`."""
     found: dict[str, str] = {}
     for figure in figures_in(places):
         if run is None or figure.get(*run) is not None:

@@ -1,4 +1,4 @@
-"""Rates of a run, over all of it and in steady state, without ramp-up and drain."""
+"""Rates of a run, over all of it and in the steady state, without ramp-up and ramp-down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmsched.cli.figures.token_times import ServedRequest
 from llmsched.cli.load.load import Load
 from llmsched.engine.latency import Arrival, steady_rate
 
-#: A steady-state rate is given only if the time it is taken from is at least this share of the run.
+#: A steady-state rate is computed only if the steady state lasts at least this share of the run.
 STEADY_SHARE = 0.1
 
 Window = tuple[float, float]
@@ -19,12 +19,12 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second; None if the run cannot tell.
+    """Rates per second; None if unknown.
 
     Steady-state rates are taken within `steady_window` (seconds after the start of the run) or, if that is None, from
     the first token (completed request) to the end of the run. `asked` is the mean rate of the arrival process,
-    `scheduled` that of the schedule drawn from it (None for a closed loop), `achieved` that at which requests were sent
-    (None if all were sent at once).
+    `scheduled` the rate of the schedule drawn from it (None for a closed loop), `achieved` the rate at which requests
+    were sent (None if all were sent at once).
     """
 
     output_tokens: float | None
@@ -58,11 +58,11 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 
 
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
-    """Return when the load was steady, on the clock of the records; None if that time is too short.
+    """Return start and end of the steady state, on the clock of the records; None if it is too short.
 
-    The window begins one median E2E after the start, when about as many requests end as are sent, and ends with the
-    first request that ends after the last one was sent, because fewer and fewer run from then on. A request that could
-    not connect counts as sent: the target is responsible for not serving it.
+    It starts one median E2E after the start of the run, when about as many requests end as are sent. It ends when a
+    request ends after the last one was sent, because the number in flight falls from then on. A request that could not
+    connect counts as sent, because it is the target that did not serve it.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]
@@ -76,12 +76,12 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 
 
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
-    """Return the rate from the first arrival in the window to its end, or else to the end of the `whole` run.
+    """Return the rate from the first arrival in the window to the end of the window.
 
-    None if that time is too short to represent the run.
+    Without a window, or if that time is too short to represent the run, use `whole`; None if that is too short as well.
     """
     for low, high in (whole,) if window is None else (window, whole):
-        # 1e-9 allows for times that were added up in another order.
+        # 1e-9 allows for rounding of times that were summed in another order.
         inside = [arrival for arrival in arrivals if low - 1e-9 <= arrival.time <= high + 1e-9]
         if inside and high - min(inside).time >= STEADY_SHARE * (whole[1] - whole[0]):
             return steady_rate(inside, high)

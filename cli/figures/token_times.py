@@ -29,7 +29,7 @@ class ServedRequest:
 
 
 def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedRequest | None:
-    """Compute the latencies of a request; None if it did not complete or got no token."""
+    """Return a completed request with its latencies; None if it did not complete or got no token."""
     if not record.completed:
         return None
     placed, counted_by = arrivals(record, count_tokens)
@@ -38,7 +38,7 @@ def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedReq
 
 
 def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """Return the arrivals of a request's tokens, and the source of their number."""
+    """Return the arrivals of a request's tokens, and the source of the token count."""
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
     times = [chunk.time for chunk in chunks if chunk.text]

@@ -1,4 +1,4 @@
-"""Use of a tuned profile: its settings for an engine, warnings where it does not fit, and its memory ratios."""
+"""Use of a tuned profile: its engine settings, warnings about mismatches, and its memory ratios."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmsched.profiles.tuned import TunedProfile, load_profile, same_model, stor
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Add the profile's settings for flags that were not given. Raises ConfigError as `profile_settings`."""
+    """Return the options with the profile's settings for flags that were not given. Raises ConfigError."""
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)
@@ -49,11 +49,11 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
     return dict(profile.engine)
 
 
-def found_for_others(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
-    """Return a warning for each way in which the profile does not fit `config`: model, device, or simulated.
+def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
+    """Return warnings if the profile is for another model or device than `config`, or was simulated.
 
-    `simulate` is the value of `--simulate`; None means that the engine runs on this machine. What the profile does not
-    state counts as equal. Raises ConfigError if the profile cannot be read, ModelError if the model cannot.
+    `simulate` is the value of `--simulate`; None means that the engine runs on this machine. A property that the
+    profile lacks counts as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -82,7 +82,7 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
     else:
         try:
             now = {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
-        except UnknownNameError:  # it is refused elsewhere
+        except UnknownNameError:  # make_blueprint reports it
             now = {}
     was, found = profile.device, []
     if "name" in was and now and not same_gpu(str(was["name"]), str(now["name"])):
@@ -93,13 +93,13 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
 
 
 def device_table(device: str) -> dict[str, Scalar]:
-    """Return the table [device] of this machine's "cpu" or "cuda" device, or "auto". Raises ConfigError."""
+    """Return the profile's table [device] for "cpu", "cuda" or "auto" on this machine. Raises ConfigError."""
     memory = device_memory(device)
     return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
 
 
 def versions_table() -> dict[str, Scalar]:
-    """Return the table [versions]: the packages that figures depend on."""
+    """Return the profile's table [versions], of Python and the packages that figures depend on."""
     packages = ("llmsched", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 

@@ -49,7 +49,7 @@ def _show(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show one profile: its settings, the load, model and device they are for, and the trials they were chosen from."""
+    """Show one profile: its settings, the load, model and device that it was tuned for, and all trials."""
     found = profile_views.load_content(name)
     if as_json:
         render.emit_json(found)

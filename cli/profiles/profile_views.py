@@ -23,8 +23,8 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 def list_entries() -> list[dict[str, Any]]:
     """List the files of profile_dir() by name, tuned profiles first, as JSON.
 
-    `summary` gives the settings of a "tuned" profile or the error of a "calibrated" cost model in words. `problem` says
-    why a file cannot be read; all that it would state is then None.
+    `summary` has the settings of a "tuned" profile or the error of a "calibrated" cost model, as text. `problem` says
+    why a file cannot be read; the values that it would contain are then None.
     """
     profiles = [_entry(name, "tuned", load_profile) for name in list_profiles()]
     return profiles + [_entry(name, "calibrated", load_calibration) for name in list_calibrations()]
@@ -54,7 +54,7 @@ def _entry(name: str, kind: str, load: Callable[[str], TunedProfile | Calibratio
 
 
 def _iso(created: datetime) -> str | None:
-    """Return the time as text, or None if the file does not state it."""
+    """Return the time as text, or None if the file has no time."""
     return created.isoformat() if created.timestamp() else None
 
 
@@ -118,7 +118,7 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
 
 
 def compare_profiles(first: str, second: str) -> dict[str, Any]:
-    """Return the differing keys of each table with both values (null: not set); `result` compares the chosen settings.
+    """Return the differing keys of each table with both values (null: not set); `result` has those of the figures.
 
     Raises ProfileError if a profile cannot be read.
     """
@@ -149,7 +149,7 @@ def _differences(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> dict
 
 
 def _result(profile: TunedProfile) -> dict[str, Scalar]:
-    """Return the figures of the trial whose setting the profile has."""
+    """Return the figures of the trial that measured the profile's settings."""
     for trial in profile.trials:
         knobs = [key for key in trial if key in profile.engine]
         if knobs and trial.get("feasible") and all(trial[key] == profile.engine[key] for key in knobs):

@@ -74,7 +74,7 @@ def serve(
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    from llmsched.cli.profiles.apply import found_for_others, store_ratios, with_profile
+    from llmsched.cli.profiles.apply import profile_warnings, store_ratios, with_profile
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
@@ -85,7 +85,7 @@ def serve(
         raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(metrics_prefix)
     config = with_profile(engine_options, profile).config(resolve_model(model))
-    for warning in found_for_others(profile, config) if profile else ():
+    for warning in profile_warnings(profile, config) if profile else ():
         render.warn(warning)
     if pin_prefix and not config.enable_prefix_caching:
         raise ConfigError(

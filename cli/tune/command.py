@@ -29,7 +29,7 @@ from llmsched.profiles.toml_files import ProfileError, check_writable
 from llmsched.profiles.tuned import profile_path, save_profile
 
 _ROUNDS = 3
-#: Knobs whose flag fixes their value; the flags of the others set the largest value tried.
+#: Knobs that their flag fixes. The flag of any other knob sets the largest value tried.
 _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
 
@@ -43,8 +43,8 @@ def tune(
         Goal,
         typer.Option(
             "--maximize",
-            help="Rate to maximise among the settings that meet the SLOs: requests per second that met every SLO, or "
-            "output tokens per second. Without an SLO it is always throughput.",
+            help="Rate to maximise among the settings that meet the SLOs: goodput (requests per second that met every "
+            "SLO) or throughput (output tokens per second). Without an SLO, always throughput.",
         ),
     ] = "goodput",
     knobs: Annotated[
@@ -53,14 +53,12 @@ def tune(
             "--knobs",
             metavar="NAMES",
             show_default=f"{','.join(KNOBS)}, except those fixed by a flag",
-            help="Knobs to search, separated by commas. A knob that cannot matter under this load is not searched.",
+            help="Knobs to search, separated by commas. A knob that has no effect under this load is skipped.",
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(
-            "--rounds", min=1, show_default="3", help="Maximum number of full runs of each of the best settings."
-        ),
+        typer.Option("--rounds", min=1, show_default="3", help="Maximum number of full runs of each leading setting."),
     ] = None,
     time_limit: Annotated[
         float,
@@ -84,7 +82,7 @@ def tune(
     ] = 32,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the interrupted search of the same command."),
+        typer.Option("--resume", help="Continue an interrupted search; give the same flags."),
     ] = False,
     warm_start: Annotated[
         bool,
@@ -112,11 +110,11 @@ def tune(
 ) -> None:
     """Find the settings with the highest goodput or throughput that meet your latency targets.
 
-    Sends one load (4 requests at a time by default) with max_num_batched_tokens at powers of two, then searches
-    max_num_seqs, headroom and target_itl, each from the best setting so far. All settings get short runs, the better
-    half longer ones, and the best take turns until the winner is clear. With --simulate every setting runs once in
-    full if time allows, and gives the figures of `bench --simulate` with the same flags. The winner is written as a
-    profile for `llmsched serve --profile`. Exit code 1 if no setting meets the targets.
+    Sends one load (4 requests at a time by default) with max_num_batched_tokens at powers of two, then varies
+    max_num_seqs, headroom and target_itl in turn, starting from the best setting so far. Every setting gets a short
+    run, the better half a longer one; then the leaders alternate in full runs until the winner is clear. With
+    --simulate every setting runs once in full if time allows, with the figures of `bench --simulate`. The winner is
+    written as a profile for `llmsched serve --profile`. Exit code 1 if no setting meets the targets.
 
     \b
     Examples:
@@ -137,8 +135,8 @@ def tune(
         )
     if model is not None and model.startswith(("http://", "https://")):
         raise LlmschedError(
-            f"{model}: cannot tune a running server, because its settings cannot be changed from here; give the model "
-            "that it serves, and its load"
+            f"{model}: cannot tune a running server, because its settings cannot be changed from here; name the "
+            "model that it serves instead"
         )
     name = resolve_model(model)
     task = TuneTask(
@@ -188,7 +186,7 @@ def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
 
 
 def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
-    """Return the knobs to search: by default those that no flag fixes. Raises LlmschedError if a flag fixes one."""
+    """Return the knobs to search, by default all that no flag fixes. Raises LlmschedError if a flag fixes one."""
     fixed = _FIXED & options.given.keys()
     if text is None:
         return tuple(knob for knob in KNOBS if knob not in fixed)
@@ -203,7 +201,7 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
     """Return the path of the profile, after checking that it can be written.
 
-    The default name tells a simulated profile from a measured one, so that neither replaces the other.
+    The default name of a simulated profile ends in the device, so that it does not replace a measured profile.
     """
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called

@@ -16,7 +16,7 @@ from llmsched.cli.tune.trials import TrialHistory
 class SearchSpace:
     """Knobs to search, token budgets to try, the setting to start from, and upper limits of other knobs.
 
-    `refused` maps larger token budgets to the error that building an engine for them raised.
+    `refused` maps each token budget that is too large to the error raised when an engine was built for it.
     """
 
     knobs: tuple[str, ...]
@@ -28,7 +28,7 @@ class SearchSpace:
 
 
 async def search(space: SearchSpace, race: Race) -> list[str]:
-    """Race the values of each knob. The result is in `race.history`; return notes on what was left out, and why."""
+    """Race the values of each knob, adding runs to `race.history`. Return notes on what was left out, and why."""
     history, notes = race.history, []
     first = [space.start]
     if "max_num_batched_tokens" in space.knobs:
@@ -51,13 +51,11 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
     await race.final()
     skipped = [setting for setting in history.runs if history.trial(setting).skipped]
     if history.best() is None and skipped:
-        # Before reporting that no setting is feasible, measure those skipped on a prediction.
-        await race.qualify("what was left out", skipped, prune=False)
+        # Before reporting that no setting is feasible, measure the settings that were skipped on a prediction.
+        await race.qualify("skipped settings", skipped, prune=False)
         await race.final()
     if race.disturbed_rounds:
-        notes.append(
-            f"{race.disturbed_rounds} of the first rounds were repeated because the machine's speed changed meanwhile"
-        )
+        notes.append(f"short rounds repeated because the machine's speed changed: {race.disturbed_rounds}")
     best = history.best()
     if best is not None and best.longest < race.full:
         notes.append(f"the choice rests on short runs: the first {best.longest:,} of {race.full:,} requests")
@@ -67,7 +65,7 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Try the neighbouring token budgets again, since other knobs changed, until the middle one is best."""
+    """Try the neighbouring token budgets again, because other knobs have changed, until no neighbour is better."""
     leader = race.history.leader()
     if leader is None or "max_num_batched_tokens" not in space.knobs:
         return
@@ -84,7 +82,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 
 
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
-    """Return the settings of a knob's race, the incumbent first, or the reason not to race."""
+    """Return the settings to race for a knob, the best so far first, or the reason to skip the knob."""
     incumbent = history.leader()
     known = [run.demand for run in history.all_runs if run.demand is not None]
     if incumbent is None or not known:

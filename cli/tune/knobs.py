@@ -1,4 +1,4 @@
-"""Knobs that tune searches, and the values of each that can make a difference. Pure."""
+"""Knobs that tune searches, and the values of each that are worth trying. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DEFAULT = EngineConfig()
 
 #: Headroom values tried if KV memory is scarce (shares of blocks that admission keeps free).
 HEADROOMS = (0.02, 0.05, 0.1, 0.2)
-#: KV is scarce if more than this share of what headroom leaves was in use. It is below 1 because admission takes
-#: whole requests and so leaves a remainder.
+#: KV memory counts as scarce if more than this share of the blocks outside the headroom was in use. It is below 1
+#: because admission takes whole requests, which rarely fill the blocks exactly.
 SCARCE = 0.75
-#: Values of target_itl tried, as shares of the SLO: the P99 of ITL is above the target that steps are sized to.
+#: Values of target_itl tried, as shares of the SLO. One is below 1 because P99 ITL exceeds target_itl.
 TARGETS = (1.0, 0.6)
 
 
@@ -37,7 +37,7 @@ KNOBS = tuple(f.name for f in fields(Setting))
 
 @dataclass(frozen=True, slots=True)
 class PeakDemand:
-    """Most requests that ran in one step, largest share of KV memory held, and whether a request was preempted."""
+    """Largest number of requests in a step, largest share of KV memory held, and whether a request was preempted."""
 
     running: int
     kv_share: float
@@ -45,7 +45,7 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of knobs, in the order of KNOBS. Raises LlmschedError naming an unknown one."""
+    """Return the knobs in a comma-separated list, in the order of KNOBS. Raises LlmschedError for an unknown knob."""
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
         raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")
@@ -55,7 +55,7 @@ def parse_knobs(text: str) -> tuple[str, ...]:
 
 
 def powers_of_two(low: int, high: int) -> list[int]:
-    """Return both bounds and the powers of two between them, ascending, without duplicates.
+    """Return both bounds and the powers of two between them, sorted, without duplicates.
 
     Raises LlmschedError unless 1 <= low <= high.
     """
@@ -68,7 +68,7 @@ def powers_of_two(low: int, high: int) -> list[int]:
 
 
 def largest_useful(concurrency: int, input_len: int) -> int:
-    """Return the power of two that holds all concurrent prompts of a load; a larger step could not be filled."""
+    """Return the smallest power of two that all concurrent prompts fit into; larger steps would never be full."""
     return 1 << (concurrency * input_len - 1).bit_length()
 
 
@@ -79,9 +79,9 @@ def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
 
 
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
-    """Return settings with other max_num_seqs: powers of two from an eighth of the peak to below it.
+    """Return `setting`, then copies with another max_num_seqs: powers of two from an eighth of the peak to below it.
 
-    A cap above the peak changes nothing, unless the present cap limited the peak; then values up to `most` are tried.
+    A larger max_num_seqs has an effect only if the present one limited the peak; then add values up to `most`.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
@@ -90,16 +90,16 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
 
 
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
-    """Return settings with other headrooms up to `most` if KV memory was scarce, else only the present setting."""
+    """Return `setting`, then, if KV memory was scarce, copies with other headrooms up to `most`."""
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return neighbours(setting, "headroom", [share for share in HEADROOMS if share <= most] if scarce else [])
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Return settings whose target_itl follows from the SLOs, under the present token budget and the largest.
+    """Return `setting`, then copies with target_itl set from the SLOs, with the present and the largest token budget.
 
-    With a target the budget is only an upper limit of the step size, so the largest may be better. A setting that has a
-    target is also tried without one.
+    With target_itl the token budget is only an upper limit of the step size, so the largest may be better. If `setting`
+    has a target_itl, a copy without it is included.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")
@@ -117,12 +117,12 @@ def varied_knobs(settings: Sequence[Setting]) -> list[str]:
 
 
 def describe(setting: Setting, others: Sequence[Setting]) -> str:
-    """Describe a setting by its token budget and the knobs that differ among `others`."""
+    """Return a setting as text: its token budget and the knobs that differ among `others`."""
     return ", ".join(f"{knob} {knob_in_words(knob, getattr(setting, knob))}" for knob in varied_knobs(others))
 
 
 def knob_in_words(knob: str, value: int | float | None) -> str:
-    """Format the value of a knob for a person."""
+    """Return the value of a knob as text."""
     if value is None:
         return "off"
     return f"{value * 1e3:g} ms" if knob == "target_itl" else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """Pruning of settings that a cost model predicts to be far from the best. Pure.
 
-The predictions are calibrated with the settings measured so far: their common error is corrected, and the remaining
-error widens the margin.
+The predictions are calibrated with the settings measured so far: their mean error is corrected, and the largest
+remaining error widens the margin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name, judge
 
-#: Share by which a prediction must be behind the best, or above an SLO, if the model had no error.
+#: Share by which a prediction must be below the best, or above an SLO, to rule out a setting if the model is exact.
 MARGIN = 0.15
 #: Error (a log ratio) above which the predictions are ignored.
 MOST_ERROR = 0.5
@@ -22,10 +22,10 @@ MOST_ERROR = 0.5
 def hopeless(
     settings: Sequence[Setting], predicted: Mapping[Setting, TrialRun], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings that need not be measured, with the reason. `predicted` includes measured settings.
+    """Return the settings that cannot be the best, each with the reason. `predicted` includes measured settings.
 
-    Settings are compared by throughput, which bounds goodput: near an SLO, a small error in latency would turn all
-    goodput into none. Latencies are compared with the SLOs separately.
+    Settings are compared by throughput, an upper bound of goodput, because near an SLO a small error in latency changes
+    goodput from everything to nothing. Latencies are compared with the SLOs separately.
     """
     table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
@@ -52,7 +52,7 @@ def hopeless(
 def _late(
     settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings predicted to miss an SLO by more than the model's error in that figure."""
+    """Return the settings predicted to miss an SLO by more than the model's error, each with the reason."""
     found: dict[Setting, str] = {}
     for name, limit in history.slo.given().items():
         pairs = [(history.trial(s).held.get(name), trials[s].held.get(name)) for s in known]

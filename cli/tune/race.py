@@ -1,8 +1,8 @@
-"""Racing of settings: short runs for all, longer ones for the leaders, repeats until the winner is clear.
+"""Race of settings: short runs for all, longer runs for the leaders, repeats until the winner is clear.
 
-Successive halving (Jamieson and Talwalkar, 2016). All settings of a round get the same requests, one setting after the
-other, and every second round goes backwards, so that drift of the machine affects all alike. An error of one setting is
-its result and does not end the race.
+Successive halving (Jamieson and Talwalkar, 2016). In a round all settings serve the same requests, one setting after
+the other. Every second round has the reverse order, so that drift of the machine's speed affects all settings alike. If
+a setting raises an exception, that is its result, and the race goes on.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from llmsched.cli.tune.pruning import hopeless
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run
 from llmsched.cli.tune.trials import TrialHistory
 
-#: Factor by which a short run may miss an SLO and stay in the race: its P99 rests on few samples.
+#: Factor by which a setting may miss an SLO in short runs and stay in the race, because their P99 has few samples.
 SLACK = 1.25
 #: Shares of the load that the rounds send.
 RUNGS = (0.25, 0.5, 1.0)
-#: Relative change of one setting's score within a round that is blamed on the machine.
+#: A round is repeated if the score of a setting, run again after the round, differs by more than this share.
 DISTURBED = 0.15
 #: Share of the time limit for short runs; the rest is for full runs of the best.
 FOR_SHORT_RUNS = 0.6
-#: Contenders for full runs: at most this share behind the best, and at most so many.
+#: A short round keeps one in HALVING settings.
+HALVING = 2
+#: Full runs are for at most MOST_CONTENDERS settings, whose scores are at most the share REACH below the best.
 REACH = 0.08
 MOST_CONTENDERS = 3
 
 
 class TrialRunner(Protocol):
-    """Measures settings."""
+    """Interface of a runner that measures settings."""
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        """Send the first `requests` of the round's load. An exception means that the setting does not work."""
+        """Serve the first `requests` requests of a round's load. An exception means that the setting does not work."""
         ...
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        """Return what a cost model predicts for settings, measured or not; empty if there is no model yet."""
+        """Return the runs that a cost model predicts for the settings; empty if there is no model yet."""
         ...
 
 
 async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
-    """Run a setting; an exception becomes the run's problem."""
+    """Run a setting. If the runner raises an exception, return a failed run."""
     try:
         return await runner.run(setting, requests, round_index)
     except Exception as problem:
@@ -51,17 +53,17 @@ async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_in
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
-    """Return the requests of each round for a load of `requests`; no round is so short that it is all ramp-up."""
+    """Return the numbers of requests of the rounds, ascending. Even the shortest round outlasts the ramp-up."""
     least = min(requests, 2 * concurrency)
     return tuple(sorted({max(least, math.ceil(share * requests)) for share in RUNGS}))
 
 
 class Race:
-    """Runs rounds and adds their runs to `history`.
+    """Race of settings in rounds, whose runs are added to `history`.
 
-    `lengths` are the requests of each round, ascending. The best settings run at the last length up to `repeats` times.
-    After the first, a round starts only if it is expected to end within `time_limit` seconds. `on_run(stage, done,
-    total)` reports the requests of a stage.
+    `lengths` are the possible numbers of requests of a round, ascending. The best settings run at the last length up to
+    `repeats` times. After the first round, a round starts only if it is expected to end within `time_limit` seconds.
+    `on_run(stage, done, total)` is called with the numbers of requests of a stage.
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Race:
         self._pace: dict[Setting, float] = {}
 
     async def qualify(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
-        """Find the better settings by short runs. Settings are given in order of preference.
+        """Run the settings, given in order of preference, in short rounds; keep the better half after each round.
 
-        With `prune`, settings that a cost model predicts to be far worse are not run.
+        With `prune`, settings that a cost model predicts to be far worse are skipped.
         """
         lengths = self._lengths[:-1] or self._lengths
         has_final = len(self._lengths) > 1 or self._repeats > 1
@@ -98,7 +100,7 @@ class Race:
         for index, requests in enumerate(lengths):
             if (index and len(alive) < 2) or not self._in_time(alive, requests, share):
                 break
-            to_come = sum(n * max(2, len(alive) >> k) for k, n in enumerate(lengths[index + 1 :], start=1))
+            to_come = sum(n * max(2, len(alive) // HALVING**k) for k, n in enumerate(lengths[index + 1 :], start=1))
             total = done + requests * len(alive) + to_come
             alive = await self._round(stage, alive, requests, done, total, prune=prune and index == 0)
             if index == 0 and not self.history.exact and await self._disturbed(alive, requests):
@@ -109,9 +111,9 @@ class Race:
         self._on_run(stage, done, done)
 
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
-        """Run one setting of the last round again; if its score changed, forget the round and return True.
+        """Run one setting of the last round again; return whether its score changed. If so, forget the round.
 
-        The first short run of a setting decides whether there is a second, so it must not be distorted.
+        The first short run of a setting decides whether the setting stays in the race, so it must be reliable.
         """
         round_index = self._num_rounds - 1
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
@@ -142,7 +144,7 @@ class Race:
     async def _round(
         self, stage: str, settings: list[Setting], requests: int, done: int, total: int, *, prune: bool
     ) -> list[Setting]:
-        """Run each setting once, except those pruned; return the settings that ran."""
+        """Run each setting once, except pruned settings; return the settings that ran."""
         backwards = self._num_rounds % 2 == 1
         left = settings[::-1] if backwards else list(settings)
         if prune and len(left) > 2:
@@ -180,7 +182,7 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the settings worth a longer run: the better half, or the two nearest misses if none is good."""
+        """Return the settings to run for longer: the better half or, if no setting is good, the two nearest misses."""
         good = self._good(settings)
         if not good:
             missed = [trial for s in settings if (trial := self.history.trial(s)).completed and not trial.failed]
@@ -188,13 +190,13 @@ class Race:
         table = self.history.ranking()
         if table.settled(good) and all(self.history.trial(setting).feasible for setting in good):
             return [table.best(good)]
-        ahead = table.ranked(good)[: max(2, math.ceil(len(settings) / 2))]
+        ahead = table.ranked(good)[: max(2, math.ceil(len(settings) / HALVING))]
         # A P99 slightly above its SLO may move either way with more samples, so keep one feasible setting as well.
         ahead += table.ranked([setting for setting in good if self.history.trial(setting).feasible])[:1]
         return [setting for setting in good if setting in ahead]
 
     def _contenders(self) -> list[Setting]:
-        """Return the few settings that may be the best, in order of preference; the nearest miss if none is good."""
+        """Return the settings to run in full, in order of preference; if no setting is good, the nearest miss."""
         measured = self.history.worked()
         good = self._good(measured)
         if not good:
@@ -217,7 +219,7 @@ class Race:
         return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Tell whether a round of these settings would end within a share of the time limit; True for the first."""
+        """Return whether a round would end in time; True while nothing has been timed. If not, set `out_of_time`."""
         if not self._pace:
             return True
         typical = sum(self._pace.values()) / len(self._pace)

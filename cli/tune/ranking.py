@@ -1,6 +1,6 @@
 """Ranking of settings from runs taken in rounds on a machine whose speed drifts. Pure.
 
-All settings of a round served the same requests at nearly the same time, so the effect of the round is removed:
+All settings of a round served the same requests at nearly the same time, so the effect of the round can be removed:
 log score = setting + round + noise, fitted by least squares weighted with the requests of each run (a two-way layout
 with empty cells; Scheffe, The Analysis of Variance, 1959).
 """
@@ -15,11 +15,11 @@ import numpy as np
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
 
-#: Scores count as equal within a share that uncertainty raises from the first value to at most the second.
+#: Scores count as equal if they differ by less than their standard error, which is kept within these bounds.
 NOISE_FLOOR = 0.02
 NOISE_CEILING = 0.04
 
-#: A ranking is settled if, with 95 % confidence, no setting is ahead of the best by more than this share.
+#: A ranking is settled if, with 95 % confidence, no setting beats the apparent best by more than this share.
 REGRET = 0.03
 
 #: Lower bound on the noise of the longest runs, because a few repeats may agree by chance.
@@ -30,12 +30,12 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Settings with their scores, the effect of rounds removed. `effects` are log scores, -inf for a score of 0."""
+    """Scores of settings, without the effect of the rounds. `effects` has their logarithms, -inf for a score of 0."""
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
     ) -> None:
-        """Rank all settings that have a run with a score; `exact`: the runs are without noise."""
+        """Rank all settings that have a run with a score. `exact` means that runs have no noise."""
         scored = [(run, value) for run in runs if (value := score(run)) is not None]
         zero = {run.setting for run, value in scored if value <= 0}
         scored = [(run, value) for run, value in scored if run.setting not in zero]
@@ -61,7 +61,7 @@ class Ranking:
         )
 
     def best(self, settings: Sequence[Setting]) -> Setting:
-        """Return the first setting that no other exceeds by more than noise."""
+        """Return the first setting whose score is within the noise of the highest score."""
         top = max(settings, key=self._effect)
         ahead = self._effect(top)
         return next(s for s in settings if s == top or ahead - self._effect(s) <= -math.log1p(-self.noise(top, s)))
@@ -77,7 +77,7 @@ class Ranking:
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Tell whether, with 95 % confidence, no setting is ahead of the best by more than REGRET."""
+        """Return whether, with 95 % confidence, no setting beats the apparent best by more than REGRET."""
         best = self.best(settings)
         quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(

@@ -23,13 +23,13 @@ def state_path(profile: Path) -> Path:
 
 
 class ResumableRunner:
-    """TrialRunner that returns the journal's runs first, then those of another runner, which it adds to the journal.
+    """TrialRunner that first returns the runs of a journal, then runs another runner and adds its runs to the journal.
 
     The journal is a file of JSON lines: first the identity of the search, then its runs and predictions.
     """
 
     def __init__(self, runner: TrialRunner, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
-        """Start a journal, or with `resume` continue one.
+        """Start a journal or, with `resume`, continue one.
 
         Raises LlmschedError if the journal belongs to another search, or if it cannot be read or written.
         """
@@ -63,7 +63,7 @@ class ResumableRunner:
         self.path.unlink(missing_ok=True)
 
     def _keep(self, entry: Mapping[str, Any]) -> None:
-        """Append a line if possible; warn once if not, because the search can go on without its journal."""
+        """Append a line to the journal. If that fails, warn once and go on: the search does not need the journal."""
         if self._writable:
             try:
                 self._write(_line(entry), mode="a")
@@ -88,7 +88,7 @@ class ResumableRunner:
             raise LlmschedError(f"--resume: there is no unfinished search at {self.path}") from None
         except (OSError, UnicodeDecodeError) as problem:
             raise LlmschedError(f"--resume: {self.path} cannot be read: {problem}") from problem
-        # A last line without a line break was being written when the search was killed.
+        # If the last line has no line break, the search was killed while writing it.
         complete = lines[:-1]
         if lines[-1]:
             self._write("".join(f"{line}\n" for line in complete), mode="w")

@@ -1,4 +1,4 @@
-"""Runners: measure a setting on an engine in this process, or simulate it on a virtual clock."""
+"""Runners that measure a setting on an engine in this process, or simulate it on a virtual clock."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from llmsched.engine.service import AsyncEngine
 
 _WARMUP_OUTPUT_LEN = 4
-#: The step-time model is fitted to at most this many of the latest steps, and to no fewer than this many.
+#: The step-time model is fitted to the latest steps: at most and at least this many.
 _MAX_STEPS, _MIN_STEPS = 4096, 32
 
 
 class TrialLoad(NamedTuple):
-    """Load that every setting serves, the SLOs it is judged by, and the timeout of a request in seconds.
+    """Load that every setting serves, the SLOs that it should meet, and the timeout of a request in seconds.
 
-    Random prompts consist of token `ids`; `encode` turns the texts of a trace into token ids.
+    Random prompts are drawn from the token ids `ids`; `encode` turns the texts of a trace into token ids.
     """
 
     load: Load
@@ -53,10 +53,10 @@ class TrialLoad(NamedTuple):
 
 
 class EngineRunner:
-    """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it died.
+    """TrialRunner on one engine, which is reconfigured between runs and rebuilt only after it died.
 
-    Every run starts with an empty prefix cache, so that no setting gains from the prompts of another. All settings of a
-    round get the same prompts; every round has other prompts.
+    Every run starts with an empty prefix cache, so that no setting profits from another's prompts. All settings of a
+    round get the same prompts; each round has new prompts.
     """
 
     def __init__(self, config: EngineConfig, work: TrialLoad, progress: Progress) -> None:
@@ -69,7 +69,7 @@ class EngineRunner:
         self._warm: set[Setting] = set()
 
     async def engine(self) -> AsyncEngine:
-        """Return the engine; build it at first use and after it died. Raises ModelError and ConfigError."""
+        """Return the engine. Build it at first use and after it died. Raises ModelError and ConfigError."""
         if self._engine is not None and not self._engine.healthy:
             await self.close()
         if self._engine is None:
@@ -113,7 +113,7 @@ class EngineRunner:
         return run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        """Simulate the settings with the step times seen so far. Preempted requests are taken to be recomputed."""
+        """Simulate the settings with step times fitted so far. Assumes that preempted requests are recomputed."""
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}
@@ -127,9 +127,9 @@ class EngineRunner:
 
 
 class SimulatedRunner:
-    """TrialRunner on a virtual clock. It makes no predictions, because its runs are predictions themselves.
+    """TrialRunner on a virtual clock. It predicts nothing, because a run is already a simulation.
 
-    Simulated rounds do not differ, so every round sends the same prompts: a full run is what `bench` simulates.
+    Every round sends the same prompts, so a full run has the figures of `bench --simulate`.
     """
 
     def __init__(self, blueprint: Blueprint, work: TrialLoad) -> None:
@@ -145,7 +145,7 @@ class SimulatedRunner:
 
 
 def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work: TrialLoad) -> TrialRun:
-    """Serve the first `requests` of the load with a setting, on an unused engine. Raises ConfigError."""
+    """Simulate the first `requests` requests of the load with a setting, on a new engine. Raises ConfigError."""
     start = time.perf_counter()
     engine.reconfigure(**asdict(setting))
     meter, peak_running = KVMeter(), 0
@@ -172,7 +172,7 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
 
 
 class StepWatch:
-    """Executor that delegates to an engine's own and records the shape and time of each step.
+    """Executor that wraps the executor of an engine and records the shape and time of each step.
 
     `peak_running` is the largest number of requests that ran in one step since it was last set to 0.
     """

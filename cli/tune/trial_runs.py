@@ -1,4 +1,4 @@
-"""Runs of one setting, reduced to what the search needs: small enough to be saved after each run."""
+"""Runs of one setting, reduced to the figures that the search needs, so that each run can be saved."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llmsched.engine.latency import Summary, statistic, summarise
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
-#: Most samples of a figure that a run keeps; of more it keeps evenly spaced order statistics.
+#: A run keeps at most this many samples of a latency: if there are more, evenly spaced order statistics.
 MAX_SAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ThinnedSamples:
-    """Distribution of one figure in seconds: sorted values, each of which stands for `each` samples.
+    """Distribution of one latency in seconds: sorted values, each of which represents `each` samples.
 
     `total` and `most` are the exact sum and maximum of all samples.
     """
@@ -29,7 +29,7 @@ class ThinnedSamples:
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
-    """Keep all samples, or every k-th in order of size if there are more than MAX_SAMPLES."""
+    """Return all samples or, if there are more than MAX_SAMPLES, every k-th of the sorted samples."""
     ordered = sorted(samples)
     if not ordered:
         return ThinnedSamples()
@@ -48,7 +48,7 @@ def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
 
 
 def pooled_statistic(parts: Sequence[ThinnedSamples], name: str) -> float | None:
-    """Return one statistic (see `latency.statistic`) of several runs together; None without a sample."""
+    """Return one statistic (see `latency.statistic`) of the samples of several runs; None without samples."""
     if name in ("mean", "max"):
         found: float | None = getattr(pooled(parts), name)
         return found
@@ -61,10 +61,10 @@ def _expanded(parts: Sequence[ThinnedSamples]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """One run of a setting: the first `requests` of the load in round `round_index`, which took `seconds`.
+    """Run of one setting: the first `requests` requests of the load in round `round_index`. It took `seconds`.
 
-    `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` counts the requests that met each SLO, and
-    "all" of them; it is empty without an SLO. `problem` says why the setting does not work; None if it does.
+    `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` maps each SLO, and "all",
+    to the number of requests that met it; it is empty without SLOs. `problem` says why the setting does not work.
     """
 
     setting: Setting
@@ -101,9 +101,9 @@ def run_of(
     peak_running: int = 0,
     seconds: float = 0.0,
 ) -> TrialRun:
-    """Reduce a measurement of the first `requests` of a load to a run.
+    """Return the run of a setting, reduced from a measurement of the first `requests` requests of a load.
 
-    A load with a duration may have sent fewer. `peak_running` is the largest number of requests in one step.
+    A load with a duration may have sent fewer requests. `peak_running` is the largest number of requests in one step.
     """
     counts, memory, steady = measured.requests, measured.memory, measured.rates.output_tokens_steady
     total = counts.completed + counts.failed
@@ -136,6 +136,6 @@ def run_of(
 
 
 def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
-    """Make the run of a setting that raised an exception."""
+    """Return a run that failed with an exception."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return TrialRun(setting, round_index, requests, problem=reason)

@@ -1,4 +1,4 @@
-"""Trials: the runs of each setting, which settings are feasible, and which is best. Pure."""
+"""Trials: pooled runs of each setting. They show which settings are feasible and which is best. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Goal = Literal["goodput", "throughput"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Results of one setting, pooled over its longest runs (shorter runs serve another load).
+    """Results of one setting, pooled over its longest runs (shorter runs have fewer requests).
 
-    `latencies` has the distribution of each of FIGURES, in seconds. Rates exclude the ramp-up and are means over the
-    runs; `spread` is half their range as a share of the mean. `held` maps each SLO to the figure compared with it,
-    `attainment` to the share of requests that met it (and "all"); `miss` is the largest ratio of a figure to its SLO, 0
-    without one. `rounds` counts all runs, `longest` is the number of requests of the longest. `reason` says why the
-    setting is infeasible or, if `skipped`, why it was not measured; None if it is feasible.
+    `latencies` maps each name in FIGURES to its distribution in seconds. Rates exclude the ramp-up and are means over
+    the runs; `spread` is half the range of the token rates as a share of their mean. `held` maps each SLO to the figure
+    compared with it; `attainment` maps each SLO, and "all", to the share of requests that met it; `miss` is the largest
+    ratio of a figure to its SLO, 0 without SLOs. `rounds` counts all runs; `longest` is the number of requests in the
+    longest run. `reason` says why the setting is infeasible or, if `skipped`, why it was not measured.
     """
 
     setting: Setting
@@ -48,7 +48,7 @@ class Trial:
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
-    """Pool the runs of a setting into a trial. Errors, empty outputs and a missed SLO make it infeasible."""
+    """Pool the runs of a setting into a trial. A failed request, empty output or missed SLO makes it infeasible."""
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)
@@ -89,20 +89,20 @@ def _mean(rates: Sequence[float | None]) -> float | None:
 
 
 def held_statistic(name: str, slo: Slo) -> str:
-    """Return the statistic of all samples that is compared with an SLO: P99, or what the user chose for ITL."""
+    """Return the statistic that is compared with an SLO: P99 or, for ITL, the statistic that the user chose."""
     return slo.itl_statistic if name == "itl" else "p99"
 
 
 def figure_name(name: str, slo: Slo) -> str:
-    """Name the figure that is compared with an SLO, such as "P99 TTFT" or "mean ITL"."""
+    """Return the name of the figure that is compared with an SLO, such as "P99 TTFT" or "mean ITL"."""
     which = held_statistic(name, slo)
     return f"{which.upper() if which.startswith('p') else which} {name.upper()}"
 
 
 class TrialHistory:
-    """All runs of a search by setting. Among equal settings the one considered first is preferred.
+    """All runs of a search by setting. Of settings with equal scores, the first one considered is preferred.
 
-    `exact`: the same run always gives the same figures, as on a virtual clock.
+    `exact` means that a repeated run has the same figures, as on a virtual clock.
     """
 
     def __init__(self, slo: Slo, goal: Goal, *, exact: bool = False) -> None:
@@ -113,7 +113,7 @@ class TrialHistory:
         self.skipped: dict[Setting, str] = {}
 
     def consider(self, settings: Sequence[Setting]) -> None:
-        """Append settings to the order of preference; known ones keep their place."""
+        """Append settings to the order of preference; settings already in it keep their position."""
         for setting in settings:
             self.runs.setdefault(setting, [])
 
@@ -130,7 +130,7 @@ class TrialHistory:
         return [run for runs in self.runs.values() for run in runs]
 
     def worked(self) -> list[Setting]:
-        """Return the settings of which at least one run worked."""
+        """Return the settings with at least one run that worked."""
         return [setting for setting, runs in self.runs.items() if any(run.problem is None for run in runs)]
 
     def trial(self, setting: Setting) -> Trial:
@@ -145,7 +145,7 @@ class TrialHistory:
         return [self.trial(setting) for setting in self.runs]
 
     def score(self, run: TrialRun) -> float | None:
-        """Return the rate to maximise of one run; None if it has none."""
+        """Return the rate of a run that the search maximises; None if the run failed or has no rate."""
         return None if run.problem else run.goodput_rps if self.goal == "goodput" else run.tokens_per_s
 
     def ranking(self) -> Ranking:
@@ -156,25 +156,25 @@ class TrialHistory:
         return Ranking(self.all_runs, lambda run: run.throughput, exact=self.exact)
 
     def _contenders(self) -> dict[Setting, Trial]:
-        """Return the feasible trials with the longest runs; the others were dropped after a short run."""
+        """Return the feasible trials with the longest runs; settings with only shorter runs were dropped."""
         feasible = [trial for trial in self.trials() if trial.feasible]
         longest = max((trial.longest for trial in feasible), default=0)
         return {trial.setting: trial for trial in feasible if trial.longest == longest}
 
     def best(self) -> Trial | None:
-        """Return the feasible trial with the highest score, the first of those equal within noise; None without one."""
+        """Return the feasible trial with the highest score (the first within noise of it); None if none is feasible."""
         contenders = self._contenders()
         return contenders[self.ranking().best(list(contenders))] if contenders else None
 
     def leader(self) -> Trial | None:
-        """Return the trial that the search continues from: the highest score, ignoring noise, else the nearest miss."""
+        """Return the feasible trial with the highest score, ignoring noise; if none is feasible, the nearest miss."""
         contenders = self._contenders()
         return contenders[self.ranking().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:
         """Return each setting's score as a share of the best setting's (of the highest score, if none is feasible).
 
-        The shares are comparable between settings that ran in different rounds or for different lengths, unlike rates.
+        Unlike rates, these shares can be compared between settings that ran in different rounds or had shorter runs.
         """
         table, best = self.ranking(), self.best()
         ranked = [best.setting] if best else table.ranked(list(table.effects))
@@ -189,7 +189,7 @@ class TrialHistory:
         return sorted(missed, key=lambda trial: trial.miss)
 
     def nearest_miss(self) -> Trial | None:
-        """Return the trial with the longest runs that missed an SLO by the least; None if there is none."""
+        """Return the nearest miss among the trials with the longest runs; None if no trial missed an SLO."""
         missed = self.missed()
         longest = max((trial.longest for trial in missed), default=0)
         return next((trial for trial in missed if trial.longest == longest), None)

@@ -81,7 +81,7 @@ def _content(outcome: TuneOutcome) -> ReportContent:
 
 
 def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
-    """Make the profile of the best trial; the engine flags of the search are part of it."""
+    """Return the profile of the best trial. It includes the engine flags of the search."""
     task, given = outcome.task, outcome.task.options.given
     fixed = {name: value for name, value in given.items() if isinstance(value, Scalar) and name not in KNOBS}
     return TunedProfile(
@@ -102,7 +102,7 @@ def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
 
 
 def _trials_json(history: TrialHistory) -> list[dict[str, Any]]:
-    """Return all trials for JSON, with their score as a share of the best one's."""
+    """Return all trials for JSON, each with its score as a share of the best trial's."""
     relative = history.relative()
     return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in history.trials()]
 
@@ -136,13 +136,13 @@ def _slo_table(slo: Slo) -> dict[str, Scalar]:
 def _definitions(outcome: TuneOutcome) -> dict[str, str]:
     names = ("TTFT", "ITL", "TPOT", *(["goodput"] if outcome.task.slo.given() else []), "percentiles", "steady")
     goal = outcome.history.goal
-    of = "the best setting" if outcome.history.best() else "the highest"
-    share = f"{goal} relative to {of}, which compares runs of the same rounds"
+    of = "the best setting's" if outcome.history.best() else "the highest"
+    share = f"{goal} relative to {of}; only runs of the same rounds are compared"
     return {**{name: DEFINITIONS[name] for name in names}, f"{goal} %": share}
 
 
 def _table(history: TrialHistory) -> Table:
-    """Tabulate the trials, one row per setting."""
+    """Return the table of trials, with one row per setting."""
     trials, best = history.trials(), history.best()
     knobs = varied_knobs([trial.setting for trial in trials])
     relative, latencies = history.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
@@ -166,7 +166,9 @@ def _table(history: TrialHistory) -> Table:
 def _mark(trial: Trial, best: Trial | None) -> str:
     if best is not None and trial.setting == best.setting:
         return "best"
-    return "skipped" if trial.skipped else "" if trial.feasible else "no"
+    if trial.skipped or trial.feasible:
+        return "skipped" if trial.skipped else ""
+    return "misses SLO" if trial.miss > 1 else "fails"
 
 
 def _cell(value: float | None, factor: float, digits: int = 1) -> str:
@@ -177,7 +179,7 @@ def _cell(value: float | None, factor: float, digits: int = 1) -> str:
 
 
 def _charts(history: TrialHistory) -> list[Chart]:
-    """Chart ITL, TTFT and the goal over the token budget; nothing if only one budget was measured."""
+    """Return charts of ITL, TTFT and the goal over the token budget; none if only one budget was measured."""
     groups: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in history.trials():
         if trial.completed:
@@ -213,28 +215,30 @@ def _budget(trial: Trial) -> float:
 
 
 def explain(history: TrialHistory) -> str:
-    """Explain the choice in a sentence."""
+    """Return a sentence that explains the choice."""
     trials, best = [trial for trial in history.trials() if not trial.skipped], history.best()
     settings = [trial.setting for trial in trials]
     if best is None:
-        tried = f"none of the {len(trials)} settings tried" if len(trials) > 1 else "not even the only setting tried"
+        alone, none = len(trials) == 1, f"none of the {len(trials)} settings"
         if (nearest := history.nearest_miss()) is None:
-            return f"{tried} works; see the reason of each"
+            return "the only setting tried does not work; see its reason" if alone else f"{none} works; see the reasons"
         name = describe(nearest.setting, settings)
-        return f"{tried} is feasible; the nearest is {name}: {nearest.reason}; relax the SLOs or lower the load"
+        missed = f"the only setting tried, {name}, misses an SLO"
+        nothing = missed if alone else f"{none} meets the SLOs; the nearest is {name}"
+        return f"{nothing}: {nearest.reason}; relax the SLOs or lower the load"
     good = [trial for trial in trials if trial.feasible]
     chosen = f"{describe(best.setting, settings)}: {rate_in_words(best, history.goal)}"
     if len(good) == 1:
         met = "meets the SLOs" if history.slo.given() else "works (no SLO was given)"
-        tried = f"the only one of {len(trials)} settings that" if len(trials) > 1 else "the only setting tried, which"
-        return f"{chosen}, by {tried} {met}{_faster(best, history, settings)}"
+        tried = f"it is the only one of {len(trials)} settings that" if len(trials) > 1 else "the only setting tried"
+        return f"{chosen}; {tried} {met}{_faster(best, history, settings)}"
     met = "meet the SLOs" if history.slo.given() else "work (no SLO was given)"
-    of = f"of the {len(good)} of {len(trials)} settings that {met}"
-    return f"{chosen} {_rank(best, good, history, settings)} {of}{_faster(best, history, settings)}"
+    rank = f"{_rank(best, good, history, settings)}; {len(good)} of {len(trials)} settings {met}"
+    return f"{chosen} {rank}{_faster(best, history, settings)}"
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:
-    """Format the rate that is maximised."""
+    """Return the rate that the search maximises as text."""
     tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
     return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 
@@ -248,12 +252,12 @@ def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: S
         within = f"within {noise}" if history.exact else f"within the noise ({noise})"
         return f"is {within} of the highest ({describe(ahead, settings)})"
     if any(table.share(trial.setting, best.setting) > 1 for trial in good):
-        return f"is the highest of the {len(rivals)} that ran in full out"
+        return f"is the highest of the {len(rivals)} settings that had full runs"
     return "is the highest"
 
 
 def _faster(best: Trial, history: TrialHistory, settings: Sequence[Setting]) -> str:
-    """Name the setting with the highest throughput that missed an SLO, if it beats the best."""
+    """Return a remark on the fastest setting that missed an SLO, empty if it is no faster than the best setting."""
     table, late = history.throughput_ranking(), history.missed()
     shares = {trial.setting: table.share(trial.setting, best.setting) for trial in late}
     fastest = max(late, key=lambda trial: shares[trial.setting], default=None)

@@ -34,13 +34,13 @@ from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import TunedProfile, latest_profile
 
-#: Full runs that a measured search is likely to need, and that a simulated one needs if every run is in full.
+#: Full runs that a measured search usually needs, and that a simulated search needs if it has no short runs.
 _FULL_RUNS, _ALL_RUNS = 10, 25
 
-#: Default of the largest token budget tried, by device; larger steps only take longer.
+#: Largest token budget tried by default, by kind of device; larger steps only take longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
 
-#: Token budgets that do not fit into memory, with the error.
+#: Token budgets that do not fit into memory, each with the error.
 Refused = dict[int, ConfigError]
 
 Target = TypeVar("Target")
@@ -50,9 +50,9 @@ Target = TypeVar("Target")
 class TuneTask:
     """One command of `llmsched tune`: the model, the load and SLOs, and the limits of the search.
 
-    `knobs` are searched; the best settings are measured in full up to `rounds` times. `timeout` (of a request) and
-    `time_limit` (of the search) are in seconds; `smallest` is the smallest token budget tried. The profile is written
-    to `destination`, and the search journal lies beside it.
+    `knobs` are searched; the best settings get up to `rounds` full runs. `timeout` (of a request) and `time_limit` (of
+    the search) are in seconds; `smallest` is the smallest token budget tried. The profile is written to `destination`,
+    the search journal beside it.
     """
 
     model: str
@@ -90,7 +90,7 @@ class TuneOutcome:
 async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
     """Search on an engine in this process.
 
-    Raises ModelError, ConfigError if not even the smallest token budget fits, and LlmschedError for the journal.
+    Raises ModelError, ConfigError if even the smallest token budget is too large, and LlmschedError for the journal.
     """
     _warn_of_long_load(task)
 
@@ -117,7 +117,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search on a simulated GPU or, with "local", on this device as it was calibrated. Raises as `tune_engine`."""
+    """Search on a simulated GPU or, if it is "local", on the calibrated device. Raises the errors of `tune_engine`."""
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)
@@ -161,9 +161,9 @@ def _warn_of_long_load(task: TuneTask) -> None:
 async def _open_largest(
     task: TuneTask, kind: str, open_target: Callable[[EngineConfig], Awaitable[Target]]
 ) -> tuple[Target, Refused]:
-    """Open the target for the largest token budget that fits into memory; return it and the budgets that do not fit.
+    """Open the target for the largest token budget that fits into memory; return the target and the refused budgets.
 
-    `kind` is "cpu" or "cuda". Raises ConfigError if not even the smallest budget fits.
+    `kind` is "cpu" or "cuda". Raises ConfigError if even the smallest budget is too large.
     """
     if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
         raise LlmschedError(
@@ -202,7 +202,7 @@ async def _search(
 ) -> None:
     """Search with a runner whose engine has the resolved `config`, and fill in the outcome.
 
-    The search starts from the last profile of this model and device, if there is one. `refused` budgets count as
+    The search starts from the latest profile of this model and device, if there is one. `refused` budgets are
     infeasible.
     """
     now = asyncio.get_running_loop().time
@@ -219,7 +219,7 @@ async def _search(
     resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume)
     lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
     if outcome.history.exact:
-        # Short runs only save time: if a simulation is fast enough, every setting runs in full.
+        # Short runs only save time, so if a simulation is fast enough, every setting runs in full.
         pilot = await resumable.run(start, lengths[0], 0)
         if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= task.time_limit:
             lengths = lengths[-1:]
@@ -231,7 +231,7 @@ async def _search(
 
 
 def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
-    """Return the setting with the profile's knobs, where this engine allows them and no flag overrides the default."""
+    """Return `start` with the knobs of the profile that this engine allows and that no flag sets."""
     plain = EngineConfig()
     known: dict[str, Any] = {}
     for knob in KNOBS:
@@ -250,7 +250,7 @@ def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> 
 
 
 def _identity(outcome: TuneOutcome, budgets: Sequence[int]) -> dict[str, Any]:
-    """Return what must be the same for `--resume` to continue a search."""
+    """Return everything that must be unchanged for `--resume` to continue a search."""
     task, origin = outcome.task, outcome.provenance
     return {
         "model": dict(outcome.model),

@@ -13,7 +13,7 @@ from command_line import CommandLine
 
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.profiles import apply as profile_module
-from llmsched.cli.profiles.apply import device_table, found_for_others, with_profile
+from llmsched.cli.profiles.apply import device_table, profile_warnings, with_profile
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
@@ -154,15 +154,15 @@ def test_flags_go_before_the_profile(command: CommandLine) -> None:
 def test_another_model_or_device_is_warned_of(command: CommandLine) -> None:
     here = replace(ONE, device=device_table("cpu"))
     save_profile(here, "day")
-    assert found_for_others("day", EngineConfig("demo", device="cpu")) == []
-    (warning,) = found_for_others("day", EngineConfig("/models/other.gguf", device="cpu"))
+    assert profile_warnings("day", EngineConfig("demo", device="cpu")) == []
+    (warning,) = profile_warnings("day", EngineConfig("/models/other.gguf", device="cpu"))
     assert "another model: demo, not other" in warning
     save_profile(replace(here, device={**here.device, "name": "CPU with 1 core"}, measured=False), "night")
-    device, simulated = found_for_others("night", EngineConfig("demo", device="cpu"))
+    device, simulated = profile_warnings("night", EngineConfig("demo", device="cpu"))
     assert "another device: CPU with 1 core, not" in device
     assert simulated == "profile night was simulated, not measured"
     save_profile(TunedProfile(engine={}), "bare")
-    assert found_for_others("bare", EngineConfig("demo", device="cpu")) == []
+    assert profile_warnings("bare", EngineConfig("demo", device="cpu")) == []
 
 
 def test_a_model_is_known_by_its_config(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -171,11 +171,11 @@ def test_a_model_is_known_by_its_config(command: CommandLine, tiny_model: Callab
     shutil.copy(here / "config.json", copied)
     profile = replace(ONE, model={"name": here.name, "digest": open_planner(str(here)).digest}, device={})
     save_profile(profile, "day")
-    assert found_for_others("day", EngineConfig(str(copied), device="cpu")) == []
+    assert profile_warnings("day", EngineConfig(str(copied), device="cpu")) == []
     other = tmp_path / "other" / here.name
     other.mkdir(parents=True)
     shutil.copy(tiny_model("qwen3") / "config.json", other)
-    (warning,) = found_for_others("day", EngineConfig(str(other), device="cpu"))
+    (warning,) = profile_warnings("day", EngineConfig(str(other), device="cpu"))
     assert "another model of this name" in warning
 
 
@@ -184,11 +184,11 @@ def test_a_gpu_is_known_by_either_of_its_names(command: CommandLine, monkeypatch
     config = EngineConfig("demo")
     driven = DeviceMemory("cuda", "NVIDIA H100 80GB HBM3", 1 << 36)
     monkeypatch.setattr(profile_module, "device_memory", lambda device: driven)
-    assert found_for_others("far", config) == []
+    assert profile_warnings("far", config) == []
     monkeypatch.setattr(profile_module, "device_memory", lambda device: replace(driven, name="NVIDIA H200"))
-    assert "another device: NVIDIA H100 SXM5 80GB, not NVIDIA H200" in found_for_others("far", config)[0]
-    assert found_for_others("far", config, "h100:vllm") == []
-    assert "not NVIDIA L4" in found_for_others("far", config, "l4")[0]
+    assert "another device: NVIDIA H100 SXM5 80GB, not NVIDIA H200" in profile_warnings("far", config)[0]
+    assert profile_warnings("far", config, "h100:vllm") == []
+    assert "not NVIDIA L4" in profile_warnings("far", config, "l4")[0]
 
 
 def test_the_newest_of_a_model_and_a_device_is_found(command: CommandLine, tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.bench.report.run_charts import run_charts
 from llmsched.cli.figures.experiment import MeasuredRun
+from llmsched.cli.figures.latency_summary import LatencySummary
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.registry import Place, definitions_in, figures_in
-from llmsched.engine.latency import Slo
+from llmsched.engine.latency import PERCENTILES, Slo
 from llmsched.engine.units import human_seconds
 
-#: Completed requests from which on charts show more than the tables.
+#: A terminal shows charts only of runs with at least this many completed requests.
 _ENOUGH_TO_DRAW = 10
 
 
@@ -23,8 +22,8 @@ def run_content(run: MeasuredRun) -> ReportContent:
     if (reading := figures.reading) is not None:
         longest = "" if reading.waits.max is None else f", longest pause {human_seconds(reading.waits.max)}"
         conclusions.append(
-            f"read at {reading.tokens_per_s:g} tokens/s: {reading.interrupted:.1%} of requests paused, "
-            f"{reading.late_tokens:.1%} of tokens late{longest}"
+            f"at {reading.tokens_per_s:g} tokens/s, a reader had to wait, or the request failed, in "
+            f"{reading.interrupted:.1%} of requests; {reading.late_tokens:.1%} of tokens came late{longest}"
         )
     own_tables = (slo_table(experiment.slo, figures), stall_table(figures))
     return ReportContent(
@@ -44,12 +43,13 @@ def run_content(run: MeasuredRun) -> ReportContent:
 
 
 def latency_table(run: MeasuredRun) -> Table:
-    columns = ["", "mean", "P50", "P95", "P99", "P99 95% CI", "max", "samples"]
+    columns = ["", "mean", *(name.upper() for name in PERCENTILES), "P99 95% CI", "max", "samples"]
     rows = []
     for figure in figures_in(Place.LATENCIES):
-        count, *quantiles, largest, interval = astuple(figure.get(*run))
-        between = "n/a" if interval is None else " to ".join(map(_ms, interval))
-        rows.append([figure.label, *map(_ms, quantiles), between, _ms(largest), str(count)])
+        found: LatencySummary = figure.get(*run)
+        quantiles = [found.mean, *(getattr(found, name) for name in PERCENTILES)]
+        between = "n/a" if found.p99_ci95 is None else " to ".join(map(_ms, found.p99_ci95))
+        rows.append([figure.label, *map(_ms, quantiles), between, _ms(found.max), str(found.count)])
     return Table("latency in ms", columns, rows)
 
 
@@ -77,7 +77,7 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
         rows.append(["failed requests", "", "", str(counts.failed), ""])
     missed = (counts.completed + counts.failed) * (1 - good.attainment["all"])
     rows.append(["all", "", f"{good.attainment['all']:.1%}", str(round(missed)), ""])
-    # A goodput of zero is a figure, and is seen to be one.
+    # 0.0 shows that a goodput of zero is a figure, not a missing value.
     title = f"goodput {f'{good.requests_per_s:.3g}' if good.requests_per_s else '0.0'} requests/s"
     return Table(title, ["SLO", "limit", "met by", "missed", "missed only this SLO"], rows)
 

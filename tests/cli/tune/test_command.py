@@ -68,7 +68,7 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
     outcome = tune("--output", str(tmp_path / "here.toml"))
     assert outcome.code == 0
     assert "max_num_batched_tokens" in outcome.out
-    assert "settings that work (no SLO was given)" in outcome.out
+    assert "settings work (no SLO was given)" in outcome.out
     assert f"serve --profile {tmp_path / 'here.toml'}" in outcome.out
     assert "no SLO given" in outcome.err
 

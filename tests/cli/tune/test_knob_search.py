@@ -208,7 +208,7 @@ def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
     surface = SimulatedMachine(hill(512, 16, steep=0.1), noise=0.0, drift=lambda time: 1.0 if time < 1.0 else 0.5)
     history, notes = searched(surface, knobs=("max_num_batched_tokens",))
     assert winner(history).max_num_batched_tokens == 512
-    assert notes == ["1 of the first rounds were repeated because the machine's speed changed meanwhile"]
+    assert notes == ["short rounds repeated because the machine's speed changed: 1"]
     assert [index for _, _, index in surface.log][:14] == [0] * 7 + [1] * 6 + [2]
 
 

@@ -102,12 +102,12 @@ def test_explanation_if_no_setting_is_feasible() -> None:
     assert nearest is not None
     assert nearest.setting == D
     assert explain(history) == (
-        "none of the 3 settings tried is feasible; the nearest is max_num_batched_tokens 256: P99 TTFT 3,000 ms is "
+        "none of the 3 settings meets the SLOs; the nearest is max_num_batched_tokens 256: P99 TTFT 3,000 ms is "
         "above 1000 ms; relax the SLOs or lower the load"
     )
     broken = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C)}))
     assert broken.nearest_miss() is None
-    assert explain(broken) == "none of the 2 settings tried works; see the reason of each"
+    assert explain(broken) == "none of the 2 settings works; see the reasons"
 
 
 def test_the_nearest_miss_is_the_least_one() -> None:
@@ -127,14 +127,14 @@ def test_a_limit_that_nothing_meets_has_a_nearest_miss_too() -> None:
 
 def test_explanation_of_a_single_setting() -> None:
     alone = raced(Scripted({A: lambda n: figures(1.2)}))
-    assert explain(alone).endswith("tokens/s, by the only setting tried, which meets the SLOs")
-    assert explain(raced(Scripted({A: lambda n: figures(1.2)}), slo=Slo())).endswith("which works (no SLO was given)")
+    assert explain(alone).endswith("tokens/s; the only setting tried meets the SLOs")
+    assert explain(raced(Scripted({A: lambda n: figures(1.2)}), slo=Slo())).endswith("tried works (no SLO was given)")
     late = raced(Scripted({D: lambda n: figures(5, ttft=3.0)}))
     assert explain(late).startswith(
-        "not even the only setting tried is feasible; the nearest is max_num_batched_tokens"
+        "the only setting tried, max_num_batched_tokens 256, misses an SLO: P99 TTFT 3,000 ms is"
     )
     of_two = raced(Scripted({A: lambda n: figures(1.2), B: lambda n: figures(0.5, ttft=3.0)}))
-    assert explain(of_two).endswith("tokens/s, by the only one of 2 settings that meets the SLOs")
+    assert explain(of_two).endswith("tokens/s; it is the only one of 2 settings that meets the SLOs")
 
 
 def test_a_missed_itl_and_a_partly_failed_run_are_infeasible() -> None:
@@ -165,7 +165,7 @@ def test_the_statistic_of_the_slo_is_the_one_that_counts() -> None:
 def test_more_throughput_beyond_the_noise_wins() -> None:
     history = raced(Scripted({A: lambda n: figures(1.0), B: lambda n: figures(1.2), C: lambda n: figures(1.1)}))
     assert winner(history) == B
-    assert explain(history).endswith("is the highest of the 3 of 3 settings that meet the SLOs")
+    assert explain(history).endswith("is the highest; 3 of 3 settings meet the SLOs")
 
 
 def test_goodput_and_throughput_can_disagree() -> None:
@@ -185,7 +185,7 @@ def test_explanation_of_a_tie() -> None:
     first = history.trials()[0]
     assert explain(history) == (
         f"max_num_batched_tokens 32: {first.output_tokens_per_s:.1f} tokens/s is within the noise (2%) of the highest "
-        "(max_num_batched_tokens 512) of the 2 of 2 settings that work (no SLO was given)"
+        "(max_num_batched_tokens 512); 2 of 2 settings work (no SLO was given)"
     )
 
 
@@ -281,8 +281,8 @@ def test_explanation_compares_runs_of_the_same_length() -> None:
     for run in (made_run(D, 8, 0, 45.0, itl=0.5), made_run(A, 32, 1, 20.0), made_run(C, 32, 1, 16.0)):
         history.add(run)
     assert explain(history) == (
-        "max_num_batched_tokens 32: 20.0 tokens/s is the highest of the 2 that ran in full out of the 3 of 4 "
-        "settings that meet the SLOs"
+        "max_num_batched_tokens 32: 20.0 tokens/s is the highest of the 2 settings that had full runs; 3 of 4 settings "
+        "meet the SLOs"
     )
 
 
@@ -291,8 +291,7 @@ def test_explanation_of_exact_runs_does_not_mention_noise() -> None:
     history.add(made_run(A, 8, 0, 99.0))
     history.add(made_run(B, 8, 0, 100.0))
     assert explain(history).endswith(
-        "99.0 tokens/s is within 2% of the highest (max_num_batched_tokens 64) of the 2 of 2 settings that meet the "
-        "SLOs"
+        "99.0 tokens/s is within 2% of the highest (max_num_batched_tokens 64); 2 of 2 settings meet the SLOs"
     )
     history.add(made_run(C, 8, 0, 103.0))
     assert winner(history) == C
