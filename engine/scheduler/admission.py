@@ -1,4 +1,4 @@
-"""Admission: moves waiting requests to running while places, token budget and memory last."""
+"""Admission of waiting requests while max_num_seqs, the token budget and memory allow it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from llmsched.engine.scheduler.prediction import OutputPredictor, forecast_peak
 from llmsched.engine.scheduler.token_budget import StepBuilder
 from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason
 
-#: Requests considered for admission in one step beyond the number of free places.
+#: Requests considered for admission in one step, beyond the number that may still run.
 EXTRA_OFFERS = 8
-#: The shortest prefix hit (tokens) that earns a cache bonus.
+#: Shortest prefix hit, in tokens, that earns a cache bonus.
 MIN_BONUS_HIT = 512
 
 
 class Admission:
-    """Moves requests from `waiting` to `running`, both of which it shares with the scheduler.
+    """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both lists.
 
-    An epoch ends whenever a request arrives, ends, is preempted or is admitted. If an epoch's round admitted no
-    request, another round is not tried in it unless more blocks have become available (prefill chunks free blocks in
-    layers with a window).
+    An epoch ends whenever a request arrives, ends, is preempted or is admitted. After a round of admission that
+    admitted no request, Admission tries no other round in the same epoch, unless more blocks have become available
+    (prefill chunks free blocks in sliding-window layers).
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Admission:
         self.first_lacks = WaitReason.STEP
 
     def new_step(self) -> None:
-        """Begin a step: no request has been preempted in it yet."""
+        """Begin a step: clear what holds for one step only."""
         self._try_again = False
         self._excluded.clear()
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Begin an epoch: a request has arrived, ended or lost its memory, so admission is worth trying again."""
+        """Begin an epoch, because a request has arrived, ended or lost its memory: admission is worth trying again."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:
-        """Do not admit a request that was preempted in this step before the next one."""
+        """Keep a request that was preempted in this step from being admitted before the next step."""
         self._excluded.add(request)
         self.first_lacks = WaitReason.MEMORY
         self.changed()
@@ -88,10 +88,10 @@ class Admission:
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
-        """Admit short requests while the fast lane's `lane` tokens last. Return those admitted.
+        """Admit short requests while the fast lane's `lane` tokens last, and return them.
 
-        If more requests wait than places are free, the lane takes no more than its share of the places either;
-        otherwise short requests could take every place that becomes free.
+        If more requests wait than may still run, at most fast_lane_share of all admissions go to the fast lane;
+        otherwise short requests could take every admission.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
@@ -105,9 +105,9 @@ class Admission:
         return admitted
 
     def admit_in_order(self, step: StepBuilder) -> None:
-        """Admit requests by rank and arrival quota while budget and places last.
+        """Admit requests in the order of `WaitingQueue.offers` while the token budget and max_running allow it.
 
-        Requests behind one that does not fit may pass it (see Backfill). If none can be admitted, the next try waits
+        Requests may overtake one that does not fit (see Backfill). If no request can be admitted, the next round waits
         for the next epoch.
         """
         epoch, places = self._epoch, self.control.max_running - len(self._running)
@@ -121,12 +121,12 @@ class Admission:
                 self._lane_places = min(1.0, self._lane_places + self._lane_ratio)
                 step.give(offer.request, step.left)
         if self._lane_places < 1.0 and self._waiting.short_ones(1):
-            self._lane_places, self._try_again = 1.0, True  # the fast lane may use the places that are left over
+            self._lane_places, self._try_again = 1.0, True  # let the fast lane use the room that is left
         if epoch == self._epoch and step.left > 0 and not self._try_again:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if there is a place and memory for it and it passes no request it must not pass."""
+        """Admit a waiting request if max_running, memory and Backfill allow it; return whether they do."""
         if self.is_full:
             return False
         if request in self._excluded:
@@ -136,7 +136,7 @@ class Admission:
             return False
         hit = self._kv.prefix_cache.find(request)
         coming = 0 if request.swapped is not None else self._kv.prefix_cache.num_coming(request, hit)
-        if coming >= self._kv.block_size:  # running requests are about to compute what this one needs too
+        if coming >= self._kv.block_size:  # running requests are computing KV that this request can reuse
             self._ledger.note(request.request_id, "waits for a prefix", tokens=coming)
             self._refused(request, WaitReason.PREFIX)
             self._try_again = True
@@ -150,7 +150,8 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running. Count its prefix hit on first admission, else its recomputation."""
+        """Move a request from waiting to running; count its prefix hit or, after a preemption, its recomputed tokens.
+        """
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
@@ -177,7 +178,7 @@ class Admission:
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return whether the fast lane is for this request: a short uncached prompt and a small max_tokens."""
+        """Return whether the request may use the fast lane: its uncached prompt and its max_tokens are small."""
         config = self._config
         if config.fast_lane_share == 0:
             return False
@@ -188,9 +189,9 @@ class Admission:
         return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether memory is short: the uncached prompt must fit above the headroom, the predicted peak the pool.
+        """Return whether the uncached prompt does not fit above the headroom, or the predicted peak exceeds the pool.
 
-        If no request is running there is nothing to keep headroom for, and every request fits the pool alone.
+        If no request is running, no headroom is needed, and every request fits the pool alone.
         """
         if not self._running:
             return False

@@ -1,4 +1,4 @@
-"""Backfill: lets requests that fit pass one that does not, a bounded number of times."""
+"""Backfill: requests that fit may overtake a request that does not, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from llmsched.engine.scheduler.waiting import WaitingQueue
 
 
 class Backfill:
-    """Counts how often the first waiting request by rank is passed, and reserves memory for a request that did not fit.
+    """Rules for overtaking: how often the first waiting request may be overtaken, and by which requests.
 
-    Admitting a request that is not the first by rank passes the first, whatever the cause: the fast lane, the arrival
-    quota, a cache bonus, or that it fits. The first is passed at most `max_passes` times; after that only it may be
-    admitted. A request behind the reserved one must also be predicted to end before the reservation's start.
+    Admitting any request other than the first by rank overtakes the first, whatever the cause: the fast lane, the
+    arrival quota, a cache bonus, or missing memory. The first is overtaken at most `max_passes` times; after that, only
+    the first may be admitted. For a request that does not fit, a start is reserved: requests ranked behind it must also
+    be predicted to end before that start.
     """
 
     def __init__(
@@ -31,11 +32,11 @@ class Backfill:
         self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
-        """Move the reserved start one step nearer."""
+        """Bring the reserved start one step nearer."""
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
-        """Return whether admitting the request keeps to max_passes and to the reservation."""
+        """Return whether max_passes and the reservation allow the request to be admitted now."""
         first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
             reason = "the first in the queue has already been passed max_passes times"
@@ -50,9 +51,9 @@ class Backfill:
         return False
 
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
-        """Reserve a start for a request that lacks blocks, when enough of the running requests are predicted to end.
+        """Reserve a start for a request that lacks blocks: when enough running requests are predicted to have ended.
 
-        A reservation for a request ahead of it stays.
+        An existing reservation for a request of smaller rank stays.
         """
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
@@ -64,7 +65,7 @@ class Backfill:
                 break
 
     def admitted(self, request: Request) -> None:
-        """Count the request that this admission passes. Call it while the admitted request still waits."""
+        """Count that this admission overtakes the first request. Call it while the admitted request still waits."""
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1

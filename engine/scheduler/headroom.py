@@ -1,4 +1,4 @@
-"""Headroom control: keeps more blocks free when requests are preempted often, and fewer again when they are not."""
+"""Headroom control: admission keeps more blocks free while preemptions are frequent, and fewer while they are rare."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from llmsched.engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-#: Number of admissions over which the preemption rate is taken.
+#: Number of admissions over which the preemption rate is measured.
 WINDOW = 64
-#: Above the first rate the headroom grows, below the second it decays; between them it stays (hysteresis).
+#: The headroom grows above THRASH_RATE, decays below QUIET_RATE, and stays in between (hysteresis).
 THRASH_RATE = 0.05
 QUIET_RATE = 0.01
 GROWTH = 1.3
 DECAY = 0.95
-#: A headroom this close to the least one is set to it, so that decay (which is logged) comes to an end.
+#: A headroom this close to its minimum is set to the minimum, so that the decay, which is logged, comes to an end.
 NEGLIGIBLE = 1e-3
 #: Factors by which the concurrency cap shrinks and recovers.
 CAP_SHRINK = 0.85
@@ -24,10 +24,10 @@ CAP_GROWTH = 1.1
 
 
 class HeadroomControl:
-    """Adapts `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
+    """Controller of `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
 
-    The preemption rate is checked once per half window of admissions. Every change is logged and reported to the
-    caller, who counts it.
+    The controller checks the preemption rate over the last WINDOW admissions. It logs every change and reports it to
+    the caller, which counts the changes.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:
@@ -39,7 +39,7 @@ class HeadroomControl:
         self._since_change = 0
 
     def admitted(self) -> bool:
-        """Count an admission. Return whether that changed headroom or cap."""
+        """Count an admission; return whether headroom or cap changed."""
         self._preemptions.append(0)
         self._since_change += 1
         if self._since_change < WINDOW // 2:
@@ -52,7 +52,7 @@ class HeadroomControl:
         return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap)
 
     def preempted(self, num_running: int) -> bool:
-        """Count a preemption that left `num_running` requests. Return whether that changed headroom or cap."""
+        """Count a preemption after which `num_running` requests still run; return whether headroom or cap changed."""
         self._preemptions[-1] += 1
         if sum(self._preemptions) <= THRASH_RATE * WINDOW or self._since_change < WINDOW // 8:
             return False

@@ -1,4 +1,4 @@
-"""Decision ledger: why each request was delayed, preempted or ended. Also the scheduler's totals."""
+"""Decision ledger: the reasons why each request was delayed, preempted or ended; and the scheduler's totals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: Ended requests whose entries are kept, and entries kept per request.
+#: Number of ended requests whose entries are kept, and of entries kept per request.
 MAX_REQUESTS = 2048
 MAX_ENTRIES = 256
 
@@ -15,7 +15,7 @@ Detail = int | float | str
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start, in tokens or events."""
+    """Totals since the engine was built, in tokens or events."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -28,7 +28,7 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class Entry:
-    """Decision about a request, taken `count` times in a row, from `time` until `until` on the engine's clock."""
+    """Decision about a request, made `count` times in a row from `time` to `until` (times of the engine's clock)."""
 
     time: float
     what: str
@@ -38,9 +38,8 @@ class Entry:
 
 
 class Ledger:
-    """Entries by request id, of all live requests and of those that ended last.
-
-    Steps in which nothing is decided cost nothing.
+    """Entries by request id, for all unfinished requests and the latest ended ones. Steps without decisions cost
+    nothing.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -49,13 +48,14 @@ class Ledger:
         self._ended: OrderedDict[str, list[Entry]] = OrderedDict()
 
     def begin(self, request_id: str, arrival_time: float, **details: Detail) -> None:
-        """Note that a request was queued. It arrived at `arrival_time`; a step may have run since."""
+        """Note that a request was queued at `arrival_time`; steps may have run since then."""
         self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
-        """Note a decision. One that repeats the last, its "reason" and "by" included, is merged with it.
+        """Note a decision, or merge it with the last entry if `what` and the details "reason" and "by" are the same.
 
-        A merged entry has the newest numbers. A request with MAX_ENTRIES entries keeps its first ones and the newest.
+        A merged entry has the newest numbers. Once a request has MAX_ENTRIES entries, each new entry replaces the last
+        one.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
@@ -69,11 +69,13 @@ class Ledger:
         entries.append(Entry(now, what, details, now))
 
     def end(self, request_id: str) -> None:
-        """Mark the request as ended. Its entries are dropped after MAX_REQUESTS others have ended."""
+        """Mark the request as ended. Its entries are dropped after MAX_REQUESTS more requests have ended."""
         self._ended[request_id] = self._living.pop(request_id, [])
         if len(self._ended) > MAX_REQUESTS:
             self._ended.popitem(last=False)
 
     def entries(self, request_id: str) -> list[Entry]:
-        """Return a request's entries, oldest first; an empty list if it is unknown or was dropped."""
+        """Return a request's entries, oldest first; an empty list if the request is unknown or its entries were
+        dropped.
+        """
         return self._living.get(request_id) or self._ended.get(request_id, [])

@@ -1,4 +1,4 @@
-"""Schedulers for each scheduling_policy. All share one interface, so that one run can compare them."""
+"""Schedulers for each scheduling_policy. All have the same interface, so that one run can compare them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llmsched.engine.scheduler.waiting import WaitReason
 def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
     """Return the scheduler that `config.scheduling_policy` names.
 
-    The baselines are the same scheduler without headroom, prediction, fast lane, classes, cache bonus and backfill.
-    That leaves first come, first served (fcfs), shortest first (sptf) or one at a time (serial).
+    The baselines are the same scheduler without headroom, prediction, fast lane, priority classes, cache bonus and
+    backfill. What remains is first come, first served (fcfs), shortest first (sptf) or one request at a time (serial).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
@@ -27,21 +27,21 @@ def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], fl
 
 
 class StaticScheduler(Scheduler):
-    """Static batching, the baseline: a batch runs until its longest request ends.
+    """Scheduler of static batches, a baseline: a batch runs until its longest request ends.
 
-    When a batch has ended, up to max_num_seqs requests form the next, each with KV reserved for max_model_len. Requests
-    that end early keep their places and blocks until the batch ends, as in a padded batch. This baseline is faster than
-    most real ones: prompts are not padded, and each token is emitted at once.
+    When a batch has ended, up to max_num_seqs requests form the next one, each with KV reserved for max_model_len.
+    Until the batch ends, no request joins it, and requests that end early keep their blocks, as with padded batches.
+    This baseline is faster than most real ones: prompts are not padded, and each token is emitted at once.
     """
 
     def _secure_memory(self) -> bool:
-        """Exchange blocks in layers with a window; all others were reserved. No request is ever preempted."""
+        """Exchange blocks in sliding-window layers; all other blocks were reserved. Never preempt a request."""
         for request in self.running:
             self.kv.grow(request)
         return False
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return that requests wait for a place in the next batch, even if this one has places left."""
+        """Return MAX_RUNNING: requests wait for the next batch, even if fewer than max_num_seqs run now."""
         return WaitReason.MAX_RUNNING
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
@@ -59,7 +59,8 @@ class StaticScheduler(Scheduler):
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Its blocks stay reserved while other requests of the batch run.
 
-        A failed request frees its blocks at once: mid-step its window groups may exceed the reservation.
+        The blocks of a failed request are freed at once, because its window groups may exceed the reservation in
+        mid-step.
         """
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
             self.kv.static_batch.keep(request)

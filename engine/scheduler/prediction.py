@@ -1,4 +1,4 @@
-"""Prediction of output lengths, learned from outputs that have ended, and of the peak of the KV memory held."""
+"""Prediction of output lengths, learned from finished outputs, and of the peak of the KV memory in use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request
 
-#: Ended outputs that are remembered per priority, and the number needed before they are trusted.
+#: Number of finished outputs remembered per priority, and number needed to predict from them.
 WINDOW = 512
 MIN_SAMPLES = 16
-#: Quantile of the longer outputs that is taken as the prediction.
+#: Quantile of the lengths of longer outputs that is the prediction.
 QUANTILE = 0.65
-#: Standard deviations that are added to the expected number of held tokens.
+#: Standard deviations added to the mean number of held tokens.
 RISK = 1.0
-#: Numbers of steps ahead at which the expected peak is evaluated.
+#: Number of future steps at which the expected peak is evaluated.
 HORIZON_POINTS = 16
 
 Tokens: TypeAlias = npt.NDArray[np.int64]
@@ -32,8 +32,9 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """Lengths of n requests: their tokens now, how many of these are generated (`done`), and max_tokens (`limit`), each
-    int64 [n]. `learned` has pairs: a mask (bool [n]) of requests, and the sorted lengths of ended outputs like theirs.
+    """Lengths of n requests, each int64 [n]: their tokens now, how many of these are generated (`done`), and max_tokens
+    (`limit`). `learned` has one pair per priority: a mask (bool [n]) of the requests, and the sorted lengths of
+    finished outputs of that priority.
     """
 
     num_tokens: Tokens
@@ -42,9 +43,10 @@ class Outlook(NamedTuple):
     learned: list[tuple[npt.NDArray[np.bool_], Tokens]]
 
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
-        """Return the probability [n, len(steps)] that each request still generates after so many more tokens.
+        """Return the probability [n, len(steps)] that each request still generates tokens after `steps` more tokens.
 
-        It is estimated from the samples: of the outputs that got as far, the share that got that much further.
+        Estimate: of the finished outputs longer than the request's output is now, the share that reached the new
+        length.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
@@ -55,10 +57,11 @@ class Outlook(NamedTuple):
 
 
 class OutputPredictor:
-    """Predicts the output length (tokens) of a request from the lengths of ended outputs of the same priority.
+    """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the QUANTILE of those outputs that were longer than what the request has generated already, at
-    most its max_tokens. With too few samples, or if the request ignores end-of-sequence, it is max_tokens.
+    The prediction is the QUANTILE of the lengths above what the request has already generated, capped at its
+    max_tokens. With fewer than MIN_SAMPLES outputs, or if the request ignores end-of-sequence tokens, the prediction is
+    max_tokens.
     """
 
     def __init__(self, method: Prediction) -> None:
@@ -67,7 +70,9 @@ class OutputPredictor:
         self._sorted: dict[int, list[int]] = {}
 
     def learn(self, request: Request) -> None:
-        """Remember the output length of a request that has ended. Aborted and failed requests are ignored."""
+        """Remember the output length of a finished request, unless it was aborted, failed or ignores end-of-sequence
+        tokens.
+        """
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return
@@ -79,7 +84,7 @@ class OutputPredictor:
             del ordered[bisect.bisect_left(ordered, recent.popleft())]
 
     def remaining(self, request: Request) -> int:
-        """Return how many more tokens the request is expected to generate, at least 1."""
+        """Return how many more tokens the request is predicted to generate, at least 1."""
         limit, done = request.sampling.max_tokens, request.num_output_tokens
         ordered = self._sorted.get(request.priority, [])
         learned = self._method == "learned" and not request.sampling.ignore_eos
@@ -89,7 +94,7 @@ class OutputPredictor:
         return max(1, limit - done)
 
     def outlook(self, requests: Sequence[Request]) -> Outlook:
-        """Return what is known of the lengths of all these requests."""
+        """Return the lengths of the requests, and the finished outputs from which to predict them."""
         num_tokens = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
         done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
@@ -106,11 +111,12 @@ class OutputPredictor:
 def future_peak(held: Tokens, remaining: Tokens) -> int:
     """Return the most tokens that n sequences hold together until all have ended, if each adds a token per step.
 
-    held [n] are their tokens now, remaining [n] those each will still add. For one group of layers that keeps all
-    tokens; `saturating_peak` handles any layout.
+    held [n] are the tokens now, remaining [n] the tokens that each sequence will still add. The result is valid for one
+    group of layers that keeps all tokens; `saturating_peak` handles any layout.
 
-    Sorted by what remains, longest first, the first i sequences still run when the i-th ends. They then hold what they
-    hold now plus i times what remained to the i-th (the admission rule of LightLLM).
+    With the sequences sorted by remaining tokens, most first, the first i sequences still run when sequence i ends.
+    They then hold the tokens that they hold now plus i times the remaining tokens of sequence i (LightLLM's admission
+    rule).
     """
     order = np.argsort(-remaining)
     counts = np.arange(1, len(order) + 1)
@@ -118,19 +124,19 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
 
 
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
-    """Return the peak of `future_peak` for any layout: windows limit what a sequence holds.
+    """Return the peak of `future_peak` for any layout; sliding windows limit the tokens that a sequence holds.
 
-    The peak is at the end of some sequence, so each end is evaluated with all sequences that run until then.
+    The peak occurs when a sequence ends, so the tokens of all sequences that still run are summed at each end.
     """
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
 
 
 def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, layout: KVLayout) -> float:
-    """Return the largest mean plus RISK standard deviations of held tokens over `steps` ahead.
+    """Return the maximum, over the future `steps`, of the mean number of held tokens plus RISK standard deviations.
 
-    held [n] are tokens now, alive [n, len(steps)] the probability that each sequence still runs after so many steps.
-    Sequences are taken to be independent.
+    held [n] are the tokens now; alive [n, len(steps)] is the probability that each sequence still runs after that many
+    steps. Sequences are assumed to be independent.
     """
     size = layout.room(held[:, None] + steps)
     mean = (alive * size).sum(axis=0)
@@ -139,10 +145,10 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
 
 
 def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
-    """Return the blocks held at the peak if the request is admitted and shares no block.
+    """Return the peak number of blocks in use, as predicted if the request is admitted and shares no block.
 
-    Blocks shared by running requests and pinned blocks count once, as they are now. If the pool has room for all
-    requests to reach their longest possible length, return that sum without a forecast.
+    Pinned blocks, and blocks that running requests share, count once, at their present number. If the pool has room
+    even for the longest possible outputs of all requests, the result is that sum, without a forecast.
     """
     layout, tables = kv.layout, [other.table for other in running]
     held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size

@@ -1,4 +1,4 @@
-"""Preemption: which running request gives up its blocks, and whether its KV is discarded or swapped to host memory."""
+"""Preemption: the choice of the request that gives up its blocks, and of discarding or swapping its KV."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Detail
 
-#: A request that was preempted this often is not preempted again while there are others to choose from.
+#: After this many preemptions, a request is preempted again only if all candidates were preempted as often.
 SAFE_AFTER = 2
-#: Prefill rate (tokens/s) assumed until prefills have been measured. Hardly ever used: a victim has been prefilled.
+#: Prefill rate (tokens/s) assumed until a prefill is measured. Rarely used, because every victim was prefilled.
 ASSUMED_PREFILL_RATE = 10_000.0
-#: Copy rate (bytes/s) assumed until copies have been measured: that of PCIe 4 x16. Rather too high than too low, since
-#: copies that are never made are never measured.
+#: Copy rate (bytes/s) assumed until a copy is measured: that of PCIe 4 x16. A rate that is too high is corrected by the
+#: first copy; one that is too low would prevent copies.
 ASSUMED_COPY_RATE = 20e9
-#: Number of later measurements after which one counts half.
+#: Number of later measurements after which a measurement counts half.
 HALF_LIFE = 64
-#: Share by which each decision against a copy moves its measured cost back to the assumed one, so that copies are tried
-#: again: the machine may have been busy when they were measured.
+#: Share by which each decision against a copy moves the measured copy cost back to the assumed one, so that copies are
+#: tried again: the machine may have been busy when copies were measured.
 FADING = 0.02
 
 
 class MeanCost:
-    """Seconds per unit over the measurements so far; newer ones count more."""
+    """Average cost in seconds per unit, in which newer measurements count more."""
 
     def __init__(self, assumed: float) -> None:
         self._seconds = self._units = 0.0
@@ -38,7 +38,7 @@ class MeanCost:
         self._units = self._units * forget + units
 
     def fade(self) -> None:
-        """Move the mean towards the assumed cost, because a decision went against it."""
+        """Move the average towards the assumed cost, after a decision against the measured operation."""
         self._seconds += FADING * (self._assumed * self._units - self._seconds)
 
     @property
@@ -47,10 +47,10 @@ class MeanCost:
 
 
 class MeasuredCosts:
-    """Costs of a prefill token and of a block copied from or to host memory, measured while serving.
+    """Costs of computing a prefill token and of copying a block from or to host memory, measured while serving.
 
-    A prefill token costs the time by which steps with prefills exceed steps of decodes alone, because decodes go on
-    beside a recomputation anyway.
+    The cost of a prefill token is the extra time of steps with prefills over steps of decodes alone, because decodes
+    continue during a recomputation.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -73,8 +73,8 @@ class MeasuredCosts:
 class Loss(NamedTuple):
     """Cost of preempting a request now.
 
-    `seconds` are the time to compute `num_tokens` tokens again or, with `swap`, to copy `num_blocks` blocks to host
-    memory and back.
+    `seconds` is the time to recompute `num_tokens` tokens or, if `swap`, to copy `num_blocks` blocks to host memory and
+    back.
     """
 
     swap: bool
@@ -83,7 +83,7 @@ class Loss(NamedTuple):
     num_blocks: int
 
     def details(self) -> dict[str, Detail]:
-        """Return the details for the ledger."""
+        """Return the details of the ledger entry."""
         cost_ms = round(1e3 * self.seconds, 3)
         if self.swap:
             return {"how": "swap", "swapped_blocks": self.num_blocks, "cost_ms": cost_ms}
@@ -91,10 +91,10 @@ class Loss(NamedTuple):
 
 
 class Preemption:
-    """Chooses victims, and by `preemption_mode` whether their KV is swapped or recomputed later.
+    """Choice of the requests to preempt and, by `preemption_mode`, of swapping or recomputing their KV.
 
-    Mode auto takes what is predicted to cost less time: computing again those tokens that the prefix cache will not
-    keep, or copying the blocks both ways. Swap needs free host blocks; without them every mode recomputes.
+    Mode auto takes the way that is predicted to need less time: recomputing the tokens that the prefix cache will not
+    keep, or copying the blocks out and back. Swapping needs free host blocks; without them every mode recomputes.
 
     When memory runs out, the lowest priority class is preempted first, unless priority_step is 0.
     """
@@ -109,8 +109,8 @@ class Preemption:
     def loss(self, request: Request, demand: int | None = None) -> Loss:
         """Return the cost of preempting the request.
 
-        `demand` is the number of blocks that will be taken from the pool. None: assume every available block will be
-        needed, because running requests keep growing.
+        `demand` is the number of blocks that will be taken from the pool. None assumes that every available block will
+        be needed, because running requests keep growing.
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
@@ -124,18 +124,18 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None) -> Loss:
-        """Return how the request that is preempted now loses its KV; see `loss`."""
+        """Return the `loss` of the request that is being preempted, which says whether its KV is swapped."""
         loss = self.loss(request, demand)
         if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
             self.costs.block_copy.fade()
         return loss
 
     def choose_victim(self, running: Sequence[Request]) -> Request:
-        """Return which of at least two running requests gives up its blocks when memory runs out.
+        """Return the request, of two or more running ones, that gives up its blocks when memory runs out.
 
-        The lowest class comes first, then the cheapest loss, then the last in the queue. A request that was preempted
-        SAFE_AFTER times is chosen only if all others were too. The first by rank is never chosen, so it makes progress
-        in every step and each request's turn comes.
+        The victim is of the lowest priority class; within the class it has the smallest loss, then the largest rank. A
+        request that was preempted SAFE_AFTER times is chosen only if all candidates were. The first request by rank is
+        never chosen, so it makes progress in every step, and every request becomes the first at some time.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -149,9 +149,9 @@ class Preemption:
         return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
-        """Return the running request that gives its place to one of a higher class, or None if all keep theirs.
+        """Return the running request to preempt for a waiting one of a higher class, None if there is no such request.
 
-        The victim is of the lowest class that runs, ranks behind `waiting`, and was preempted less than SAFE_AFTER
+        The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
         times. Only policy fair has classes.
         """
         if self._policy != "fair":

@@ -1,4 +1,4 @@
-"""Scheduler: decides which tokens the next step computes."""
+"""Scheduler: the choice of the tokens that the next step computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, initial_
 
 
 class Update(NamedTuple):
-    """Result of a step for one request."""
+    """Result of a step for one request, whose computed tokens begin at position `start`."""
 
     request: Request
     start: int
@@ -28,22 +28,22 @@ class Update(NamedTuple):
 
 
 class Scheduler:
-    """Decides which tokens each step computes. Holds no tensors and no text.
+    """Planner of steps: it decides which tokens each step computes, and holds no tensors and no text.
 
-    A step has no phases: it lets num_computed_tokens of the running requests catch up with their num_tokens. Prefill,
-    chunked prefill, decode and recovery from preemption differ only in how many tokens are missing.
+    Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
+    Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
 
     Invariants:
-    - A request is in `waiting`, in `running`, or in neither once it has finished.
-    - A running request holds blocks for all its tokens; in layers with a sliding window, for at least one token more
-      than is computed.
+    - An unfinished request is either in `waiting` or in `running`.
+    - A running request holds blocks for all its tokens; in sliding-window layers, for its computed tokens in the window
+      and at least one token more.
     - The first running request by rank is never preempted, and every accepted request fits the pool alone. So each step
       makes progress, and every request ends.
     - At most max_num_batched_tokens requests run, so every decoding request gets its token in every step.
 
-    Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of a larger rank are admitted,
-    where S is the number of requests of a smaller rank that wait during that time. R waits for no more steps than the
-    requests that run meanwhile have tokens (prompt, max_tokens and recomputation). The proof is in
+    Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of larger rank are admitted, where
+    S is the number of requests of smaller rank that wait during that time. R waits for at most as many steps as the
+    requests that run in the meantime have tokens (prompt, max_tokens and recomputed tokens). The proof is in
     tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
     """
 
@@ -63,7 +63,7 @@ class Scheduler:
     def configure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits of a step. No request may be running.
 
-        The adapted headroom and the fitted step-time model start afresh; waiting requests keep their waiting times.
+        The adapted headroom and the fitted step-time model are reset; waiting requests keep their waiting times.
         """
         assert not self.running
         self.config = replace(self.config, **limits)
@@ -87,7 +87,7 @@ class Scheduler:
         self.admission.changed()
 
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Return whether the pool can hold such a request. Its last sampled token needs no KV."""
+        """Return whether the pool can hold a request of this size alone. The last sampled token needs no KV."""
         most = num_prompt_tokens + max(0, max_tokens - 1)
         return self.kv.layout.num_blocks(most) <= self.kv.max_request_blocks
 
@@ -97,15 +97,15 @@ class Scheduler:
             self.admission.changed()
 
     def unpin(self, pin_id: str) -> None:
-        """Release a pinned prefix. Raise RequestError if the id is unknown."""
+        """Release a pinned prefix. Raises RequestError if the id is unknown."""
         self.kv.pins.delete(pin_id)
         self.admission.changed()
 
     def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
         """Return how KV memory is used.
 
-        With `computed`, a plan that has been computed but not yet passed to `update`: count its tokens as written, and
-        the blocks of requests that end with it as still held.
+        `computed` is a plan that has been computed but not yet passed to `update`: its tokens count as written, and
+        requests that end with it still hold their blocks.
         """
         use = self.kv.usage(self.running)
         written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens
@@ -115,7 +115,9 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return until when an idle engine should wait for more requests before it starts (coalescing), if at all."""
+        """Return the time until which an idle engine should wait for more requests to batch; None if it should not
+        wait.
+        """
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None
@@ -125,7 +127,7 @@ class Scheduler:
     # -- one step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan one step: secure memory for running requests, then decodes, partial prefills and admissions."""
+        """Plan one step: secure memory for running requests, then schedule decodes, partial prefills and admissions."""
         self.expire_pins()
         self.admission.new_step()
         preempted = self._secure_memory()
@@ -149,13 +151,15 @@ class Scheduler:
         return StepPlan(step.rows(), finished, self.kv.copies.take(), *self.kv.swap.take())
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return what keeps the first waiting request from being admitted, now that the step is planned."""
+        """Return what keeps the first waiting request from being admitted, after the step was planned."""
         if self.admission.is_full:
             return WaitReason.MAX_RUNNING
         return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self) -> bool:
-        """Give each running request blocks for all its tokens; preempt others until the pool suffices."""
+        """Give running requests blocks for all their tokens; preempt some if blocks run out, and return whether any
+        was.
+        """
         growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
@@ -195,7 +199,7 @@ class Scheduler:
         self.waiting.add_at_head_of_class(request, short=self.admission.is_short(request))
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
-        """Share the budget that decodes leave: the fast lane's part to short requests first, the rest by rank."""
+        """Share out the budget that decodes leave: the fast lane's part to short requests first, the rest by rank."""
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
             if lane > 0 and self.admission.is_short(request):
@@ -211,9 +215,9 @@ class Scheduler:
     # -- after the step ---------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply the results of a computed step.
+        """Apply the results of a computed step and return them as updates.
 
-        Requests that end with it get their `finish_reason` and release their blocks.
+        Requests that end with the step get their `finish_reason` and release their blocks.
         """
         self.preemption.costs.learn(plan, result)
         self.pacer.learn(plan, result.elapsed - result.swap_elapsed)
@@ -254,9 +258,7 @@ class Scheduler:
         self._finished.append(request.request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block belongs to a running request or the prefix tree, and each host block
-        to a swapped request.
-        """
+        """Raise AssertionError unless each block and host block has an owner: a request, a pin or the prefix tree."""
         self.kv.check_integrity(self.running, self.waiting)
         assert all(r.status is RequestStatus.RUNNING and r.swapped is None for r in self.running)
         for request in self.waiting:
@@ -266,7 +268,7 @@ class Scheduler:
 
 
 def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:
-    """Return why a request ends with its newest token, or None if it continues."""
+    """Return the reason why a request ends with its newest token, or None if it continues."""
     num_tokens, sampling = len(request.token_ids), request.sampling
     num_output_tokens = num_tokens - request.num_prompt_tokens
     if token_id in request.stop_ids and num_output_tokens > sampling.min_tokens:

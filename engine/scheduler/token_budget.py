@@ -1,4 +1,4 @@
-"""Token budget of a step: how large it is, and which requests get its tokens."""
+"""Token budget of a step: its size, and its distribution over the requests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llmsched.engine.scheduler.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
-#: Prefill tokens that every step may compute, so that prefills go on when decodes alone miss the target.
+#: Prefill tokens that every step may compute, so that prefills continue even if decodes alone miss target_itl.
 LEAST_PREFILL = 16
-#: Consecutive steps in which decodes alone are predicted to miss the target before a warning is logged, once.
+#: Consecutive steps in which decodes alone are predicted to miss target_itl before one warning is logged.
 WARN_AFTER = 32
 
 
 class Pacer:
-    """Sizes the token budget of each step to meet target_itl, by a step-time model fitted to the steps so far.
+    """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
-    The budget is max_num_batched_tokens if there is no target, if no request decodes, or while the model is not
-    trusted. `step_budget` is the budget of the latest step.
+    The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the model is trusted.
+    `step_budget` is the budget of the latest step.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -34,7 +34,7 @@ class Pacer:
         self._misses = 0
 
     def next_budget(self, running: Sequence[Request], num_decodes: int) -> int:
-        """Return the budget of the next step, in which `num_decodes` of the running requests decode."""
+        """Return the token budget of the next step, in which `num_decodes` of the running requests decode."""
         self.step_budget = self._most
         if self._target is None or num_decodes == 0 or not self.model.trusted:
             return self.step_budget
@@ -54,13 +54,13 @@ class Pacer:
         return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Fit the model to a step that has been computed."""
+        """Add a computed step and its time to the model's fit."""
         if self._target is not None:
             self.model.learn(shape_of(plan), seconds)
 
 
 class StepBuilder:
-    """Shares out the token budget of one step; `left` of it is not given yet."""
+    """Builder of one step's rows within a token budget, of which `left` tokens are not yet scheduled."""
 
     def __init__(self, token_budget: int, kv: KVManager, ledger: Ledger) -> None:
         self.left = token_budget
@@ -70,9 +70,9 @@ class StepBuilder:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Let the request compute as many of its missing tokens as `limit` and the budget allow. Return how many.
+        """Schedule as many of the request's uncomputed tokens as `limit` and the budget allow; return how many.
 
-        In layers with a window memory may allow fewer (see KVManager.reach).
+        In sliding-window layers, memory may allow fewer (see KVManager.reach).
         """
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
@@ -87,12 +87,12 @@ class StepBuilder:
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """Give one token to each of these requests, which miss exactly one. Call it before `give`."""
+        """Schedule one token of each request; each must have exactly one uncomputed token. Call it before `give`."""
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
-        """Return the rows to compute, and note in the ledger those that are no decodes."""
+        """Return the rows to compute, and note all rows but the decodes in the ledger."""
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)

@@ -1,4 +1,4 @@
-"""Waiting queue: in which order requests are offered a place, and what they wait for."""
+"""Waiting queue: the order in which requests are considered for admission, and the reasons why they wait."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.request import Request
 
-#: Share of admissions that go by arrival time alone, whatever the ranks are (70/30 quota).
+#: Share of admissions that go by arrival time alone, regardless of rank (70/30 quota).
 ARRIVAL_QUOTA = 0.3
-#: Requests at the front of the queue whose order a prefix hit may change.
+#: Number of requests at the front of the queue that prefix hits may reorder.
 BONUS_WINDOW = 8
-#: Difference of ranks (seconds) that puts one request just before another.
+#: Difference in rank (seconds) that places one request just before another.
 RANK_STEP = 1e-6
 
 _BY_RANK = attrgetter("rank", "request_id")
@@ -23,10 +23,11 @@ _BY_ARRIVAL = attrgetter("arrival_time", "request_id")
 
 
 def initial_rank(request: Request, config: EngineConfig) -> float:
-    """Return the request's place in the queue (lower is earlier): its arrival time plus priority x priority_step.
+    """Return the request's position in the queue (lower is earlier): its arrival time plus priority x priority_step.
 
     Ageing is linear in waiting time, so the order of two waiting requests never changes and a sorted list suffices. A
-    request is passed only by those that arrive within (levels between them) x priority_step after it.
+    request can overtake another only if it arrives less than (difference in priority) x priority_step later. Under
+    policy sptf, the rank is the prompt's length plus max_tokens.
     """
     if config.scheduling_policy == "sptf":
         return float(request.num_prompt_tokens + request.sampling.max_tokens)
@@ -35,7 +36,7 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
 
 class WaitReason(StrEnum):
     """Obstacle to admitting the first waiting request: the limit of running requests, missing blocks, the step's token
-    budget, or a prefix that running requests are computing.
+    budget, or a prefix that running requests are still computing.
     """
 
     MAX_RUNNING = "slot"
@@ -45,9 +46,10 @@ class WaitReason(StrEnum):
 
 
 class WaitingTimes:
-    """Seconds that the queue has waited for each reason, in total and since each waiting request was added.
+    """Seconds for which the queue has waited, by reason: in total, and since each waiting request was added.
 
-    The reason is set after each step and holds until the next. The cost per step does not depend on the queue's length.
+    The scheduler sets the reason after each step, and it holds until the next step. The cost per step does not depend
+    on the queue's length.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -58,7 +60,7 @@ class WaitingTimes:
         self._at_start: dict[Request, dict[WaitReason, float]] = {}
 
     def now_waiting_for(self, reason: WaitReason | None) -> None:
-        """Set what the queue waits for from now on; None if no request waits."""
+        """Set the reason why the queue waits from now on; None if no request waits."""
         self._count()
         self._reason = reason
 
@@ -67,7 +69,7 @@ class WaitingTimes:
         self._at_start[request] = self._seconds.copy()
 
     def end(self, request: Request) -> dict[WaitReason, float]:
-        """Forget the request and return how many seconds it waited for each reason, leaving out less than 1 ms."""
+        """Forget the request and return the seconds that it waited for each reason, without times below 1 ms."""
         self._count()
         at_start = self._at_start.pop(request, self._seconds)
         waited = {reason: seconds - at_start[reason] for reason, seconds in self._seconds.items()}
@@ -81,16 +83,17 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """A waiting request whose turn it is, and whether the arrival quota gave it the turn."""
+    """Waiting request to consider for admission; `by_arrival` if the arrival quota, not its rank, made it the next one.
+    """
 
     request: Request
     by_arrival: bool
 
 
 class WaitingQueue:
-    """Waiting requests sorted by rank and by arrival; the short ones by rank once more.
+    """Waiting requests, sorted by rank and by arrival. A third list has the short requests by rank.
 
-    All operations but iteration cost a binary search, however many requests wait.
+    All operations except iteration cost a binary search, however many requests wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -123,28 +126,28 @@ class WaitingQueue:
         self.times.begin(request)
 
     def add_at_head_of_class(self, request: Request, *, short: bool) -> None:
-        """Add a request before all that wait with its priority."""
+        """Add a request ahead of all waiting requests of its priority."""
         first = next((other.rank for other in self._by_rank if other.priority == request.priority), request.rank)
         request.rank = min(request.rank, first - RANK_STEP)
         self.add(request, short=short)
 
     def remove(self, request: Request) -> dict[WaitReason, float]:
-        """Remove the request and return how many seconds it waited for each reason."""
+        """Remove the request and return the seconds that it waited for each reason."""
         _remove(self._by_rank, request, _BY_RANK)
         _remove(self._by_arrival, request, _BY_ARRIVAL)
         _remove(self._short, request, _BY_RANK)
         return self.times.end(request)
 
     def short_ones(self, count: int) -> list[Request]:
-        """Return the first `count` requests of the fast lane."""
+        """Return the first `count` short requests by rank, for the fast lane."""
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
-        """Yield the first `count` requests, each once, in the order in which they may take a place.
+        """Yield the first `count` requests, each once, in the order in which they are considered for admission.
 
-        The order is by rank, where `bonus` (at most `max_bonus`) moves requests of the front window forward. Whenever
-        the arrival quota is due, the request that has waited longest comes next: pass each offer that was taken to
-        `count_taken`. The order is fixed by a copy of the queue, which may change meanwhile.
+        The order is by rank; `bonus` (at most `max_bonus`) moves requests forward among the first BONUS_WINDOW.
+        Whenever the arrival quota is due, the request that has waited longest comes next; so pass each admitted offer
+        to `count_taken`. The order is that of a copy of the queue, so the queue may change during the iteration.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
@@ -164,7 +167,7 @@ class WaitingQueue:
                 yield Offer(request, by_arrival=False)
 
     def count_taken(self, offer: Offer) -> None:
-        """Count an offer that was taken: one by arrival spends the quota that those by rank build up."""
+        """Count an admitted offer: offers by rank build up the arrival quota, an offer by arrival uses it."""
         self._quota += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
