@@ -1,4 +1,4 @@
-"""Contract between scheduler and executor: a StepPlan goes in, a StepResult comes out."""
+"""Interface between scheduler and executor: an executor computes a StepPlan and returns a StepResult."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmsched.engine.request import Sequence, TokenLogprob
 
 
 class ScheduledRow(NamedTuple):
-    """Part of one sequence that a step computes: tokens `start .. start + num_tokens` of `sequence.token_ids`.
+    """Part of a sequence that a step computes: `sequence.token_ids[start : start + num_tokens]`.
 
     Their KV goes to the same positions of `block_table` (int32 block ids [groups, width]), which already covers them:
-    for group g of layers, position p is in block_table[g, p // block_size]. The KV of earlier positions that the group
-    sees has been computed; ids before a group's window are meaningless. If `sample` is set, the tokens reach the end of
-    the sequence, and the logits of the last position yield a new token.
+    position p of layer group g is in block_table[g, p // block_size]. The KV of all earlier positions that the group
+    sees has been computed; block ids before a sliding window are meaningless. If `sample` is set, the row reaches the
+    end of the sequence, and the logits of its last position yield a new token.
     """
 
     sequence: Sequence
@@ -30,13 +30,13 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One packed forward pass of prefill chunks and decodes. A sequence has at most one row.
+    """One packed forward pass of prefill chunks and decodes, with at most one row per sequence.
 
     `finished` names the sequences that ended since the last plan, so that the executor can drop their state.
 
-    The executor first copies KV: `swap_out`, (block, host block) pairs, then `copies`, (source, destination) blocks,
-    then `swap_in`, (host block, block) pairs. Within each list the order does not matter: each block is written once,
-    and none is read after it was written.
+    Before the pass, the executor copies KV blocks: `swap_out` (block, host block), then `copies` (source, destination),
+    then `swap_in` (host block, block). The order within each list does not matter: each block is written once, and no
+    block is read after it was written.
     """
 
     rows: ListLike[ScheduledRow]
@@ -54,9 +54,8 @@ class StepPlan:
 class RowResult:
     """Result of a row. `token_id` is None for a row that did not sample.
 
-    `prompt_logprobs` has entries, if the sequence asked for them, for the prompt tokens that the computed positions
-    predict: tokens start + 1 .. start + num_tokens, as far as they belong to the prompt. `error` ends this sequence
-    alone.
+    `prompt_logprobs`, if the sequence asked for them, has an entry for each prompt token that the computed positions
+    predict: tokens start + 1 .. start + num_tokens, up to the end of the prompt. `error` ends only this sequence.
     """
 
     token_id: int | None = None
@@ -67,10 +66,10 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """One RowResult per row of the plan, in its order, and the step's time.
+    """Results of a step: one RowResult per row of the plan, in the same order, and times in seconds.
 
-    `elapsed` is in seconds (virtual ones for a simulated executor) and includes `swap_elapsed`, the copies from and to
-    host memory.
+    `elapsed` is the step's time (virtual time for a simulated executor). It includes `swap_elapsed`, the time of the
+    copies from and to host memory.
     """
 
     rows: list[RowResult]
@@ -82,5 +81,5 @@ class Executor(Protocol):
     """Object that computes steps. It knows tokens, blocks and sampling, but no priorities, queues, text or sockets."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step. An exception stops the engine; a fault of one row becomes its `error`."""
+        """Compute one step. An exception stops the engine; a failure of one row is that row's `error`."""
         ...

@@ -1,4 +1,4 @@
-"""Packing of a step's rows into flat arrays, without padding and without a loop over tokens."""
+"""Packing of a step's rows into flat arrays, without padding and without a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PackedBatch:
 
     input_ids, positions [T]; slot_mapping [G, T] and block_tables [G, B, max_blocks] (0 beyond a row's context) for
     each of G groups of layers; cu_seqlens_q [B + 1]; context_lens [B], including the new tokens. `logit_rows` are the
-    packed tokens whose logits are needed: the last token of each row in `sampling_rows` (indices of the rows that
-    sample), then the positions that predict prompt tokens, of which row i has `prompt_counts[i]`.
+    indices of the tokens whose logits are needed: first the last token of each row in `sampling_rows` (the rows that
+    sample), then for each row i the `prompt_counts[i]` tokens that predict prompt tokens.
     """
 
     input_ids: Int64
@@ -38,7 +38,7 @@ class PackedBatch:
 
 
 def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
-    """Pack at least one row."""
+    """Pack one or more rows."""
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -70,7 +70,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
 
 
 def num_prompt_predictions(row: ScheduledRow) -> int:
-    """Return how many of the row's first positions predict a prompt token whose log-probability was asked for."""
+    """Return how many of the row's first tokens predict a prompt token whose log-probability was requested."""
     if row.sequence.sampling.prompt_logprobs is None:
         return 0
     end = min(row.start + row.num_tokens, row.sequence.num_prompt_tokens - 1)
@@ -78,10 +78,10 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Yield parts of a step with at most max_predictions logits for prompt tokens each; nearly always one part.
+    """Yield parts of a step that each need at most max_predictions logits for prompt tokens; usually one part.
 
-    A part is a list of (index into `rows`, row or piece of it). The pieces of a row come in order, and only the last
-    samples, so computing the parts one after the other equals computing the step.
+    A part is a list of (index into `rows`, row or piece of that row). The pieces of a row come in order, and only the
+    last piece samples, so computing the parts in order gives the same results as computing the step.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions
@@ -100,7 +100,7 @@ def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[t
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Copy the array to `device`; to a GPU from pinned memory, so that the copy does not wait for the stream."""
+    """Copy an array to `device`. Copies to a GPU start from pinned memory, so the CPU does not wait for them."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)

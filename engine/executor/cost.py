@@ -1,4 +1,4 @@
-"""Step costs: what the time of a step depends on, and models of it (see roofline.py for GPUs that are not there)."""
+"""Models of the time of a step, and the quantities on which it depends. For GPUs without measurements: roofline.py."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from llmsched.engine.executor.base import StepPlan
 
-#: Number of later steps after which a step counts half in StepTimeModel.
+#: Number of later steps after which a step counts half in the fit of StepTimeModel.
 HALF_LIFE = 200
-#: Number of steps before the fit is trusted.
+#: Number of steps before the fit of StepTimeModel is trusted.
 MIN_STEPS = 16
 
 
 class StepShape(NamedTuple):
-    """Quantities on which the time of a step depends. A row of one token counts as a decode, others as prefill.
+    """Quantities on which the time of a step depends. Rows of one token count as decodes, all others as prefills.
 
-    `kv_tokens` are the tokens of KV that attention reads for all rows, of which prefill rows read `prefill_kv_tokens`.
-    `prefill_pairs` are (query, key) pairs of prefill rows: n tokens after s of context make n s + n (n + 1) / 2. The
-    `window_` fields are the same for layers that see only the last `window` tokens; without a window they are equal.
-    `sampled_rows` are the rows whose logits are computed.
+    `kv_tokens` are the tokens of KV that attention reads for all rows, `prefill_kv_tokens` those that it reads for
+    prefill rows. `prefill_pairs` are (query, key) pairs of prefill rows: n tokens after s of context make n s + n (n +
+    1) / 2. The `window_` fields count the same in sliding-window layers; without such layers they equal the other
+    fields. `sampled_rows` are the rows whose logits are computed.
     """
 
     prefill_tokens: int
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
-    """Return the shape of a step for a model whose windowed layers see `window` tokens (None: no such layers)."""
+    """Return the shape of a step for a model with sliding-window layers of `window` tokens (None: no such layers)."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
     for _, start, count, _, sample in plan.rows:
@@ -70,12 +70,14 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
 
 
 def _pairs(start: int, count: int) -> int:
-    """Return the (query, key) pairs of `count` tokens after `start` of context under causal attention."""
+    """Return the number of (query, key) pairs of `count` tokens after `start` tokens of context, with causal attention.
+    """
     return count * start + count * (count + 1) // 2
 
 
 class StepCost(Protocol):
-    """Model of the time of a step. `window` is that of the model's windowed layers in tokens, None if it has none."""
+    """Model of the time of a step. `window` is the tokens that the model's sliding-window layers see, None without any.
+    """
 
     @property
     def window(self) -> int | None: ...
@@ -84,16 +86,16 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """Cost of a step on a device on which steps were measured: coefficients fitted to them.
+    """Cost of a step, with coefficients fitted to steps measured on a device.
 
         seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
                   + decode_kv x KV tokens that decodes read
                   + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
-                  + the last three again for layers with a window, if there are any
+                  + the last three again for sliding-window layers, if there are any
 
-    Coefficients are seconds per unit and at least 0. `knee` is the number of tokens at which the arithmetic of the
-    matrix products takes as long as reading the weights: fewer tokens take hardly less time, more take proportionally
-    more.
+    Coefficients are seconds per unit and at least 0. `knee` is the number of tokens for which the arithmetic of the
+    matrix products takes as long as reading the weights: with fewer tokens the time hardly falls, with more tokens it
+    grows in proportion.
     """
 
     knee: float
@@ -116,22 +118,23 @@ class FittedCost(NamedTuple):
         return total
 
 
-#: Coefficients of FittedCost in which the time is linear, in the order of `terms`; those of windowed layers last.
+#: Linear coefficients of FittedCost, in the order of `terms`; those of sliding-window layers come last.
 LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the factor of each coefficient of LINEAR, or, if not `windowed`, of those before the windowed ones."""
+    """Return the factor of each coefficient of LINEAR; unless `windowed`, without those of the sliding-window layers.
+    """
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
     return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain
 
 
 class StepTimeModel:
-    """Model that is fitted while serving: c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens seconds.
+    """Model fitted while serving: seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens.
 
-    The fit is least squares with forgetting, a 4 x 4 system that is solved on demand. Terms with negative coefficients
-    are dropped.
+    The fit is a least-squares fit in which older steps count less: a 4 x 4 system that is solved on demand. Terms with
+    negative coefficients are dropped.
     """
 
     def __init__(self) -> None:
@@ -159,7 +162,8 @@ class StepTimeModel:
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens fit in a step of `seconds` beside these decodes; 0 if the decodes fill it."""
+        """Return how many prefill tokens fit into `seconds` beside these decodes; 0 if the decodes alone take as long.
+        """
         fit = self._fit()
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
         per_token = fit[1] / self._scale[1]
@@ -171,7 +175,7 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Solve non-negative least squares: drop the most negative term until none is negative, at most three times."""
+        """Return the coefficients of the non-negative fit: drop the most negative term until no term is negative."""
         if self._coefficients is None:
             active = [0, 1, 2, 3]
             while True:

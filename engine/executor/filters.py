@@ -1,17 +1,17 @@
-"""Sampling filters and the draw, row by row: temperature, min_p, top_k, top_p, exponential race.
+"""Sampling filters and random draw for batches of rows: temperature, min_p, top_k, top_p, exponential race.
 
-All filters order tokens by logit, and equal logits (common in bfloat16) by id, lower first. So what a row keeps depends
-on its own logits alone, not on how a sort treated the batch.
+All filters order tokens by logit, and equal logits (common in bfloat16) by ascending id. So the tokens that a row keeps
+depend only on the row's own logits, not on how a sort treated the batch.
 
-The draw is an exponential race: of tokens with weights w and independent exponential times E, the one with the largest
-w / E wins, with probability w / sum(w). This is the Gumbel-max trick, as log w - log E is log w plus Gumbel noise. The
-times do not depend on the logits. If a repeated computation rounds these differently, another token wins only if the
-best two were within that rounding of each other: about one draw in 1e6 if logits move by 1e-6. Inverting the cumulative
-distribution would be far worse: a token's share of [0, 1) moves with the sum before it, and the shares of a flat
-distribution over a large vocabulary are no wider than such moves.
+The draw is an exponential race: given weights w and independent exponential times E, the token with the largest w / E
+wins, which happens with probability w / sum(w). This is the Gumbel-max trick, because log w - log E is log w plus
+Gumbel noise. The times do not depend on the logits. If a recomputation rounds the logits differently, another token
+wins only if the best two were closer than the rounding: about one draw in 1e6 if logits move by 1e-6. Inverting the
+cumulative distribution would be far worse: a token's share of [0, 1) moves with the sum before it, and in a flat
+distribution over a large vocabulary the shares are no wider than such moves.
 
-Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, also for racing a set of tokens by the sum of its
-weights.
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, also for races between sets of tokens by the sums
+of their weights.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.executor.rng import UInt64, hashed
 
-#: Number of best tokens that are sorted first for top_p, and its growth factor for rows with a larger nucleus: on a
-#: CPU, sorting a whole vocabulary takes longer than a forward pass of a small model.
+#: Number of best tokens that are sorted first for top_p, and factor by which it grows for rows that need more tokens to
+#: reach top_p. On a CPU, sorting a whole vocabulary takes longer than a forward pass of a small model.
 CANDIDATES, CANDIDATES_GROWTH = 256, 16
-#: Tokens per chunk of the draw: chunks race by their sums first, then the tokens of the winning chunk.
+#: Tokens per chunk of the draw: first the chunks race by their sums, then the tokens of the winning chunk.
 CHUNK = 256
 
 Float64 = npt.NDArray[np.float64]
 
 
 class Filters(NamedTuple):
-    """Parameters of S rows, each [S]: temperature above 0; top_k 0, top_p 1 and min_p 0 are off.
+    """Filter parameters of S rows, each [S]: temperature is above 0; top_k 0, top_p 1 and min_p 0 turn a filter off.
 
     keys [2, S] are the random keys of the draw, two words of 32 bits each.
     """
@@ -48,15 +48,15 @@ class Filters(NamedTuple):
 
 
 def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Draw a token id for each row of logits [S, V] (fp32); return them [S] int64 on the same device.
+    """Draw a token id for each row of logits [S, V] (fp32); return the ids [S] as int64 on the same device.
 
-    After temperature, min_p keeps tokens of at least min_p times the best one's probability; of those, top_k keeps the
-    k best; of those, renormalised, top_p keeps the fewest best ones that together reach top_p. At least one remains. A
-    row whose best logit is not finite gets a meaningless id.
+    After temperature, min_p keeps tokens with at least min_p times the best token's probability; of these, top_k keeps
+    the k best; of these, renormalised, top_p keeps the fewest best tokens that together reach top_p. At least one token
+    remains. A row whose best logit is not finite gets a meaningless id.
     """
     numbers = to_device(np.vstack(filters), logits.device)
     temperature, top_k, top_p, min_p = numbers[:4]
-    # (logits - best) / temperature, in which the best is 0, padded to a multiple of CHUNK.
+    # (logits - best) / temperature, so the best score is 0; padded with -inf to a multiple of CHUNK.
     width = logits.shape[1]
     scores = logits.new_full((len(logits), -(-width // CHUNK) * CHUNK), float("-inf"))
     torch.sub(logits, logits.amax(dim=1, keepdim=True), out=scores[:, :width])
@@ -78,9 +78,9 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: int) -> None:
-    """Apply top_k and top_p [S] to scores [S, V] (best of a row: 0) in place; dropped tokens get -inf.
+    """Apply top_k and top_p [S] in place to scores [S, V], whose rows have 0 as best score; dropped tokens get -inf.
 
-    `look` is the number of best tokens to sort, at least the largest top_k. It does not change the result.
+    `look` is the number of best tokens to sort, at least the largest top_k. The result does not depend on `look`.
     """
     width = scores.shape[1]
     look = min(look, width)
@@ -103,7 +103,7 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
 
 
 def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
-    """Keep the `kept` [S] best tokens of each row, the last of which scores `last` [S, 1]. Lower ids win ties."""
+    """Keep the `kept` [S] best tokens of each row; the worst kept token scores `last` [S, 1]. Lower ids win ties."""
     keep = scores >= last
     crowded = (keep.sum(dim=1) > kept).nonzero()[:, 0]
     if len(crowded):
@@ -117,15 +117,15 @@ def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) ->
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw ids [S] in proportion to each row's weights [S, V], V a multiple of CHUNK, with keys [S, 2] (int64).
 
-    Chunks race by their sums, then the tokens of the winning chunk. The distribution is that of one race of all tokens,
-    but far fewer times are drawn. The lower id wins ties. A token of weight 0 is never drawn, unless all weights are 0.
+    Chunks race by their sums, then the tokens of the winning chunk race. The distribution is that of one race of all
+    tokens, but far fewer times are drawn. Lower ids win ties. A token of weight 0 is drawn only if all weights are 0.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
-    # In float64 the order of additions, which may differ between batches, does not show.
+    # The order of additions may differ between batches; in float64 it does not change which chunk wins.
     sums = chunks.sum(dim=2, dtype=torch.float64)
     names = torch.arange(CHUNK + sums.shape[1], device=weights.device)
     uniform = (hashed(names, keys[:, :1], keys[:, 1:]).double() + 0.5) * 2.0**-32
-    times = uniform.neg_().log1p_().neg_()  # independent exponential numbers with mean 1, above 0
+    times = uniform.neg_().log1p_().neg_()  # independent exponentially distributed samples (mean 1, above 0)
     chunk = (sums / times[:, CHUNK:]).argmax(dim=1)
     inside = chunks[torch.arange(len(chunks), device=weights.device), chunk]
     return chunk * CHUNK + (inside / times[:, :CHUNK]).argmax(dim=1)

@@ -1,4 +1,4 @@
-"""Host blocks: host memory to and from which KV blocks are copied."""
+"""Host blocks: host memory to which KV blocks are swapped out, and from which they are swapped in."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.model.paged import KVCache
 
-#: Most blocks of one layer that are gathered at a time, which bounds the memory of the gathered copy.
+#: Most blocks of one layer that are gathered at a time, which limits the memory of the gathered copy.
 MAX_GATHERED = 64
 
 Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """`num_blocks` blocks in host memory, of the same type as those of the cache, so swapping changes no value.
+    """Pool of `num_blocks` blocks in host memory, with the cache's data type, so swapping changes no value.
 
-    Blocks of the cache are scattered, host blocks mostly contiguous: runs of host blocks are copied together.
+    Blocks in the cache are scattered, host blocks mostly contiguous, so consecutive host blocks are copied together.
 
-    On a GPU the host memory is page-locked, and copies run on a separate stream: after the work that the computing
-    stream already has, and before the work that it gets later.
+    On a GPU, the host memory is page-locked, and copies run on a separate stream: after the work that is already queued
+    on the computing stream, and before the work that is queued there later.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
@@ -41,12 +41,12 @@ class HostBlocks:
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)
         if on_gpu:
-            # torch's own pinned tensors are rounded up to a power of two, which could be twice the planned memory.
+            # torch rounds pinned tensors up to a power of two bytes, which could be twice the planned memory.
             cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
             weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
         else:
-            memory.zero_()  # touches the pages now, not during the first copies
+            memory.zero_()  # allocate the pages now, not during the first copies
         parts = [
             part.view(tensor.dtype).view(shape)
             for part, tensor, shape in zip(torch.split(memory, sizes), tensors, shapes, strict=True)
@@ -54,7 +54,7 @@ class HostBlocks:
         self._layers = list(zip(tensors, parts, strict=True))
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks to host blocks: (block, host block) pairs."""
+        """Copy blocks of the cache to host blocks, given as (block, host block) pairs."""
         blocks, host_blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         with self._timed():
             for part in _runs(host_blocks):
@@ -63,7 +63,7 @@ class HostBlocks:
                     host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy host blocks to blocks: (host block, block) pairs."""
+        """Copy host blocks to blocks of the cache, given as (host block, block) pairs."""
         host_blocks, blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         with self._timed():
             for part in _runs(host_blocks):
@@ -72,7 +72,7 @@ class HostBlocks:
                     tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
     def seconds(self) -> float:
-        """Return the seconds that the copies since the last call took. On a GPU, wait for them."""
+        """Return how many seconds the copies since the last call took. On a GPU, wait for them to finish."""
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3
@@ -81,7 +81,7 @@ class HostBlocks:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measure the time of the copies that the body makes; on a GPU, run them on the separate stream."""
+        """Measure the time of the copies in the `with` block; on a GPU, run them on the separate stream."""
         if self._stream is None:
             started = time.perf_counter()
             yield
@@ -99,7 +99,7 @@ class HostBlocks:
 
 
 def _runs(host_blocks: np.ndarray) -> Iterator[slice]:
-    """Yield slices of consecutive host blocks, at most MAX_GATHERED long."""
+    """Yield slices of consecutive host blocks, each at most MAX_GATHERED long."""
     start = 0
     for end in range(1, len(host_blocks) + 1):
         if end == len(host_blocks) or host_blocks[end] != host_blocks[end - 1] + 1 or end - start == MAX_GATHERED:

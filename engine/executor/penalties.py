@@ -1,6 +1,6 @@
 """Logit edits before sampling: logit_bias, min_tokens, penalties.
 
-The edits are sparse: a row touches only the few hundred ids that it names or has seen, never the whole vocabulary.
+The edits are sparse: in each row they touch only the ids in the request or its tokens, never the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def uses_penalties(sampling: SamplingParams) -> bool:
 
 
 def bars_stop(sequence: Sequence) -> bool:
-    """Return whether min_tokens still keeps the sequence from ending."""
+    """Return whether the sequence is shorter than min_tokens, so that it must not end yet."""
     return sequence.num_output_tokens < sequence.sampling.min_tokens
 
 
 class SeenTokens:
-    """Distinct ids of one sequence, prompt and output, sorted, and how often each is in the output."""
+    """Sorted distinct ids of one sequence's prompt and output, and how often each id occurs in the output."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -48,13 +48,14 @@ class SeenTokens:
 
 
 class LogitEditor:
-    """Edits logits in place, in this order: logit_bias, min_tokens, repetition_penalty, presence and frequency.
+    """Editor of logits in place, in this order: logit_bias, min_tokens, repetition_penalty, presence and frequency.
 
     - logit_bias is added; below min_tokens the sequence's `stop_ids` get -inf.
-    - repetition_penalty covers prompt and output, once per distinct id: a logit above 0 is divided, others multiplied.
-    - presence and frequency cover the output: logit - frequency * count - presence * (count > 0).
+    - repetition_penalty applies once to each distinct id of prompt and output: logits above 0 are divided by the
+      penalty, others are multiplied by it.
+    - presence and frequency penalties apply to the output: logit - frequency * count - presence * (count > 0).
 
-    Token counts are cached per sequence; missing ones are counted again from its tokens.
+    Token counts are cached per sequence; a sequence without cached counts is counted from its tokens.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class LogitEditor:
         return bool(sequence.sampling.logit_bias) or uses_penalties(sequence.sampling) or bars_stop(sequence)
 
     def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
-        """Edit logits [R, vocabulary] fp32 in place. Ids of logit_bias must be within the vocabulary."""
+        """Edit logits [R, vocabulary] (fp32) in place. The ids in logit_bias must be within the vocabulary."""
         device, width = logits.device, logits.shape[1]
         biases = [sequence.sampling.logit_bias for sequence in sequences]
         ids = [np.fromiter(bias.keys(), np.int64, len(bias)) for bias in biases]
@@ -105,7 +106,7 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the index of entries ids[i] of row rows[i] for all i, or None if there are none. Entries are distinct."""
+    """Return the index of all entries (rows[i], id in ids[i]), or None if there are none. Entries must be distinct."""
     lengths = [len(each) for each in ids]
     if not sum(lengths):
         return None

@@ -7,10 +7,10 @@ The time is the sum of parts that run one after the other:
     vectors     norms, residuals, activations: bytes / bandwidth
     attention   of prefills and of decodes: hypot(operations / attention rate, KV bytes / KV bandwidth)
 
-hypot, because both limits slow down a product where they meet. Against microsoft/vidur's profiles of matrix products
-(A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B) its error is 3 % (median) and 9 % (P90), with 26 microseconds per
-layer, 73 to 76 % of the matrix rate, and 79 to 92 % of the bandwidth (tests/executor/test_op_profiles.py). The shares
-come from profiles/engines.toml.
+hypot, because both limits slow a product down where their times are similar. Against microsoft/vidur's profiles of
+matrix products (A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B) the error is 3 % (median) and 9 % (P90), with 26
+microseconds per layer, 73 to 76 % of the matrix rate, and 79 to 92 % of the bandwidth
+(tests/executor/test_op_profiles.py). The shares come from profiles/engines.toml.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from llmsched.profiles.gpus import GpuSpec
 
 
 class Roofline:
-    """StepCost of one model on one GPU under one class of engines.
+    """StepCost of one model on one GPU, with the efficiency of one class of engines.
 
-    `dtype` is the type of activations (bfloat16, float16, float32). `error` is the median relative error of TPOT
-    against published measurements that the fit did not use, None if there are none for this engine on this kind of GPU.
-    Raises ConfigError for a dtype that the GPU does not multiply.
+    `dtype` is the type of the activations. `error` is the median relative error of TPOT against published measurements
+    that the fit did not use; None if there are none for this engine and kind of GPU. Raises ConfigError for a dtype
+    that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -57,7 +57,9 @@ class Roofline:
         self._swap = 1 / (gpu.host_bandwidth * 0.8)  # copies from page-locked memory reach 80 % of the link's rate
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the seconds of a step. Fields of `shape` may be numpy arrays of one length; then so is the result."""
+        """Return the seconds of a step. Fields of `shape` may be numpy arrays of one length; the result is then one
+        too.
+        """
         prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
         tokens = prefill_tokens + decodes
         (a, b), (c, d) = self._dense, self._head
@@ -72,38 +74,39 @@ class Roofline:
         return seconds + _both(q * kv + wq * window_kv, full * kv + windowed * window_kv)
 
     def swap_seconds(self, num_bytes: int) -> float:
-        """Return the seconds to copy so many bytes of KV to or from host memory."""
+        """Return the seconds to copy `num_bytes` of KV to or from host memory."""
         return num_bytes * self._swap
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds of work that both limit."""
+    """Return the seconds of work that both arithmetic and reading limit."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
 
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
-    """Return the operations per second that products reach. Without fp8 units, fp8 weights are converted first.
+    """Return the operations per second that matrix products reach.
 
-    Raise ConfigError for a dtype that the GPU does not multiply.
+    Without fp8 units, fp8 weights are converted before the product. Raises ConfigError for a dtype that the GPU cannot
+    multiply.
     """
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
     flops = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}.get(dtype, 0.0)
     if not flops:
-        raise ConfigError("dtype", f"{dtype} is not multiplied by {gpu.name}; use float16")
+        raise ConfigError("dtype", f"{gpu.name} cannot multiply {dtype}; use float16")
     return gpu.sustained * flops * share.matrix
 
 
 def _seconds(
     matrices: Matrices, rates: dict[Arithmetic, float], bandwidth: float, share: float = 1.0
 ) -> tuple[float, float]:
-    """Return the seconds of arithmetic per token, and of reading the weights."""
+    """Return the seconds of arithmetic per token, and the seconds to read the weights once."""
     return 2 * matrices.numbers / (rates[matrices.arithmetic] * share), matrices.size / bandwidth
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sums over full layers and over windowed ones."""
+    """Return the sums over full-attention layers and over sliding-window layers."""
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

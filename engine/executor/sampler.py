@@ -1,9 +1,9 @@
-"""Sampler: chooses the next token of each row. Parameters are per row; rows do not influence each other.
+"""Sampler: choice of the next token of each row. Parameters are per row; rows do not influence each other.
 
-Log-probabilities are those of the raw logits. Then come logit_bias, min_tokens and penalties (penalties.py). A greedy
-row takes the best token (the lowest id of equals); others go through temperature, min_p, top_k, top_p and the draw
-(filters.py). The random key of a draw is (sequence.seed, number of output tokens so far), so the draw is the same alone
-or in any batch, for any chunking, and after preemption.
+Log-probabilities are those of the raw logits. Then logit_bias, min_tokens and penalties are applied (penalties.py). A
+greedy row takes the best token (the lowest id if several are equal); other rows go through temperature, min_p, top_k,
+top_p and the draw (filters.py). The random key of a draw is (sequence.seed, number of output tokens so far), so the
+draw is the same alone or in any batch, with any chunking, and after preemption.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MIN_TEMPERATURE = 1e-5
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Return whether only the best token can be chosen."""
+    """Return whether the parameters allow only the best token."""
     return sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
 
 
 class Sampler:
-    """Samples batches of rows. Its only state are token counts of the sequences that use penalties."""
+    """Sampler of batches of rows. Its only state is the token counts of the sequences that use penalties."""
 
     def __init__(self) -> None:
         self._editor = LogitEditor()
@@ -43,7 +43,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> list[RowResult]:
         """Return a result for each row of logits [R, V], which may be overwritten. Row i continues sequences[i].
 
-        A row without a finite best logit gets an `error` and no token. Ids of logit_bias must be below V.
+        A row whose best logit is not finite gets an `error` and no token. The ids in logit_bias must be below V.
         """
         logits = logits.float()
         raw_best, choice = logits.max(dim=1)
@@ -70,7 +70,7 @@ class Sampler:
 
 
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return the row's result, given its best logit as computed by the model and as edited."""
+    """Return a row's result, given its best logit before (`raw_best`) and after the edits (`best`)."""
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed logits without a usable number for this sequence (NaN or all -inf)")
     if not math.isfinite(best):
@@ -79,7 +79,7 @@ def result_of(token: int, raw_best: float, best: float) -> RowResult:
 
 
 def filters_of(sequences: ListLike[Sequence]) -> Filters:
-    """Return the filters' parameters and the draw's keys of the given rows."""
+    """Return the filter parameters and the keys of the draw for the given rows."""
     samplings = [sequence.sampling for sequence in sequences]
     settings = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
     temperature, top_k, top_p, min_p = np.array(settings, dtype=np.float64).T
@@ -88,7 +88,9 @@ def filters_of(sequences: ListLike[Sequence]) -> Filters:
 
 
 def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> list[TokenLogprob]:
-    """Return, for row i of logprobs [N, V] (fp32), token token_ids[i] and the counts[i] best tokens."""
+    """Return, for each row i of logprobs [N, V] (fp32), the log-probabilities of token_ids[i] and the counts[i] best
+    tokens.
+    """
     chosen = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)
     values, ids = best.values.tolist(), best.indices.tolist()
@@ -101,7 +103,7 @@ def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int])
 def prompt_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[TokenLogprob]:
-    """Return `pick` of the log-softmax of logits [N, V] (any dtype), of which rows_at_once rows are fp32 at a time."""
+    """Return `pick` of the log-softmax of logits [N, V] (any dtype); at most rows_at_once rows are fp32 at a time."""
     found: list[TokenLogprob] = []
     for low in range(0, len(counts), rows_at_once):
         part = slice(low, low + rows_at_once)

@@ -1,4 +1,4 @@
-"""Executor without a model: a virtual clock, and step times from a cost model."""
+"""Executor without a model: step times come from a cost model and advance a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmsched.engine.request import Sequence
 
 
 class VirtualClock:
-    """Clock whose time `now`, in seconds, passes only when it is set."""
+    """Clock whose time `now`, in seconds, advances only when it is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,10 +23,10 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedExecutor:
-    """Advances `clock` by the cost of each step and makes up tokens.
+    """Executor that advances `clock` by the cost of each step and makes up tokens.
 
-    `output_length` returns after how many output tokens a sequence ends with its first stop id, or None if it never
-    does. `per_swapped_block` are the seconds to copy one block to or from host memory.
+    `output_length` returns the number of output tokens after which a sequence ends with a stop id, or None if it never
+    does. `per_swapped_block` is the time in seconds to copy one block to or from host memory.
     """
 
     cost: StepCost

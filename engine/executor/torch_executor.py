@@ -1,4 +1,4 @@
-"""Executor that runs a model: packs a step, computes it over the paged KV cache, samples."""
+"""Executor that runs a model: it packs a step, computes the step over the paged KV cache, and samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.request import SamplingParams, Sequence
 
-#: Sampling of the warm-up, which uses everything, and of most requests.
+#: Sampling parameters of the warm-up, which uses every feature, and of rehearsals.
 _EVERYTHING = SamplingParams(
     temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
 )
@@ -33,13 +33,13 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 class TorchExecutor:
-    """One model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
+    """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    Batching changes only the rounding of matrix products, which depends on the number of rows: logits differ by about
-    1e-6 (fp32) or a bf16 ulp between batch sizes.
+    Batching changes only the rounding of matrix products, which depends on the number of rows: between batch sizes,
+    logits differ by about 1e-6 (fp32) or one bf16 ulp.
 
-    By default the layout keeps all tokens in all layers. Raises ModelError if the model cannot be computed exactly, or
-    not up to max_model_len tokens, or does not fit the layout.
+    By default the layout keeps all tokens in all layers. Raises ModelError if the model cannot be computed exactly, if
+    it does not support max_model_len tokens, or if it does not fit the layout.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class TorchExecutor:
         limit = rotary_limit(read_fields(model.config))
         if limit is not None and max_model_len is not None and max_model_len > limit:
             raise ModelError(
-                f"{type(model).__name__} changes its rotary embeddings beyond {limit} tokens, which sequences that "
-                f"share a batch cannot follow; max_model_len is {max_model_len}, choose {limit} or less"
+                f"{type(model).__name__} changes its rotary embeddings beyond {limit} tokens, so shorter and longer "
+                f"sequences cannot share a batch; max_model_len is {max_model_len}, choose {limit} or less"
             )
         self.device = torch.device(device)
         self.layout = layout or KVLayout(block_size)
@@ -67,7 +67,7 @@ class TorchExecutor:
         self._model = paged_model(model)
         self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, kv_dtype, self.device)
         self.kv_cache_bytes = self._cache.num_bytes
-        #: Width of the logits. Only ids below it can be sampled or biased.
+        #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
         self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
         self._sampler = Sampler()
@@ -76,7 +76,7 @@ class TorchExecutor:
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step (see `Executor.execute`). `elapsed` is the wall time until all of it is computed."""
+        """Compute one step (see `Executor.execute`). `elapsed` is the wall time until the device has finished."""
         started = time.perf_counter()
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
@@ -99,13 +99,13 @@ class TorchExecutor:
                     found.error = earlier.error or found.error
                     results[index] = found
         if self.device.type == "cuda":
-            # Wait also for rows that sample nothing; otherwise their time would count for the next step.
+            # Also wait for rows that do not sample; otherwise their time would count for the next step.
             torch.cuda.synchronize(self.device)
         swap_elapsed = self._host.seconds() if self._host is not None else 0.0
         return StepResult(results, time.perf_counter() - started, swap_elapsed)
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
-        """Compute the rows as `execute` does, without sampling. Return the logits [T, vocab_size] of every token."""
+        """Compute the rows as `execute` does, without sampling; return the logits [T, vocab_size] of every token."""
         with torch.inference_mode():
             return self._forward(pack(rows, self.block_size), every_token=True)
 
@@ -148,16 +148,17 @@ class TorchExecutor:
         input_ids, positions = (to_device(array, self.device) for array in (batch.input_ids, batch.positions))
         placement = (batch.slot_mapping, batch.block_tables, batch.cu_seqlens_q, batch.context_lens)
         context = PagedContext(self._cache, *(to_device(array, self.device) for array in placement))
-        # A step of decodes alone needs the logits of every token, in order, so none are selected.
+        # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
         every_token |= len(batch.sampling_rows) == len(batch.input_ids)
         logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
         return self._model.forward(input_ids, positions, context, logit_rows)
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
-        """Run the largest steps that the scheduler may plan once: a full prefill and a full batch of decodes.
+        """Run each of the two largest steps that the scheduler may plan: a full prefill, and a full batch of decodes.
 
-        This compiles the kernels. On CUDA, return the peak of bytes allocated beyond weights and cache; on other
-        devices, where torch does not count them, None. It overwrites the cache, so call it before serving.
+        This compiles the kernels. On CUDA, return the peak of the bytes allocated beyond weights and cache; on other
+        devices, where torch does not count bytes, return None. The steps overwrite the cache, so call `warmup` before
+        serving.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
@@ -175,9 +176,9 @@ class TorchExecutor:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """Return a step with greedy rows of (context, new tokens) that swaps `num_swapped` blocks out and in again.
+        """Return a step of greedy rows (context, new tokens) that also swaps `num_swapped` blocks out and in again.
 
-        It is for measuring time only: it overwrites the cache, so an engine that runs it must not serve.
+        Use it only to measure times: the step overwrites the cache, so an engine that runs it must not serve.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
@@ -186,7 +187,8 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if there are too few."""
+        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if there are too few blocks.
+        """
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

@@ -83,8 +83,7 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission; `by_arrival` if the arrival quota, not its rank, made it the next one.
-    """
+    """Waiting request to consider for admission, chosen `by_arrival` if the arrival quota was due, else by rank."""
 
     request: Request
     by_arrival: bool

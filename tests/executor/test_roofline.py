@@ -151,7 +151,7 @@ def test_steps_as_arrays_give_the_same_as_one_by_one() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    with pytest.raises(ConfigError, match="bfloat16 is not multiplied by Tesla T4; use float16"):
+    with pytest.raises(ConfigError, match="Tesla T4 cannot multiply bfloat16; use float16"):
         Roofline(work(LLAMA), find_gpu("t4"), IDEAL)
     assert Roofline(work(LLAMA), find_gpu("t4"), IDEAL, dtype="float16").error is None
     with pytest.raises(ModelError, match="martian cannot be simulated"):

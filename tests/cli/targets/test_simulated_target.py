@@ -157,7 +157,7 @@ def test_prompts_with_a_common_prefix_are_served_from_the_cache(command: Command
         (("--simulate", "h100", "--device", "cpu"), "cpu is asked for, and h100 is to be simulated"),
         (("--simulate", "h100", "--text-prompts"), "--text-prompts: only has an effect with the URL of a server"),
         (("--simulate", "t4"), "weights"),
-        (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "bfloat16 is not multiplied by Tesla V100"),
+        (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "Tesla V100 SXM2 32GB cannot multiply bfloat16"),
     ],
 )
 def test_bad_input_is_one_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
