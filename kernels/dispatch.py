@@ -1,6 +1,6 @@
 """Dispatch of the ops by device: Triton on CUDA, Numba on the CPU, the reference on every other device.
 
-LLMSCHED_KERNELS=reference in the environment sends everything to the reference, to tell whether a kernel is at fault.
+LLMSCHED_KERNELS=reference in the environment selects the reference on every device, to test whether a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def paged_attention(
 ) -> Tensor:
     """Run `reference.paged_attention` on the backend of the query's device.
 
-    Raise ValueError unless the arguments fit each other. Only shapes are checked, so a GPU is never waited for.
+    Raises ValueError unless the arguments fit each other. Only shapes are checked, so the CPU never waits for a GPU.
     """
     _check_caches(key_cache, value_cache)
     _, heads, head_dim = query.shape
@@ -66,7 +66,7 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Run `reference.write_kv` on the backend of the keys' device. Raise ValueError unless the shapes fit."""
+    """Run `reference.write_kv` on the backend of the keys' device. Raises ValueError unless the shapes fit."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):
@@ -76,7 +76,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def backend_name(device_type: str) -> BackendName:
-    """Return the backend for a `torch.device.type`. Raise ValueError for an unknown LLMSCHED_KERNELS."""
+    """Return the backend for a `torch.device.type`. Raises ValueError for an unknown value of LLMSCHED_KERNELS."""
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if forced == "reference":
         return "reference"
@@ -88,7 +88,7 @@ def backend_name(device_type: str) -> BackendName:
 
 @cache
 def load_backend(name: BackendName) -> ModuleType:
-    """Import a backend on first use: Numba and Triton take a second each, and no process needs both."""
+    """Return a backend, imported on first use: importing Numba or Triton takes a second, and no process needs both."""
     return importlib.import_module(MODULES[name])
 
 

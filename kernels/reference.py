@@ -1,11 +1,12 @@
 """Specification of every op in plain torch: slow but easy to check. Tests compare the other backends with it.
 
-A packed batch holds T new tokens of B sequences, one sequence after the other: those of sequence b are rows
-cu_seqlens_q[b] .. cu_seqlens_q[b + 1], q_len_b of them. A prefill chunk has many, a decode has one; they mix freely.
+A packed batch holds T new tokens of B sequences, one sequence after the other. Sequence b has q_len_b of them, the rows
+from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]: many for a prefill chunk, one for a decode. A batch may mix both.
 
 The KV cache is cut into blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
-sequence b is in block block_tables[b, p // block_size] at offset p % block_size. Blocks come in any order and may be
-shared. Table entries beyond the context are never read, nor, with a window, those of blocks that no query sees.
+sequence b is in block block_tables[b, p // block_size] at offset p % block_size. A sequence's blocks may have any order
+and may be shared. Table entries beyond the context are never read; with a window, neither are those of blocks that no
+query sees.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ def paged_attention(
     """Return the causal attention of a packed batch over a paged KV cache that already holds the new keys and values.
 
     query [T, heads, D], key_cache [num_blocks, kv_heads, block_size, D], value_cache [num_blocks, kv_heads, block_size,
-    Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32 (tokens in all, the new
-    ones included), sinks and slopes [heads]. Returns [T, heads, Dv] in the query's dtype; the softmax is computed in
+    Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32 (all tokens, including
+    the new ones), sinks and slopes [heads]. Returns [T, heads, Dv] in the query's dtype; the softmax is computed in
     float32.
 
-    Query i of sequence b is at position p = context_lens[b] - q_len_b + i and sees keys 0..p, or with a `window`
-    keys p - window + 1..p (transformers' `sliding_window`). Query head h reads KV head h // (heads // kv_heads).
-    `softcap` c turns a scaled score s into c * tanh(s / c) (Gemma-2). A sink is a logit per head that joins the
-    softmax's denominator and has no value (gpt-oss). A slope per head lowers the score of a key by that much for each
-    token between it and the query (ALiBi, Press et al. 2021).
+    Query i of sequence b is at position p = context_lens[b] - q_len_b + i and sees keys 0..p, or with a `window` keys p
+    - window + 1..p (transformers' `sliding_window`). Query head h reads KV head h // (heads // kv_heads). `softcap` c
+    turns a scaled score s into c * tanh(s / c) (Gemma-2). A sink is a logit per head that joins the softmax's
+    denominator and has no value (gpt-oss). A slope is a number per head: a key's score falls by the slope times the
+    key's distance to the query in tokens (ALiBi, Press et al. 2021).
     """
     group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
@@ -97,7 +98,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:
-    """Return the keys or values of the first `context` positions of a table, [context, kv_heads, head_dim]."""
+    """Return the keys or values of the first `context` positions of a block table, [context, kv_heads, head_dim]."""
     num_blocks = -(-context // cache.shape[2])
     blocks = cache[block_table[:num_blocks].long()]
     return blocks.transpose(1, 2).flatten(0, 1)[:context]

@@ -70,14 +70,12 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
 
 
 def _pairs(start: int, count: int) -> int:
-    """Return the number of (query, key) pairs of `count` tokens after `start` tokens of context, with causal attention.
-    """
+    """Return the number of (query, key) pairs of `count` tokens after `start` tokens of context, if causal."""
     return count * start + count * (count + 1) // 2
 
 
 class StepCost(Protocol):
-    """Model of the time of a step. `window` is the tokens that the model's sliding-window layers see, None without any.
-    """
+    """Model of the time of a step. `window` is the number of tokens that sliding-window layers see, None without any."""
 
     @property
     def window(self) -> int | None: ...
@@ -123,8 +121,7 @@ LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the factor of each coefficient of LINEAR; unless `windowed`, without those of the sliding-window layers.
-    """
+    """Return the factor of each coefficient of LINEAR; unless `windowed`, without those of sliding-window layers."""
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
     return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain
@@ -162,8 +159,7 @@ class StepTimeModel:
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens fit into `seconds` beside these decodes; 0 if the decodes alone take as long.
-        """
+        """Return how many prefill tokens fit into `seconds` beside these decodes; 0 if the decodes fill them."""
         fit = self._fit()
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
         per_token = fit[1] / self._scale[1]

@@ -187,8 +187,7 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if there are too few blocks.
-        """
+        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if blocks are too few."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

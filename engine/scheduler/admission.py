@@ -150,8 +150,7 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running; count its prefix hit or, if it was preempted, its recomputed tokens.
-        """
+        """Move a request from waiting to running; count its prefix hit or, after preemption, its recomputed tokens."""
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)

@@ -1,7 +1,7 @@
 """Numba compilation, and the small functions that the CPU kernels share.
 
 Compiled code is cached on disk, beside the source or in the user's cache directory; if neither can be written, each
-process compiles again. Numba recompiles a function when its own file changes, not when a function that it calls
+process compiles again. Numba recompiles a function when its own file changes, but not when a function that it calls
 changes: after editing this file, remove the *.nbi and *.nbc files in __pycache__.
 """
 
@@ -24,7 +24,7 @@ CACHE_LINE = 64
 REORDER = {"reassoc", "contract", "arcp", "nsz"}  # sums may be vectorised; infinity and NaN keep their meaning
 EXACT = {"contract"}
 
-# Types as which compiled code reads a cache: on a CPU, Numba has no bfloat16 or float16, so it gets their bits.
+# Types in which compiled code reads a cache: Numba has no bfloat16 or float16 on a CPU, so it reads their bits.
 ELEMENTS = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.uint16),
@@ -33,7 +33,7 @@ ELEMENTS = {
 
 
 def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
-    """Return a decorator that compiles on the first call. The function runs without the GIL."""
+    """Return a decorator that compiles a function at its first call. The compiled function runs without the GIL."""
 
     def decorate(function: Function) -> Function:
         options = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
@@ -43,7 +43,7 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles now, to a C function `void f(argument)` with its entry in `.address`."""
+    """Return a decorator that compiles a function at once, to a C function `void f(argument)` at `.address`."""
 
     def decorate(function: Callable[..., None]) -> Any:
         return with_cache(lambda **cache: numba.cfunc(types.void(argument), **cache)(function))
@@ -77,7 +77,7 @@ def from_bfloat16(element: Any) -> Any:
 
 
 def from_float16(element: Any) -> Any:
-    """Shift exponent and mantissa to float32's places; the product corrects the bias, also for subnormal numbers."""
+    """Convert the bits of a float16: shift them into float32's fields, then correct the exponent by a product."""
     bits = np.uint32(np.uint16(element))
     magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
     magnitude = np.float32(magnitude * np.float32(2.0**112))
@@ -88,7 +88,7 @@ def from_float16(element: Any) -> Any:
 
 @jit(EXACT)
 def exp32(x: Any) -> Any:
-    """Return exp(x) for x <= 0, to about one unit in the last place. Loops over it are vectorised, unlike math.exp.
+    """Return exp(x) for x <= 0, to about one unit in the last place. Loops over exp32 are vectorised, unlike math.exp.
 
     Cephes' expf: x = k ln 2 + r, with ln 2 in two parts, and a polynomial in r. Below -87 the result is exp(-87).
     """
@@ -109,7 +109,7 @@ def exp32(x: Any) -> Any:
 
 @jit(EXACT)
 def tanh32(x: Any) -> Any:
-    """Return tanh(x) by Cephes' tanhf: a polynomial near zero, else from the exponential."""
+    """Return tanh(x) as Cephes' tanhf does: by a polynomial near zero, by the exponential elsewhere."""
     square = x * x
     y = np.float32(-5.70498872745e-3)
     y = y * square + np.float32(2.06390887954e-2)

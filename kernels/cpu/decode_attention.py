@@ -1,8 +1,8 @@
-"""Attention of single query rows (decodes and very short chunks), streaming over the KV cache's blocks in place.
+"""Attention of single queries (decodes and very short chunks), computed on the KV cache's blocks in place.
 
-A row's visible keys are cut into splits of SPLIT tokens. Each split yields its maximum, its sum of exponentials and its
-weighted values; the parts are joined afterwards, as flash-decoding does. Splits are spread evenly over the threads.
-They depend on the row alone, so its result is the same, to the bit, in every batch.
+The keys that a row (one query token) sees are cut into splits of SPLIT tokens. Each split yields its maximum score, its
+sum of exponentials and its weighted values; the splits are joined afterwards, as in flash-decoding. Threads get equal
+numbers of splits. The splits depend on the row alone, so its result is the same, to the bit, in every batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import as_pointer, run, thread_num
 
-MAX_ROW_QUERIES = 16  # queries of one sequence; beyond, matrix products are faster (measured: from 12 to 24)
+MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24)
 SPLIT = 256
 PARALLEL_PRODUCTS = 1 << 20  # multiply-adds (0.05 ms on one core) from which several threads are faster
 
-TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of a list of rows
+TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of the array of list_rows
 ADDRESSES = ("query", "keys", "values", "tables", "rows", "parts", "stats", "slopes")
 SIZES = (
     "num_threads",
@@ -48,10 +48,10 @@ ARGUMENTS = np.dtype(
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """Return the tokens of sequences with at most max_queries of them, [5, rows + 1] intp.
+    """Return the query tokens of the sequences with at most max_queries of them, as an array [5, rows + 1] of intp.
 
-    Row i is token [TOKEN, i] of the batch and sees keys [START, i]..[STOP, i] - 1 of sequence [SEQUENCE, i] (of a
-    `window`, unless that is 0) in splits [FIRST_SPLIT, i]..[FIRST_SPLIT, i + 1] - 1.
+    Row i is token [TOKEN, i] of the batch. It sees keys [START, i]..[STOP, i] - 1 of sequence [SEQUENCE, i] (the last
+    `window` keys, unless `window` is 0), which are in splits [FIRST_SPLIT, i]..[FIRST_SPLIT, i + 1] - 1.
     """
     rows = np.empty((5, cu_seqlens_q[-1] + 1), np.intp)
     count = splits = 0
@@ -86,7 +86,8 @@ def attend_rows(
 ) -> None:
     """Write the attention of sequences with at most MAX_ROW_QUERIES queries to `output` [tokens, heads, value_dim].
 
-    output, sinks and slopes are float32, the caches any of ELEMENTS, block_tables int32, all contiguous.
+    output, sinks and slopes are float32, the caches have a type of ELEMENTS, block_tables are int32; all are
+    contiguous.
     """
     rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
     if rows.shape[1] == 1:
@@ -111,7 +112,7 @@ def attend_rows(
 
 @cache
 def thread_body(element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for a cache of `element`s."""
+    """Return the function that each thread runs, compiled for a cache of this element type."""
 
     @c_function(types.CPointer(numba.from_dtype(ARGUMENTS)))
     def body(pointer: Any) -> None:
@@ -169,7 +170,7 @@ def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale:
 def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
     """Set scores = scale * query keys^T, four keys at a time, so that they share one load of a query vector.
 
-    Each step prefetches a part of the block `ahead`; prefetching all of it at once would block the memory bus.
+    Each step prefetches a part of the block `ahead`; prefetching the whole block at once would block the memory bus.
     """
     length = keys.shape[0]
     for head in range(query.shape[0]):
@@ -206,7 +207,7 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 @jit()
 def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """Lower each score by the head's slope x the key's distance to the query; the first key is `distance` away."""
+    """Lower each score by the head's slope times the key's distance; the first key is `distance` from the query."""
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -215,7 +216,7 @@ def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None
 
 @jit()
 def exponentiate(scores: Any, length: int, stats: Any) -> None:
-    """Turn each head's scores into exp(score - maximum) in place; set stats[head] to the maximum and their sum."""
+    """Replace each head's scores by exp(score - maximum); set stats[head] to the maximum and the sum of these."""
     for head in range(scores.shape[0]):
         maximum = np.float32(-np.inf)
         for i in range(length):
@@ -275,7 +276,7 @@ def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
 
 @jit()
 def join_splits(parts: Any, stats: Any, rows: Any, sinks: Any, output: Any) -> None:
-    """Join the splits of each row, weighted by their sums of exponentials. A sink adds to the sum only."""
+    """Join the splits of each row, weighted by their sums of exponentials. A sink only adds to the sum."""
     _, heads, value_dim = parts.shape
     for row in range(rows.shape[1] - 1):
         first, end = rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1]

@@ -1,9 +1,9 @@
 """Execution of compiled code on torch's own OpenMP threads.
 
-Numba's thread pool beside torch's would double the number of spinning threads: on two cores, a kernel of 0.1 ms then
-takes up to 8 ms (measured). So a body is started through GOMP_parallel, as GCC's compiled `#pragma omp parallel` does,
-and runs on torch's threads, which the previous product has warmed up. LLVM's OpenMP runtime has that entry too. Where
-torch's runtime lacks it (macOS, Windows), the body runs on the calling thread alone.
+A Numba thread pool beside torch's pool would double the number of spinning threads: on two cores, a kernel of 0.1 ms
+then takes up to 8 ms (measured). So a body is started through GOMP_parallel, as GCC does for `#pragma omp parallel`,
+and runs on torch's threads, which are still awake from the previous matrix product. LLVM's OpenMP runtime has
+GOMP_parallel too. If torch's runtime lacks it (macOS, Windows), the body runs on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
 
 @cache
 def load_runtime() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that importing torch loaded into the process, if it has the entries needed."""
+    """Return the OpenMP runtime that torch loaded into the process, or None if the runtime lacks what is needed."""
     if sys.platform != "linux":
         return None
     runtime = ctypes.CDLL(None)
@@ -40,10 +40,12 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
-    """Call `body`, a numba.cfunc of one pointer, on each of torch's threads, or on the calling thread alone.
+    """Call `body`, a numba.cfunc of one pointer, on all of torch's threads or, unless `parallel`, on the calling
+    thread.
 
-    `arguments` is one record, whose field num_threads is set here; the body gets its own number from thread_num(). All
-    of torch's threads are used, because libgomp ends the threads that a smaller team does not need and restarts slowly.
+    `arguments` is one record; `run` sets its field num_threads. The body gets its thread's number from thread_num().
+    All of torch's threads are used, because libgomp ends the threads that a smaller team does not need and restarts
+    them slowly.
     """
     runtime = load_runtime() if parallel else None
     arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1
@@ -55,7 +57,7 @@ def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
 
 @cache
 def alone(body: Any) -> Callable[[int], None]:
-    """Return a cfunc as a Python callable that releases the GIL."""
+    """Return a cfunc as a Python callable, which releases the GIL."""
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body.address)
 
 

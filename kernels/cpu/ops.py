@@ -1,4 +1,4 @@
-"""CPU ops: Numba where memory bandwidth is the limit (decodes, KV writes), torch's products where arithmetic is."""
+"""CPU ops: Numba where memory bandwidth is the limit (decodes, KV writes), torch products where arithmetic is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def paged_attention(
     context_lens: Tensor,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raise ValueError unless the caches are float32, bfloat16 or float16."""
+    """Compute `reference.paged_attention`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
     check_dtype(key_cache)
     check_dtype(value_cache)
     options["sinks"], options["slopes"] = as_float32(options.get("sinks")), as_float32(options.get("slopes"))
@@ -41,7 +41,7 @@ def as_float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Perform `reference.write_kv`. Raise ValueError unless the caches are float32, bfloat16 or float16."""
+    """Perform `reference.write_kv`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
     slots = slot_mapping.numpy()
     for new, cache in ((key, key_cache), (value, value_cache)):
         check_dtype(cache)
@@ -50,7 +50,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 @jit()
 def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
-    """Copy rows[t, h] to slot slots[t] of the cache, arrays of the same bits. Skip negative slots."""
+    """Copy rows[t, h] to slot slots[t] of the cache, where both have the same integer type. Skip negative slots."""
     tokens, kv_heads, _ = rows.shape
     block_size = cache.shape[2]
     for token in range(tokens):

@@ -1,6 +1,6 @@
-"""Attention of a prefill chunk by torch's matrix products, over keys and values that are gathered once.
+"""Attention of a prefill chunk, computed with torch matrix products over gathered keys and values.
 
-Only the visible blocks of this sequence are copied, and scores exist for one tile of queries at a time.
+Only the blocks that the chunk sees are gathered, and scores are computed for one tile of queries at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend_chunk(
 ) -> Tensor:
     """Return the attention [q_len, heads, value_dim] of one sequence's chunk.
 
-    query [q_len, heads, head_dim] are the last q_len of `context` positions.
+    query [q_len, heads, head_dim] holds the last q_len of `context` positions.
     """
     first_query = context - query.shape[0]
     block_size = key_cache.shape[2]
@@ -57,8 +57,8 @@ def attend_chunk(
 
 
 def gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return the tokens of the blocks one after the other, [kv_heads, tokens, head_dim]."""
-    # Selecting from a transposed cache would make torch copy all of it first.
+    """Return the tokens of the blocks in order, [kv_heads, tokens, head_dim]."""
+    # Selecting from a transposed cache would make torch copy the whole cache first.
     return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
 
 
@@ -78,7 +78,7 @@ def attend_tile(
     """
     heads, queries, _ = query.shape
     kv_heads = keys.shape[0]
-    grouped = query.reshape(kv_heads, -1, query.shape[2]).float()  # the heads of one KV head follow each other
+    grouped = query.reshape(kv_heads, -1, query.shape[2]).float()  # the query heads of one KV head are adjacent
     scores = torch.bmm(grouped, keys.float().transpose(1, 2)).mul_(scale).view(heads, queries, -1)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)

@@ -1,13 +1,13 @@
 """Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding.
 
-A program takes a tile of consecutive queries of one sequence with all query heads that share one KV head, and visits
-the keys that the tile sees. So the heads of a decode fill the rows of a tensor-core product. The device finds the
-sequence of a tile, and nothing waits for the lengths to reach the host: sequence b's tiles begin at number
-cu_seqlens_q[b] // TILE_QUERIES + b, which leaves room for all tiles of each sequence; programs in the gaps end at once.
-If there are few programs, the keys are cut into splits, which `join_kernel` joins.
+Each program takes a tile of consecutive queries of one sequence, with all query heads that share one KV head, and
+visits the keys that the tile sees. So the heads of a decode fill the rows of a tensor-core product. Each program finds
+the sequence of its tile on the device, so the host never waits for the lengths: the tiles of sequence b begin at number
+cu_seqlens_q[b] // TILE_QUERIES + b, which leaves room for all tiles of every sequence; programs in the gaps end at
+once. If there are few programs, the keys are cut into splits, which `join_kernel` joins.
 """
 
-# Triton's language, not Python's types; what is known at compile time is written in capitals.
+# Triton code has no Python types. Names in capitals are compile-time constants.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: N803, N806
 
@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return the last sequence whose first tile is not after `tile`."""
+    """Return the last sequence whose first tile has a number of at most `tile`."""
     low = tl.full([], 0, tl.int32)
     high = num_sequences.to(tl.int32)
     while low < high:
@@ -35,7 +35,7 @@ def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr)
 
 @triton.jit
 def begin_softmax(sinks, heads, real, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """Return each row's maximum and total before the first key. A sink is a first key without a value."""
+    """Return the maximum and the total of each row before the first key. A sink counts as a key without a value."""
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # noqa: SIM102  (SINKS is decided at compile time)
@@ -75,7 +75,7 @@ def visit_keys(
 ):
     """Continue the online softmax over keys begin..end - 1.
 
-    Unless MASKED, every row sees all of them and they fill whole tiles. Scores are in units of log2 e, for exp2.
+    Unless MASKED, every row sees all these keys, and they fill whole tiles. Scores are in units of log2 e, for exp2.
     `scale` contains that factor unless there is a softcap.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -100,7 +100,7 @@ def visit_keys(
                 visible &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that has seen no key yet has no maximum; any finite number will do.
+        # A row that has seen no key yet has no maximum; any finite base works.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
@@ -122,7 +122,7 @@ def visit_keys(
     do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "context_lens"],
 )
 def attend_kernel(
-    output,  # [T, heads, VALUE_DIM]; if SPLIT the parts, [T, heads, splits, VALUE_DIM] float32
+    output,  # [T, heads, VALUE_DIM]; if SPLIT: [T, heads, splits, VALUE_DIM] float32
     stats,  # [T, heads, splits, 2] float32: maximum (log2) and sum of exponentials; unused unless SPLIT
     query,  # [T, heads, HEAD_DIM]
     key_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
@@ -154,7 +154,7 @@ def attend_kernel(
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Attend as program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head."""
+    """Compute program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head."""
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
@@ -190,7 +190,7 @@ def attend_kernel(
         falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
     table = block_tables + sequence.to(tl.int64) * max_blocks
     masked_from = begin
-    if WINDOW == 0:  # keys up to the first query's are seen by all
+    if WINDOW == 0:  # every query sees the keys up to the first query's position
         masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
         accumulator, maximum, total = visit_keys(
             accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
@@ -218,7 +218,7 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def join_kernel(
-    output,  # [lines, VALUE_DIM]; a line is a head of a token
+    output,  # [lines, VALUE_DIM]; a line is one head of one token
     parts,  # [lines, splits, VALUE_DIM] float32
     stats,  # [lines, splits, 2] float32
     splits,
@@ -226,7 +226,7 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Join the splits of one line as program (line), weighted by their sums of exponentials."""
+    """Join the splits of one line, weighted by their sums of exponentials, in program (line)."""
     line = tl.program_id(0).to(tl.int64)
     numbers, value_dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
     there = numbers < splits
@@ -255,7 +255,7 @@ def write_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy one vector as program (token, KV head)."""
+    """Copy one key or value vector in program (token, KV head)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     if slot < 0:

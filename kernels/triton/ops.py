@@ -1,4 +1,4 @@
-"""CUDA ops: choose tile sizes and launch the Triton kernels. Nothing here waits for the device."""
+"""CUDA ops: choice of tile sizes, and launch of the Triton kernels. No op waits for the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from llmsched.kernels.reference import AttentionOptions
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 
-MIN_PRODUCT = 16  # least rows, columns and depth of a tensor-core product
+MIN_PRODUCT = 16  # fewest rows, columns and depth of a tensor-core product
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 64
 
 
 class Tiling(NamedTuple):
-    """Tile of block_m rows (queries x heads of one KV head) and block_n keys; head dims padded to block_d, block_v."""
+    """Tile of block_m rows (queries x heads of one KV head) and block_n keys. block_d and block_v pad the head sizes."""
 
     block_m: int
     block_n: int
@@ -39,10 +39,10 @@ def paged_attention(
     tiling: Tiling | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raise ValueError unless each head of the query is contiguous.
+    """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
 
     Products of float32 are full float32 (no TF32). Products of half types are accumulated in float32, and the softmax
-    weights are rounded to the query's type, as every flash attention does. With None, tiles are chosen by the shapes.
+    weights are rounded to the query's type, as in every flash attention. `tiling` None chooses tiles by the shapes.
     """
     _check_heads(query)
     tokens, heads, _ = query.shape
@@ -132,7 +132,7 @@ def _launch_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Perform `reference.write_kv`. Raise ValueError unless each head of key and value is contiguous."""
+    """Perform `reference.write_kv`. Raises ValueError unless each head of key and value is contiguous."""
     _check_heads(key)
     _check_heads(value)
     tokens = slot_mapping.shape[0]
@@ -179,9 +179,9 @@ def choose_tiling(
 ) -> Tiling:
     """Return the tiles for a batch.
 
-    `item_size` is bytes per query element, `num_processors` the GPU's multiprocessors; `max_context` may be an upper
-    bound. Only two tile heights exist, one for batches of decodes and one for all others, so that few kernels are
-    compiled. There are just enough splits to give every processor two programs.
+    `item_size` is the bytes per query element, `num_processors` the number of the GPU's multiprocessors; `max_context`
+    may be an upper bound. There are only two tile heights, one for batches of decodes and one for all other batches, so
+    that few kernels are compiled. The number of splits is the smallest that gives every processor two programs.
     """
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
@@ -202,5 +202,5 @@ def choose_tiling(
 
 
 def padded(size: int) -> int:
-    """Return the smallest power of two that is at least `size` and MIN_PRODUCT."""
+    """Return the smallest power of two that is at least `size` and at least MIN_PRODUCT."""
     return max(MIN_PRODUCT, 1 << (size - 1).bit_length())
