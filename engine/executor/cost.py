@@ -75,7 +75,7 @@ def _pairs(start: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """Model of the time of a step. `window` is the number of tokens that sliding-window layers see, None without any."""
+    """Model of the time of a step. `window` is how many tokens that sliding-window layers see; None without any."""
 
     @property
     def window(self) -> int | None: ...

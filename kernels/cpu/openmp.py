@@ -40,8 +40,7 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
-    """Call `body`, a numba.cfunc of one pointer, on all of torch's threads or, unless `parallel`, on the calling
-    thread.
+    """Call `body`, a numba.cfunc of one pointer, on all of torch's threads or, unless `parallel`, on this thread.
 
     `arguments` is one record; `run` sets its field num_threads. The body gets its thread's number from thread_num().
     All of torch's threads are used, because libgomp ends the threads that a smaller team does not need and restarts

@@ -17,7 +17,9 @@ MAX_SPLITS = 64
 
 
 class Tiling(NamedTuple):
-    """Tile of block_m rows (queries x heads of one KV head) and block_n keys. block_d and block_v pad the head sizes."""
+    """Tile of block_m rows (queries x heads of one KV head) and block_n keys; head sizes are padded to block_d,
+    block_v.
+    """
 
     block_m: int
     block_n: int
