@@ -23,6 +23,9 @@ _MAX_DISCARDED_BYTES = 64 << 20
 
 DONE = b"data: [DONE]\n\n"
 
+#: Some clients end a line of an event stream at these characters, so JSON must have them escaped.
+_LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")}
+
 
 async def read_body(request: Request) -> bytes:
     """Return the whole body. Raise ApiError 413 beyond MAX_BODY_BYTES, never holding more than that in memory."""
@@ -48,8 +51,11 @@ async def read_body(request: Request) -> bytes:
 
 
 def event(content: Any) -> bytes:
-    """Return a server-sent event with `content` as strict JSON."""
-    return b"data: " + to_json(content) + b"\n\n"
+    """Return a server-sent event with `content` as strict JSON, on one line for every client."""
+    line = to_json(content)
+    for char, escaped in _LINE_BREAKS.items():
+        line = line.replace(char, escaped)
+    return b"data: " + line + b"\n\n"
 
 
 class EventStream(Response):

@@ -159,6 +159,15 @@ def test_any_bytes_stream_to_the_decoded_text(http: httpx.Client, server: Script
     assert both(http, "bytes", max_tokens=64)["text"] == server.tokenizer.decode(output)
 
 
+def test_an_event_is_one_line_for_every_client(http: httpx.Client, server: ScriptedServer) -> None:  # B02
+    text = "a\x85b\u2028c\u2029d\x0be\x1cf"
+    server.force("lines", text)
+    answer = http.post(PATH, json={"prompt": "lines", "stream": True, "max_tokens": 64})
+    *lines, done = [line for line in answer.iter_lines() if line]  # which splits as str.splitlines does
+    assert done == "data: [DONE]"
+    assert joined([json.loads(line.removeprefix("data: ")) for line in lines])[0] == text
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_limit_inside_a_character(http: httpx.Client, server: ScriptedServer, count: int) -> None:  # B04
     output = server.ids("\U0001f34b\U0001f34b")
