@@ -28,10 +28,9 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Running requests by the prefix that they extend.
+    """Running requests by the prefix that they extend: the node of the last findable block, or the salt if none is.
 
-    The key is the node of the request's last findable block, or its cache salt if it has none. Equal prefixes have the
-    same node, so requests with the same key have equal tokens up to the end of that node.
+    Equal prefixes have the same node, so requests with the same key have equal tokens up to the end of that node.
     """
 
     def __init__(self) -> None:
@@ -68,9 +67,9 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return how many tokens of the request, from `start` (the end of the prefix) to `limit`, others will write.
+        """Return how many tokens of the request, in whole blocks, another request will write with its present tokens.
 
-        Counts the whole blocks that another request has written once it has computed its present tokens.
+        Tokens count from `start` (the end of the prefix `node`) to before `limit`.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -152,9 +151,8 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many tokens after the hit running requests are about to write in whole blocks.
-
-        A lookup finds them once those requests have computed their present tokens.
+        """Return how many tokens after the hit another running request will write, in whole blocks, as it computes its
+        present tokens.
         """
         if not self.serves(request):
             return 0

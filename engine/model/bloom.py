@@ -1,7 +1,7 @@
 """BLOOM over the paged KV cache.
 
-Its positions are biases on attention scores (ALiBi), which transformers' attention interface does not pass on, so this
-module calls the layers itself.
+BLOOM encodes positions as biases on attention scores (ALiBi). transformers' attention interface does not pass these on,
+so this module calls the layers itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BloomModel:
         self._model: Any = model
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        """Compute logits; see `PagedModel.forward`. Attention takes positions from `context`, not from `positions`."""
+        """Compute logits; see `PagedModel.forward`. ALiBi uses the positions in `context`; `positions` is ignored."""
         inner = self._model.transformer
         hidden = inner.word_embeddings_layernorm(inner.word_embeddings(input_ids))
         for index, block in enumerate(inner.h):
@@ -53,8 +53,8 @@ class BloomModel:
 def alibi_slopes(heads: int) -> Tensor:
     """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021).
 
-    For n heads, n a power of two, head i = 1..n has 2^(-8 i / n). Otherwise, as in the paper's code: the slopes of the
-    next smaller power n, then every second slope of 2n heads.
+    If the number n of heads is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise, as in the paper's
+    code, the first heads have the slopes for the next smaller power n, and the rest every second slope for 2n heads.
     """
     power = 1 << int(math.log2(heads))
     exponents = [8 * head / power for head in range(1, power + 1)]

@@ -1,4 +1,4 @@
-"""Checkpoint files as a dictionary of tensors that are read when needed."""
+"""Checkpoint files as dictionaries of tensors that are read on demand."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llmsched.engine.progress import Progress
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-#: Types of 8 bits and fewer: their values have no meaning without their scales, which are other tensors.
+#: Types of at most 8 bits. Their values have no meaning without scales, which are separate tensors.
 _SMALL_FLOATS = ("F8", "F6", "F4")
 _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """A tensor that is read from disk when it is sliced: transformers' loader takes tensors as `tensor[...]`."""
+    """Tensor that is read from disk when it is indexed; transformers' loader reads each tensor as `tensor[...]`."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read
@@ -36,9 +36,9 @@ StateDict = Mapping[str, LazyTensor]
 
 
 def open_checkpoint(directory: Path) -> StateDict:
-    """Open the tensors of a Hugging Face directory: safetensors, or else pytorch .bin; one file or shards.
+    """Return the tensors of a Hugging Face directory: safetensors, or else pytorch .bin, in one file or in shards.
 
-    Raises ModelError naming the files and tensors that are missing, damaged or inconsistent.
+    Raises ModelError, with the names of files and tensors, if any are missing, damaged or inconsistent.
     """
     for single, index, reader in (
         (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
@@ -49,12 +49,12 @@ def open_checkpoint(directory: Path) -> StateDict:
         if (directory / single).is_file():
             return reader(directory / single)
     raise ModelError(
-        f"model {directory}: no weights: none of {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE}, {PICKLE_INDEX} is there"
+        f"model {directory}: has no weights ({SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE} or {PICKLE_INDEX})"
     )
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
-    """Return the tensors with reads that report progress. Several threads may read at once."""
+    """Return the same tensors, but each read reports progress. Several threads may read at the same time."""
     lock, done, total = threading.Lock(), 0, len(state)
 
     def reported(tensor: LazyTensor) -> LazyTensor:
@@ -72,7 +72,7 @@ def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str,
 
 
 def some(names: set[str] | list[str]) -> str:
-    """List the first few names in order and say how many more there are."""
+    """Return the first few names in alphabetical order, and how many more there are."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
     return ", ".join(ordered[:_MAX_NAMES]) + rest
@@ -86,7 +86,7 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
     if outside := {name for name in weight_map.values() if Path(name).name != name}:
-        raise ModelError(f"{index}: shards must lie beside the index, not at {some(outside)}")
+        raise ModelError(f"{index}: shards must be in the same directory as the index, not at {some(outside)}")
     files = set(weight_map.values())
     if absent := {name for name in files if not (index.parent / name).is_file()}:
         raise ModelError(f"{index}: {len(absent)} of {len(files)} shards missing: {some(absent)}; download them again")
@@ -94,9 +94,9 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
     for file in sorted(files):
         shard = reader(index.parent / file)
         if twice := state.keys() & shard.keys():
-            raise ModelError(f"{index.parent / file}: tensors that are in another shard as well: {some(twice)}")
+            raise ModelError(f"{index.parent / file}: has tensors that another shard has too: {some(twice)}")
         if unknown := {name for name, where in weight_map.items() if where == file and name not in shard}:
-            raise ModelError(f"{index.parent / file}: lacks tensors that the index places there: {some(unknown)}")
+            raise ModelError(f"{index.parent / file}: lacks tensors that the index lists for it: {some(unknown)}")
         state.update(shard)
     return state
 
@@ -111,7 +111,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
         ) from error
     types = {name: str(file.get_slice(name).get_dtype()) for name in names}
     if small := {f"{name} ({kind})" for name, kind in types.items() if kind.startswith(_SMALL_FLOATS)}:
-        raise ModelError(f"{path}: quantised tensors, which are not supported: {some(small)}")
+        raise ModelError(f"{path}: has quantised tensors, which are not supported: {some(small)}")
     return {name: LazyTensor(partial(file.get_tensor, name)) for name in names}
 
 
@@ -119,5 +119,5 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises a different type for each kind of damage
-        raise ModelError(f"{path}: cannot be read as tensors only ({one_line(error)})") from error
+        raise ModelError(f"{path}: is damaged, or holds more than tensors ({one_line(error)})") from error
     return {name: LazyTensor(tensor.detach) for name, tensor in tensors.items()}

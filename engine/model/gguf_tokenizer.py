@@ -1,4 +1,4 @@
-"""Building a fast tokenizer from a GGUF file's vocabulary."""
+"""Construction of a fast tokenizer from a GGUF file's vocabulary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Rules by which a family splits text before BPE: `pattern` (None: GPT-2's), before it single `digits`."""
+    """Rules by which a family splits text before BPE: first at `digits`, then by `pattern` (None: GPT-2's)."""
 
     pattern: str | None = None
     digits: bool = False
@@ -55,7 +55,7 @@ _GPT4O = PreTokenizer(
     "|".join((*(part.replace("{suffix}", f"{_CONTRACTIONS}?") for part in _CASED), r"\p{N}{1,3}", _CASED_TAIL))
 )
 
-#: Rules by the value of tokenizer.ggml.pre.
+#: Rules for each value of tokenizer.ggml.pre.
 SPLITS: Mapping[str, PreTokenizer] = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(digits=True),
@@ -68,7 +68,7 @@ SPLITS: Mapping[str, PreTokenizer] = {
     "gpt-4o": _GPT4O,
 }
 
-#: Qwen's added tokens that are text. Converters mark some as control tokens, which decoding would drop.
+#: Qwen's added tokens that are text. Converters mark some of them as control tokens, which decoding would drop.
 _QWEN_TEXT_TOKENS = frozenset(
     {
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
@@ -79,7 +79,7 @@ _SPACE = "\u2581"
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of `file`, with its chat template. Raises ModelError for a kind that is not supported."""
+    """Return the tokenizer of `file`, with its chat template. Raises ModelError if its kind is not supported."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend, add_bos = _byte_level(file)
@@ -90,7 +90,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
             f"{file.path}: tokenizer {model!r} is not supported; supported: gpt2 (BPE), llama (SentencePiece)"
         )
     qwen = SPLITS.get(str(file.metadata.get("tokenizer.ggml.pre"))) is _QWEN2
-    added = []  # control tokens, which are special, and user-defined ones, which are text that is always one token
+    added = []  # control tokens are special; user-defined tokens are text that always becomes one token
     for token, kind in zip(_tokens(file), file.metadata["tokenizer.ggml.token_type"], strict=True):
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN):
             special = kind != TokenType.USER_DEFINED and not (qwen and token in _QWEN_TEXT_TOKENS)
@@ -117,7 +117,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
             "use the model's Hugging Face directory"
         )
     vocabulary = {token: index for index, token in enumerate(_tokens(file))}
-    # a merge is two tokens with a space between them; byte-level tokens contain no space
+    # a merge is written as two tokens with a space between them; byte-level tokens contain no space
     pairs = (pair.partition(" ") for pair in file.metadata.get("tokenizer.ggml.merges", ()))
     merges = [(left, right) for left, _, right in pairs]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges))
@@ -133,7 +133,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """Build SentencePiece's BPE: the piece with the best score is merged first; unknown characters become bytes."""
+    """Return SentencePiece's BPE (merges by score, unknown characters as bytes) and True: it adds BOS by default."""
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(tokens, scores, file.metadata["tokenizer.ggml.token_type"], vocabulary)
@@ -154,7 +154,7 @@ def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Return every way to make a piece of two pieces, the piece with the best score first."""
+    """Return all pairs of pieces that merge to another piece, in descending order of that piece's score."""
     mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED)
     found: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -168,7 +168,7 @@ def _merges_by_score(
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """Set the BOS and EOS tokens that encoding adds to a text: as the file says, or else the family's default."""
+    """Make encoding add BOS and EOS as the file says; if it does not say, add BOS if `add_bos`, and no EOS."""
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under transformers' names, dequantised and in the order that transformers uses."""
+"""Tensors of a GGUF file as transformers expects them: names, float32 values, order of rows."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _BY_ARCHITECTURE = {
     "gemma3": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
-#: Tables of rope factors: part of the config, not of the weights.
+#: Tables of rope factors, which are part of the config and not of the weights.
 _TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ADDED_ONE = ("gemma", "gemma2", "gemma3")
 
 
 def gguf_state_dict(file: GGUFFile) -> StateDict:
-    """Return every tensor of `file` as float32 under its transformers name. Raises ModelError for unknown tensors."""
+    """Return all tensors of `file` as float32, by transformers name. Raises ModelError if a tensor is unknown."""
     names = {name: _name(file, name) for name in file.tensors if name not in _TABLES}
     if unknown := [name for name, target in names.items() if target is None]:
         raise ModelError(f"{file.path}: tensors unknown to architecture {file.architecture}: {some(unknown)}")
@@ -74,7 +74,7 @@ def _lazy(file: GGUFFile, name: str) -> LazyTensor:
 
 
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
-    """Return a function that undoes the change which the converter to GGUF made to this tensor."""
+    """Return a function that reverts what the conversion to GGUF changed in this tensor."""
     if file.architecture == "llama" and ".attn_q." in name:
         return lambda values: _unpermute(values, file.require("attention.head_count"))
     if file.architecture == "llama" and ".attn_k." in name:
@@ -92,7 +92,7 @@ def _unpermute(values: Array, heads: int) -> Array:
 
 
 def convert_gguf(gguf: Path, target: Path, progress: Progress) -> None:
-    """Write the model of `gguf` to a new Hugging Face directory with float32 safetensors. Raises ModelError."""
+    """Write the model in `gguf` to a new Hugging Face directory `target` as float32 safetensors. Raises ModelError."""
     file = read_gguf(gguf)
     target.mkdir()
     state = gguf_state_dict(file)

@@ -1,4 +1,4 @@
-"""Loading a model from disk: its config, its tokenizer, facts about it, and its weights."""
+"""Loader of a model from disk: its config, its tokenizer, facts about it, and its weights."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: Files that hold a vocabulary. Without any of them transformers would return an empty tokenizer.
+#: Files that hold a vocabulary. Without one of these, transformers would return an empty tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
-#: SamplingParams fields that generation_config.json may set: those that apply if it samples, and one that always does.
+#: SamplingParams fields that generation_config.json may set. Only PENALTY_FIELD applies if it sets do_sample to false.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 PENALTY_FIELD = "repetition_penalty"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts about a model that do not need its weights.
+    """Facts about a model that are known without its weights.
 
-    `max_position` is the longest context in tokens. `eos_token_ids` is the union of those in generation_config.json,
-    config.json and the tokenizer. `sampling_defaults` are the SamplingParams fields that generation_config.json sets;
-    they apply to requests that leave them out.
+    `max_position` is the longest context in tokens. `eos_token_ids` has all EOS ids in generation_config.json,
+    config.json and the tokenizer. `sampling_defaults` has the SamplingParams fields that generation_config.json sets;
+    they apply to requests that omit them.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ModelInfo:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """Load the model's config. Raises ModelError if it is damaged or cannot be served."""
+    """Load the model's config. Raises ModelError if it cannot be read, or the model cannot be served."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -74,7 +74,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
-    """Load the model's tokenizer. Raises ModelError if there is none or the tokenizers library cannot run it."""
+    """Load the model's tokenizer. Raises ModelError if it is missing, cannot be read, or has no fast version."""
     with _reading(source, "its tokenizer"):
         if source.kind == "gguf":
             from llmsched.engine.model.gguf_file import read_gguf
@@ -84,7 +84,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         from transformers import AutoTokenizer
 
         if not any((source.path / name).is_file() for name in VOCABULARIES):
-            raise ModelError(f"model {source.spec}: no tokenizer: none of {', '.join(VOCABULARIES)} is there")
+            raise ModelError(f"model {source.spec}: has no tokenizer: none of {', '.join(VOCABULARIES)} exists")
         fast = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     if not fast.is_fast:
         raise ModelError(
@@ -94,7 +94,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Collect facts from the model's config, tokenizer and generation_config.json. Raises ModelError."""
+    """Return facts from config.json, the tokenizer and generation_config.json. Raises ModelError if any is invalid."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -108,7 +108,7 @@ def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenize
     limit, _ = max_position(read_fields(config))
     if limit is None:
         raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
-    # With do_sample: false only repetition_penalty counts, as in transformers; temperature stays the API's default.
+    # With do_sample: false only repetition_penalty applies, as in transformers; temperature keeps the API's default.
     names = (PENALTY_FIELD,) if generation.get("do_sample") is False else (*SAMPLING_FIELDS, PENALTY_FIELD)
     defaults = {name: generation[name] for name in names if generation.get(name) is not None}
     try:
@@ -136,7 +136,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Every parameter is read once; tied parameters are shared.
 
-    Raises ModelError naming missing or damaged files, and tensors that are missing, unknown or of the wrong shape.
+    Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
     import transformers
 
@@ -158,7 +158,7 @@ def load_model(
             state_dict=state,
             dtype=dtype,
             attn_implementation=attn_implementation,
-            ignore_mismatched_sizes=True,  # reported below, with the names
+            ignore_mismatched_sizes=True,  # _check_complete raises an error with the names
             output_loading_info=True,
         )
     _check_complete(source, report)
@@ -169,7 +169,7 @@ def load_model(
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError unless transformers' loading report says that weights and model match one to one."""
+    """Raise ModelError unless, by transformers' loading report, weights and model have the same tensors."""
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:
@@ -197,7 +197,7 @@ def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
 
 
 def _as_ids(value: Any) -> frozenset[int]:
-    """Return token ids that are written as null, one number or a list."""
+    """Return the token ids in a config's value: null, one number, or a list."""
     if value is None:
         return frozenset()
     return frozenset(int(token_id) for token_id in (value if isinstance(value, list | tuple) else [value]))
@@ -205,7 +205,7 @@ def _as_ids(value: Any) -> frozenset[int]:
 
 @contextmanager
 def _reading(source: ModelSource, what: str) -> Iterator[None]:
-    """Turn any error of a library over a damaged or unknown file into a ModelError that names `what`."""
+    """Convert any error of a library about a damaged or unknown file to a ModelError that names `what`."""
     with _quiet_transformers():
         try:
             yield
@@ -217,7 +217,7 @@ def _reading(source: ModelSource, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars: problems become ModelError, progress is reported here."""
+    """Silence transformers' warnings and progress bars; this module raises errors and reports progress instead."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -233,7 +233,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A model whose weights are not loaded yet, with the device and the type that they will have."""
+    """Model whose weights are not loaded yet. `device` and `dtype` are those that the weights will have."""
 
     source: ModelSource
     config: PretrainedConfig
@@ -248,7 +248,7 @@ class OpenModel:
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
-    """Find `config.model` and read everything but its weights. Raises ModelError and ConfigError."""
+    """Find `config.model` and read everything except its weights. Raises ModelError or ConfigError on failure."""
     import torch
 
     source = locate(config.model, progress)

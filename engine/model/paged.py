@@ -1,4 +1,4 @@
-"""The paged KV cache, and attention over it for a packed batch."""
+"""Paged KV cache, and attention over it for a packed batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmsched.kernels.reference import AttentionOptions
 
 
 class LayerShape(NamedTuple):
-    """Shape of one layer's KV: heads, and the widths of one head's key and value, which may differ.
+    """Shape of one layer's KV: number of heads, and widths of one head's key and value, which may differ.
 
-    `window` is the number of last tokens that the layer sees, the query's own included; None if it sees all.
+    `window` is the number of last tokens that the layer attends to, including the current one; None for all tokens.
     """
 
     kv_heads: int
@@ -27,21 +27,20 @@ class LayerShape(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Place of a layer's KV: in the blocks of `group`, each of which has one `part` for each layer of the group."""
+    """Place of a layer's KV: it is in the blocks of `group`, in the `part` of each block that belongs to the layer."""
 
     group: int
     part: int
 
 
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
-    """Return a place for each layer: in a window group if its window is within the layout's, else in a full group.
+    """Return each layer's place: in a window group if its window is at most the layout's, else in a full group.
 
-    Raises ModelError if layers of different shapes would share blocks, or if a layer that keeps all tokens finds no
-    full group.
+    Raises ModelError if layers of different shapes would share blocks, or a layer needs a full group and there is none.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):
-        raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache has only groups with a window")
+        raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache has only sliding-window groups")
     counts = {True: layout.window_groups, False: layout.full_groups}
     size = max(-(-windowed.count(kind) // count) for kind, count in counts.items() if count)
     before, places = {True: layout.full_groups * size, False: 0}, []
@@ -59,8 +58,8 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 class KVCache:
     """KV of all blocks: for each part of a block, keys [num_blocks, kv_heads, block_size, key_dim] and values.
 
-    A block belongs to one group of layers at a time; `places` has the place of each layer. The tensors start as zeros,
-    because kernels multiply values of masked positions by 0, and 0 x NaN is NaN.
+    A block belongs to one group of layers at a time; `places` has the place of each layer. The tensors are initialised
+    with zeros, because kernels multiply the values of masked positions by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]
@@ -93,7 +92,7 @@ class KVCache:
         return self.keys[part], self.values[part], group
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy whole blocks, given by ids (int64 [N] each). All sources are read before any destination is written."""
+        """Copy blocks from `sources` to `destinations` (ids, int64 [N]); reads all sources before it writes."""
         for tensor in (*self.keys, *self.values):
             tensor[destinations] = tensor[sources]
 
@@ -104,7 +103,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """Place of a packed batch in the cache: arrays of `executor.batch.PackedBatch`, on the device."""
+    """KV cache with the positions of a packed batch in it: arrays of `executor.batch.PackedBatch`, on the device."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
@@ -120,9 +119,9 @@ class PagedContext:
         value: torch.Tensor,
         **options: Unpack[AttentionOptions],
     ) -> torch.Tensor:
-        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then attend with query [T, heads, D].
+        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv]; attend with queries [T, heads, D].
 
-        Returns [T, heads, Dv]. All tensors are contiguous; for the options see `kernels.reference.paged_attention`.
+        Returns [T, heads, Dv]. All tensors must be contiguous. `kernels.reference.paged_attention` has the options.
         """
         keys, values, group = self.cache.of_layer(layer)
         write_kv(key, value, keys, values, self.slot_mapping[group])
@@ -138,7 +137,7 @@ class PagedContext:
 
 
 class PagedModel(Protocol):
-    """A model over the paged KV cache. `layers` are its KV shapes, `vocab_size` is the width of its logits."""
+    """Model over the paged KV cache. `layers` has the KV shape of each layer, `vocab_size` the width of its logits."""
 
     layers: list[LayerShape]
     vocab_size: int
@@ -146,8 +145,8 @@ class PagedModel(Protocol):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
+        """Run input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
 
-        `logit_rows` [R] are the indices of the tokens whose logits are needed; None means all T.
+        `logit_rows` [R] are the indices of the tokens whose logits are needed; None means all T tokens.
         """
         ...

@@ -1,11 +1,12 @@
-"""Probe of how a transformers model uses attention; it refuses models that the engine would compute wrongly.
+"""Probe of how a transformers model uses attention. It refuses models that the engine would compute wrongly.
 
-In two tiny forward passes a function that records its arguments and returns zeros replaces attention. They show
+The probe runs two tiny forward passes, in which a function that records its arguments and returns zeros replaces
+attention. It checks
 - the KV heads and widths of every layer, and that every layer calls attention exactly once;
-- the mask that transformers' attention would apply. A mask is made from a function of (query, key) positions, which
-  can be tried at positions far apart; only causal masks pass, with the window that attention is given as well;
-- whether tokens influence each other outside attention (recurrent state, convolution, the model's own attention): with
-  attention silenced, earlier tokens must not change the last token's logits.
+- the mask: it must be causal, with the same sliding window that attention is given. transformers makes masks from a
+  function of (query, key) positions, so the probe calls this function for positions that are far apart;
+- that tokens do not influence each other outside attention (recurrent state, convolution): while attention returns
+  zeros, earlier tokens must not change the last token's logits.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from llmsched.engine.model.paged import LayerShape
 
 IMPLEMENTATION = "llmsched_probe"
 
-#: Keywords besides sliding_window that the engine's attention uses.
+#: Keywords, besides sliding_window, that the engine's attention uses.
 HONOURED_KEYWORDS = frozenset({"scaling", "softcap", "s_aux"})
-#: Keywords that models pass to attention and that do not change its result.
+#: Keywords that models pass to attention, but that do not change its result.
 NEUTRAL_KEYWORDS = frozenset(
     {"position_ids", "cache", "past_key_values", "cache_position", "use_cache", "output_attentions"}
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
 )
 
-#: Query positions at which a mask is tried: early ones, and some around a multiple of every power-of-two chunk.
+#: Query positions at which masks are checked: the first ones, and some near multiples of powers of two (chunk limits).
 TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
-#: Tokens of a pass: enough for attention over compressed or selected keys to have fewer keys than queries.
+#: Number of tokens in a pass: enough that attention over compressed or selected keys has fewer keys than queries.
 NUM_TOKENS = 33
-#: Values of describing_mask's mask, besides a window.
+#: Values in the mask that describing_mask returns, besides the size of a window.
 FULL, UNKNOWN = 0, -1
 
 
 def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
-    """Return the KV shapes of the model's layers, and the width of its logits (more than the tokenizer may name).
+    """Return the KV shapes of the model's layers, and the width of its logits (may exceed the tokenizer's vocabulary).
 
-    The recording attention stays set. Raises ModelError if the model cannot be computed exactly.
+    The model keeps the recording attention. Raises ModelError if the engine cannot compute the model exactly.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -66,7 +67,7 @@ def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention silenced. Return the layers' KV shapes and the last token's logits in float32."""
+    """Run the tokens with attention that returns zeros; return KV shapes and the last token's logits in float32."""
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(
@@ -79,7 +80,7 @@ def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Set the attention function of `model`. Raises ModelError if its code does not use transformers' interface."""
+    """Set the attention function of `model`. Raises ModelError if the model does not use transformers' interface."""
     model.set_attn_implementation(implementation)
     if model.config._attn_implementation != implementation:
         raise ModelError(f"{type(model).__name__} does not use transformers' attention interface: it cannot be served")
@@ -96,7 +97,7 @@ def recording_attention(
     sliding_window: int | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the layer's KV shape in `paged_context`, check window and keywords, return zeros [1, T, heads, Dv]."""
+    """Record the layer's KV shape in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv]."""
     layer: Any = module.layer_idx
     name = f"{type(module).__name__} of layer {layer}"
     if paged_context is None:
@@ -123,7 +124,7 @@ def recording_attention(
 
 
 def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raise ModelError for an unknown keyword, which may change the result of attention."""
+    """Raise ModelError for an unknown keyword, because it may change the result of attention."""
     for keyword, given in keywords.items():
         harmless = given is None or keyword in NEUTRAL_KEYWORDS
         harmless |= (keyword == "dropout" and given == 0) or (keyword == "is_causal" and given is True)
@@ -137,19 +138,19 @@ def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
 def describing_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a mask in transformers' shape that describes itself: every entry is its window, FULL or UNKNOWN."""
+    """Return a tensor that has the shape of a transformers mask, and the mask's `window_of` in every entry."""
     return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
 
 
 def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) -> int:
-    """Return the sliding window of a causal mask, FULL if it has none, UNKNOWN if the mask is of another kind."""
+    """Return the sliding window of a causal mask, FULL if it has none, or UNKNOWN for any other mask."""
     firsts: dict[int, int] = {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for position in TRIED_POSITIONS:
         keys = torch.arange(position + 4, device=device)
         try:
             seen = mask_function(zero, zero, zero + position, keys).expand(keys.shape)
-        except (IndexError, RuntimeError):  # it reads a table made for this batch, not only positions
+        except (IndexError, RuntimeError):  # the function also reads a table of this batch
             return UNKNOWN
         first = int(seen.int().argmax())
         if not torch.equal(seen, (keys >= first) & (keys <= position)):

@@ -1,4 +1,4 @@
-"""Finding a model on disk: demo, a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
+"""Search for a model on disk: demo, a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from typing import Literal
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.progress import Progress, silent
 
-#: Files of a hub repository that serving needs. Other formats of the same weights are not downloaded.
+#: Files of a hub repository that serving needs; other formats of the same weights are not downloaded.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on disk.
-
-    `spec` is what the user typed, `name` the model's default name in the API, `path` its directory or .gguf file.
-    """
+    """Model on disk: `spec` as the user typed it, its default `name` in the API, its directory or .gguf file `path`."""
 
     spec: str
     name: str
@@ -32,7 +29,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Find `spec` on disk; fetch it first if it is `demo` or a hub id. Raises ModelError."""
+    """Return the model `spec`, after fetching it if it is `demo` or a hub id. Raises ModelError if it is not found."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 
@@ -54,7 +51,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return the config.json of a hub repository, downloading only this file if need be. Raises ModelError."""
+    """Return the path of a hub repository's config.json, downloading this file if necessary. Raises ModelError."""
     from huggingface_hub import hf_hub_download
 
     progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
@@ -63,7 +60,7 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 
 def _download(repo_id: str, progress: Progress) -> Path:
-    """Return the local snapshot of a hub repository, downloading it if need be and if the hub can be reached."""
+    """Return the local snapshot of a hub repository, downloading what is new if the hub can be reached."""
     from huggingface_hub import snapshot_download
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
@@ -78,7 +75,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub into a ModelError that says what to do."""
+    """Convert errors of huggingface_hub to a ModelError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -89,7 +86,7 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
 
     log = logging.getLogger("huggingface_hub")
     level = log.level
-    log.setLevel(logging.ERROR)  # it logs every retry; the error below says as much
+    log.setLevel(logging.ERROR)  # huggingface_hub would log every retry
     try:
         yield
         return

@@ -1,6 +1,6 @@
-"""Checks on a model's config, before its weights are read, that its architecture can be served.
+"""Checks, from a model's config alone, that its architecture can be served.
 
-probe.py checks what only the running model shows: masks, and keywords passed to attention.
+probe.py makes the checks that need the model itself: masks, and keywords passed to attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmsched.engine.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: Architectures whose logits the tests compare with transformers'; messages name them when another is refused.
+#: Architectures whose logits the tests compare with those of transformers. Messages about refused models list them.
 TESTED = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -31,13 +31,13 @@ TESTED = (
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Why the attention of some models cannot be computed from the inputs of transformers' interface.
+#: Reasons why the inputs of transformers' attention interface do not suffice to compute some models.
 _OWN_ATTENTION = {
     "FalconForCausalLM": "its positions may be ALiBi biases",
     "MptForCausalLM": "its positions are ALiBi biases",
 }
-#: Classes by model type that are known to pass _check_class, and those that fail it because of their recurrent state.
-#: With these tables config.json decides most cases without importing transformers.
+#: Classes by model type that pass _check_class (DECODERS), or fail it because of recurrent state (_RECURRENT). They
+#: make it possible to check most models without importing transformers.
 DECODERS = {
     "bloom": "BloomForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -70,20 +70,20 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """Return the model class that config.json names; "" if it names none, which check_supported refuses."""
+    """Return the model class that config.json names, or "" if it names none; check_supported refuses such a config."""
     return str(config.architectures[0]) if config.architectures else ""
 
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:
-    """Raise ModelError, with what was found and what is supported, unless the model `spec` can be served exactly."""
+    """Raise ModelError, with the reason and what is supported, unless the model `spec` can be served exactly."""
     if reason := _refusal_of_class(config):
         raise ModelError(f"model {spec}: {reason}")
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return why serve would refuse the model of a config.json's `content`; None if the config gives no reason.
+    """Return why serve would refuse a model with this content of config.json; None if the config gives no reason.
 
-    Raises ModelError for a config that transformers finds invalid.
+    Raises ModelError for a config that transformers rejects.
     """
     decided, reason = refusal_of_file(content)
     if decided:
@@ -100,7 +100,7 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Check the content of a config.json without importing transformers.
 
-    Returns whether that decides the matter, and the reason for a refusal, None if the model is accepted or undecided.
+    Returns whether this check is conclusive, and the reason for a refusal; None if the check finds none.
     """
     read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})
@@ -160,7 +160,7 @@ def _check_class(config: PretrainedConfig) -> str | None:
     if model_class._is_stateful:
         return _has_state(name)
     if not model_class._supports_attention_backend and name != "BloomForCausalLM":  # which bloom.py computes
-        detail = _OWN_ATTENTION.get(name, "its attention is its own")
+        detail = _OWN_ATTENTION.get(name, "it implements attention itself")
         return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
     return None
 

@@ -1,7 +1,7 @@
-"""Any decoder of transformers that uses its attention interface, over the paged KV cache.
+"""Wrapper that runs any decoder that uses transformers' attention interface over the paged KV cache.
 
-The model's own code runs on a packed batch [1, T]; only its attention is replaced. The model call passes the keyword
-`paged_context` on to attention, so there is no global state and one process can run several engines.
+transformers' code runs on a packed batch [1, T]; only attention is replaced. The model call passes the keyword
+`paged_context` on to attention, so there is no global state, and one process can run several engines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ IMPLEMENTATION = "llmsched_paged"
 
 
 class TransformersModel:
-    """Wrapper of a model in evaluation mode on its device; it replaces the model's attention. See `PagedModel`.
+    """Wrapper of a model in evaluation mode on its device, which replaces the model's attention. See `PagedModel`.
 
-    Raises ModelError if the architecture cannot be computed exactly this way (see `probe`).
+    Raises ModelError if the model cannot be computed exactly in this way (see `probe`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,13 +62,13 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over the paged cache, with the signature of transformers' attention functions.
+    """Compute attention over the paged cache. The signature is that of transformers' attention functions.
 
-    Takes query [1, heads, T, D], key [1, kv_heads, T, D] and value [1, kv_heads, T, Dv] after rotation and attention
-    sinks `s_aux`; returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword.
+    Takes query [1, heads, T, D], key [1, kv_heads, T, D] (both after rotary embedding), value [1, kv_heads, T, Dv] and
+    attention sinks `s_aux` [heads]; returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword.
     """
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} makes its own attention mask: the model cannot be served")
+        raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
     check_keywords(module, others)
     layer: Any = module.layer_idx
     output = paged_context.attend(
@@ -85,7 +85,7 @@ def attention_forward(
 
 
 def packed(states: torch.Tensor) -> torch.Tensor:
-    """Return states [1, heads, T, D] as contiguous [T, heads, D]; the projections of most models need no copy."""
+    """Return states [1, heads, T, D] as contiguous [T, heads, D]; for most models this needs no copy."""
     return states[0].transpose(0, 1).contiguous()
 
 
@@ -93,5 +93,5 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 def paged_model(model: PreTrainedModel) -> PagedModel:
-    """Wrap a model in evaluation mode on its device. Raises ModelError if it cannot be computed exactly."""
+    """Return a wrapper of `model` in evaluation mode. Raises ModelError if the engine cannot compute it exactly."""
     return BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)

@@ -1,4 +1,4 @@
-"""Rendering chat messages to the token ids of a prompt with the model's chat template."""
+"""Conversion of chat messages to the token ids of a prompt with the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmsched.engine.text.tokenizer import Tokenizer, check_unicode
 
 Message = Mapping[str, Any]
 
-#: Arguments of apply_chat_template that do not reach the template. Requests may not set them.
+#: Arguments of apply_chat_template that it does not pass to the template. Requests may not set them.
 _RESERVED = frozenset(
     {"conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -18,12 +18,12 @@ _RESERVED = frozenset(
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
-    """Return the token ids of `messages`, followed by the opening of the assistant's turn.
+    """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the template, which runs in transformers' sandbox. The
-    template writes all special tokens, so tokenising its text adds none.
+    template writes all special tokens, so encoding its text adds none.
 
-    Raises RequestError if the model has no template, the template refuses the messages, or a keyword is reserved.
+    Raises RequestError if the model has no template, the template rejects the messages, or a keyword is reserved.
     """
     from jinja2 import TemplateError
 
@@ -49,7 +49,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kw
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """Return the message with its list of text parts joined. Raises RequestError for parts of other types."""
+    """Return the message with its text parts joined to one string. Raises RequestError for parts of other types."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)

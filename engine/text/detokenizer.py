@@ -1,4 +1,4 @@
-"""Converting token ids to text, one token at a time."""
+"""Conversion of token ids to text, one token at a time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 class Detokenizer:
-    """Text of one output while it grows.
+    """Incremental detokenizer of one output.
 
-    The texts that `push` and finally `flush` return, joined, equal `tokenizer.decode(ids, skip_special_tokens)` for any
-    ids. Only text that the next token may still change is held back: the bytes of an incomplete character.
+    The texts that `push` returns, followed by that of `flush`, equal `tokenizer.decode(ids, skip_special_tokens)` for
+    any ids. Only text that the next token may change is held back: the bytes of an incomplete character.
 
-    With a byte-level tokenizer the text is the concatenated bytes of the tokens, as UTF-8. On broken characters it
-    agrees with the tokenizers library: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per
-    maximal subpart (Unicode 15, section 3.9).
+    With a byte-level tokenizer the text is the bytes of all tokens, decoded as UTF-8. Invalid bytes give the same text
+    as in the tokenizers library: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
+    subpart (Unicode 15, section 3.9).
 
     With other tokenizers the new text is the difference between two decodes of the last few tokens. The library strips
-    the space before the first token, so this window begins with a token whose text was returned already. It decodes a
-    run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, to one U+FFFD per byte if it is not valid UTF-8, so a
-    run is held back until another token ends it.
+    the space before the first token, so the decoded tokens begin with one whose text was already returned. The library
+    decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, to one U+FFFD per byte if the run is not
+    valid UTF-8, so a run is held back until another token ends it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -44,7 +44,7 @@ class Detokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the output; an incomplete character becomes U+FFFD."""
+        """Return the text held back. Call it at the end of the output; an incomplete character becomes U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_pending() if self._pending else ""

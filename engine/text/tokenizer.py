@@ -1,4 +1,4 @@
-"""Converting text to token ids and back with the tokenizers library."""
+"""Conversion of text to token ids and back with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """Tokenizer of one model; thread-safe.
+    """Thread-safe tokenizer of one model.
 
     `vocab_size` is the largest id with a token, plus 1. The model's vocabulary may be larger (padding); ids without a
-    token have no text. `eos_token_ids` are those of the tokenizer; ModelInfo has all. `byte_level` says that tokens are
-    written in GPT-2's byte-level alphabet.
+    token have no text. `eos_token_ids` has only the tokenizer's EOS id; ModelInfo has all EOS ids. `byte_level` says
+    whether tokens are written in GPT-2's byte-level alphabet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerBase) -> None:
         self.fast = fast
         self.backend: tokenizers.Tokenizer = fast.backend_tokenizer
-        # tokenizer.json may have truncation and padding from training, which would silently cut a prompt.
+        # tokenizer.json may enable truncation and padding for training; truncation would silently cut prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size: int = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -49,31 +49,30 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja template for chats; the one called default if the model has several."""
+        """Jinja template for chats; if the model has several, the template named default."""
         template = self.fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`, in which special tokens are recognised.
+        """Return the token ids of `text`. Special tokens written in the text are recognised.
 
-        `add_special_tokens` adds those that the tokenizer puts around a text, often one BOS. Raises RequestError for
-        text that is not valid Unicode (a lone surrogate).
+        With `add_special_tokens`, the tokens that the tokenizer puts around a text (often only BOS) are added. Raises
+        RequestError for text that is not valid Unicode (a lone surrogate).
         """
         check_unicode(text, "prompt")
-        # Unlike `encode`, this call releases the interpreter lock and computes no offsets.
+        # Unlike the backend's `encode`, this call releases the interpreter lock and computes no offsets.
         ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, without cleaning up spaces. Ids without a token are skipped; bytes that form no
-        character become U+FFFD."""
+        """Return the text of `ids`. Ids without a token are skipped; bytes that form no character become U+FFFD."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, special tokens included; b"" for an id without a token.
+        """Return the bytes of one token, which may be special; b"" for an id without a token.
 
-        In byte-level tokenizers added tokens are read in the byte alphabet too, unless a character is not in it.
+        Byte-level tokenizers decode added tokens with the byte alphabet too, unless they have a character outside it.
         """
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
@@ -88,7 +87,7 @@ class Tokenizer:
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the id has a token that decode(skip_special_tokens=True) leaves out."""
+        """Return whether the id has a token that decode(skip_special_tokens=True) omits."""
         added = self._added.get(token_id)
         return added is not None and bool(added.special)
 
@@ -107,7 +106,7 @@ def check_unicode(text: str, param: str) -> None:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet: printable Latin-1 means itself, U+0100 and on mean the other bytes."""
+    """Return GPT-2's byte-level alphabet: printable Latin-1 stands for its own bytes, U+0100 and up for other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

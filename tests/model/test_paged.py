@@ -33,7 +33,7 @@ def test_a_window_that_is_larger_than_the_layouts_keeps_all_tokens() -> None:
 
 def test_a_layer_that_sees_all_tokens_needs_a_full_group() -> None:
     assert place_layers([WINDOW, WINDOW], KVLayout(4, 0, 1, 8)) == [(0, 0), (0, 1)]
-    with pytest.raises(ModelError, match="layer 1 sees all tokens, but the cache has only groups with a window"):
+    with pytest.raises(ModelError, match="layer 1 sees all tokens, but the cache has only sliding-window groups"):
         place_layers([WINDOW, FULL], KVLayout(4, 0, 1, 8))
 
 
