@@ -1,4 +1,4 @@
-"""`llmsched bench`: load a server or a model in this process, measure, report."""
+"""`llmsched bench`: put load on a server or a model in this process, measure it, and report the figures."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def bench(
 ) -> None:
     """Load a server or a model and measure latency and goodput.
 
-    A trace is replayed at its own times. Without a trace, --request-rate or --max-concurrency, all requests are sent
-    at once. Ctrl-C ends a run and reports the requests completed by then. Exit code 1 if a request failed, if no rate
-    meets the SLOs (--find-knee), or if a figure is wrong or this machine was too busy to tell (--self-check).
+    A trace is replayed with its own arrival times. Without a trace, --request-rate or --max-concurrency, all requests
+    are sent at once. Ctrl-C ends a run and reports the requests completed by then. Exit code 1 if a request failed, if
+    no rate meets the SLOs (--find-knee), or if a figure is wrong or this machine was too busy to tell (--self-check).
 
     \b
     Examples:

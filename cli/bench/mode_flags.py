@@ -79,7 +79,7 @@ class ModeFlags:
 
     @property
     def one_run(self) -> bool:
-        """Whether the load is run just once."""
+        """Whether the load is run only once."""
         return self.compare is None and not self.find_knee and not self.self_check
 
     def __post_init__(self) -> None:

@@ -36,14 +36,14 @@ async def bench_target(
     plan: RunPlan,
     progress: Progress,
 ) -> Result:
-    """Open a target, and load it once or search for its knee. `url` is the address of a server."""
+    """Open a target, and load it once or search for its knee. `url` is its address if it is a server."""
     if modes.find_knee:
         return await _bench_knee(opening, modes, plan, progress)
     return await _bench_once(opening, url, plan, progress)
 
 
 async def _bench_once(opening: Opening, url: str | None, plan: RunPlan, progress: Progress) -> Result:
-    """Open a target and load it once. If it is unreachable, every request of the run failed."""
+    """Open a target and load it once. If it is unreachable, report every request as failed."""
     try:
         async with opening as opened:
             figures = await opened.measure(plan.workload, plan.slo, progress)
@@ -70,7 +70,7 @@ async def bench_compare(
 ) -> Result:
     """Run the plan's load under each variant of `base`, in this process or simulated on the device `simulate`.
 
-    `given` are the settings set by flags. `quantization` replaces the format of a simulated model's weights. Raise
+    `given` are the settings set by flags. `quantization` replaces the format of a simulated model's weights. Raises
     ModelError, ConfigError, and LlmschedError for invalid variants.
     """
     assert modes.compare is not None
@@ -91,7 +91,7 @@ async def bench_compare(
 
 
 async def _bench_knee(opening: Opening, modes: ModeFlags, plan: RunPlan, progress: Progress) -> Result:
-    """Open a target and search for its knee. Raise LlmschedError as `explore` does, and if it is unreachable."""
+    """Open a target and search for its knee. Raises LlmschedError if it is unreachable or serves no request."""
     limits = KneeLimits(
         modes.max_request_rate,
         0.9 if modes.knee_attainment is None else modes.knee_attainment,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class BudgetAnalysis:
     """Plan of the model `spec` on one device, and what follows from it.
 
-    `has_demand` tells whether a number of requests or a context was asked for. `refusal` says why serve would not load
-    the model, None if it would.
+    `has_demand` is True if --users or --context was given. `refusal` says why serve would not load the model, None if
+    it would.
     """
 
     spec: str
@@ -58,7 +58,7 @@ class BudgetAnalysis:
 
     @property
     def problem(self) -> str | None:
-        """Why the plan does not meet the demand, None if it does."""
+        """The reason why the plan does not meet the demand, None if it does."""
         return self.demand.shortfall(self.plan)
 
     @property
@@ -74,7 +74,7 @@ class BudgetAnalysis:
         return changes(self.planner, self.config, self.device, self.demand, known)
 
     def notes(self) -> Iterator[str]:
-        """Yield the plan's notes, and where this engine differs from the plain arithmetic."""
+        """Yield the plan's notes, then notes on where this engine deviates from the formula."""
         plan = self.plan
         yield from plan.notes
         yield from self._notes_on_layers()
@@ -86,19 +86,19 @@ class BudgetAnalysis:
         if self.config.dtype == "auto" and not self.device.computes_bf16:
             yield f"dtype auto is {self.dtype}: {self.device.name} does not compute in bfloat16"
         if self.kv_dtype.startswith("fp8"):
-            source = "the checkpoint's scales ask for it" if self.config.kv_cache_dtype == "auto" else "as asked for"
-            yield f"KV in {self.kv_dtype} ({source}) is planned for other engines: serve here takes 16 or 32 bits"
+            source = "from the checkpoint's scales" if self.config.kv_cache_dtype == "auto" else "as requested"
+            yield f"KV in {self.kv_dtype} ({source}) is planned for other engines: llmsched serve needs 16 or 32 bits"
         length = self.demand.length(plan)
         admitted = plan.num_admitted_at(length)
         if self.has_demand and self.fits and admitted < self.demand.users:
             yield (
-                f"admission keeps {plan.headroom_blocks:,} blocks free for running requests to grow into; of requests "
-                f"whose prompts alone are {length:,} tokens, {admitted:,} start at first"
+                f"admission keeps {plan.headroom_blocks:,} blocks free for running requests to grow into; if "
+                f"the prompts alone have {length:,} tokens, only {admitted:,} requests start at once"
             )
         for holder in self.device.holders:
             yield f"process {holder.pid} ({holder.name}) holds {human_bytes(holder.used)} on {self.device.name}"
         if self.refusal:
-            yield f"serve does not take it: {self.refusal}"
+            yield f"llmsched serve does not support it: {self.refusal}"
 
     def _notes_on_layers(self) -> Iterator[str]:
         plan, geometry, length = self.plan, self.shape.geometry, self.plan.max_model_len
@@ -107,16 +107,16 @@ class BudgetAnalysis:
         if plan.kv_bytes_per_token_window and plan.layout.window_groups:
             kept = -(-length // plan.block_size) * plan.block_size * cached
             yield (
-                f"layers with a window of {plan.window} tokens give back the blocks that have left it: a sequence of "
-                f"{length:,} tokens holds {held}, with all tokens in all layers it would hold {human_bytes(kept)}"
+                f"layers with a sliding window of {plan.window} tokens free the blocks outside it: a sequence of "
+                f"{length:,} tokens holds {held}; with all tokens in all layers it would hold {human_bytes(kept)}"
             )
         elif plan.kv_bytes_per_token_window:
             longest = self.config.max_model_len or self.shape.max_position  # as in the plan
             reason = group_layers(geometry, plan.block_size, longest).reason
             freed = human_bytes(geometry.bytes_with_windows_freed(length, plan.kv_dtype_bytes))
             yield (
-                f"layers with a window of {plan.window} tokens keep all tokens, as {reason}: a sequence of {length:,} "
-                f"holds {held}, without what is outside the window it would be {freed}"
+                f"layers with a sliding window of {plan.window} tokens keep all tokens, because {reason}: a sequence "
+                f"of {length:,} tokens holds {held}; without the tokens outside the window it would hold {freed}"
             )
         if cached > plan.kv_bytes_per_token + plan.kv_bytes_per_token_window:
             yield (

@@ -1,4 +1,4 @@
-"""Flags of kv-budget besides those of the engine, and the devices and lengths that they ask for."""
+"""Flags of kv-budget other than engine flags, and the devices and lengths that they select."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BudgetOptions:
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|all", help="Plan for this GPU instead of the one here (l4, h100, ...); all compares them."
+            metavar="NAME|all", help="Plan for this GPU (l4, h100, ...) instead of this machine; all compares all GPUs."
         ),
     ] = None
     gpu_memory: Annotated[
@@ -45,7 +45,7 @@ class BudgetOptions:
         typer.Option(
             min=1,
             max=EngineConfig.knob_rule("max_num_seqs")["high"],
-            help="Number of requests to run at the same time. Without --context: finds the longest context that fits.",
+            help="Requests that must fit at the same time. Without --context, find the longest context that fits.",
         ),
     ] = None
     context: Annotated[
@@ -70,7 +70,7 @@ class BudgetOptions:
             min=1,
             max=MOST_TOKENS,
             metavar="TOKENS",
-            help="Also count sequences of this mean length, prompt and output.",
+            help="Also show how many sequences of this mean length (prompt and output) fit.",
         ),
     ] = None
     cv_len: Annotated[
@@ -91,13 +91,13 @@ class BudgetOptions:
         str | None,
         typer.Option(
             metavar="GPU[:ENGINE]|local",
-            help="Plan for this GPU, and simulate how fast it serves what fits (or --users with --context). local: "
+            help="Plan for this GPU and simulate its speed with as many requests as fit (or as --users says). local: "
             "this machine, after `llmsched calibrate`.",
         ),
     ] = None
     emit: Annotated[
         OtherEngine | None,
-        typer.Option(help="Print only the command line that starts that engine with the same memory."),
+        typer.Option(help="Print only the command line that starts vLLM or SGLang with the same memory."),
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
 
@@ -109,10 +109,10 @@ class BudgetOptions:
             if self.quantization is not None:
                 raise ConfigError("emit", f"needs a checkpoint that exists; name one in {self.quantization} as MODEL")
             if self.simulate is not None:
-                raise ConfigError("emit", "prints only a command line; leave it or --simulate out")
+                raise ConfigError("emit", "prints only a command line; leave out --emit or --simulate")
         if self.cv_len is not None:
             if self.lengths is not None:
-                raise ConfigError("cv_len", "has no meaning beside the lengths in --lengths; leave one of them out")
+                raise ConfigError("cv_len", "has no effect with --lengths; leave out one of them")
             if self.mean_len is None:
                 raise ConfigError("cv_len", "needs a mean; give --mean-len as well")
             if not 0 <= self.cv_len <= _MAX_CV:
@@ -123,14 +123,14 @@ class BudgetOptions:
             if self.simulate == ALL:
                 raise ConfigError("simulate", "is for one device; name a GPU (l4, h100, ...) or local")
         if self.gpu is not None and self.gpu_memory is not None:
-            raise ConfigError("gpu", f"{self.gpu} says how much memory there is; leave out --gpu or --gpu-memory")
+            raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
         """Return the GPUs asked for, else the device of this machine. Raises ConfigError."""
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
         if config.device == "cpu":
-            raise ConfigError("device", "cpu and a GPU are both asked for; leave out one of them")
+            raise ConfigError("device", "cpu contradicts the flag that names a GPU; leave out one of them")
         if self.gpu_memory is not None:
             return [DeviceMemory("cuda", f"GPU with {human_bytes(self.gpu_memory)}", self.gpu_memory)]
         if self.gpu == ALL:
@@ -169,7 +169,7 @@ def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
 def read_lengths(path: Path) -> LengthDistribution:
     """Return the request lengths in a trace or a file of lengths.
 
-    An output of 0 tokens counts as 1, because a request ends with the token that ends it. Raises ConfigError.
+    An output of 0 tokens counts as 1, because every request generates at least one token. Raises ConfigError.
     """
     import numpy as np
 

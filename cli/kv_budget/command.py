@@ -1,4 +1,4 @@
-"""`llmsched kv-budget`: KV memory and how many sequences it serves, by the same plan that `serve` allocates by."""
+"""`llmsched kv-budget`: KV memory and how many sequences fit into it, by the plan that `serve` uses as well."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
 @with_engine_options(only=KNOBS)
 @with_options("options", BudgetOptions)
 def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_options: EngineOptions) -> None:
-    """Work out what a token costs in KV memory, how many blocks fit, and how many sequences that serves.
+    """Compute the KV memory per token, the number of blocks that fit, and the number of sequences they hold.
 
     MODEL may also be a config.json. Weights are not loaded and no GPU is needed: name one with --gpu or
-    --gpu-memory. `serve` with the same options allocates exactly this.
+    --gpu-memory. `serve` with the same options allocates exactly these blocks.
 
     Exit code 0 if the model (and what --users and --context ask for) fits, 1 if it does not (the report says what
     would help), 2 for bad input.

@@ -1,4 +1,4 @@
-"""JSON documents of kv-budget, in bytes, tokens and blocks; null where something does not apply.
+"""JSON documents of kv-budget, in bytes, tokens and blocks; null if a value does not apply.
 
 The report for the terminal shows figures from these documents, so that both agree.
 """
@@ -18,7 +18,7 @@ from llmsched.profiles.gpus import GpuSpec
 PERCENTILES = (50, 90, 95, 99)
 #: Preemption probabilities for which the largest number of sequences is reported.
 RISKS = (0.01, 0.05)
-#: Upper limit of the search for the most sequences of a distribution.
+#: Upper limit of the search for the largest number of sequences.
 _MOST_SEQS = 1 << 16
 
 
@@ -98,7 +98,7 @@ def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[
 
 
 def _attributes(source: object, *names: str) -> dict[str, Any]:
-    """Return attributes that have the same name in the document."""
+    """Return attributes whose names are the keys of the document."""
     return {name: getattr(source, name) for name in names}
 
 

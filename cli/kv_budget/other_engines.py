@@ -45,7 +45,7 @@ def _vllm(analysis: BudgetAnalysis) -> Iterator[str]:
 
 
 def _sglang(analysis: BudgetAnalysis) -> Iterator[str]:
-    """Yield the arguments. SGLang's memory fraction covers weights and KV; activations come out of the rest."""
+    """Yield the words. SGLang's memory fraction covers weights and KV; activations use the rest."""
     plan, config = analysis.plan, analysis.config
     yield from ("python", "-m", "sglang.launch_server", "--model-path", _model(analysis), "--dtype", analysis.dtype)
     if analysis.kv_dtype != analysis.dtype:

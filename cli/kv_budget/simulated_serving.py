@@ -8,16 +8,16 @@ from llmsched.cli import render
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis
 from llmsched.profiles.calibrated import LOCAL
 
-#: Length of the sequences if no flag names one, and the share of it that is prompt.
+#: Default length of the sequences in tokens, and the share of it that is prompt.
 _LENGTH = 2048
 _PROMPT_SHARE = 0.75
 
 
 def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], list[str]] | None:
-    """Simulate two rounds of as many requests as admission starts together, or as were asked for.
+    """Simulate the largest number of concurrent requests that admission starts, up to --users, twice in a row.
 
-    Returns the JSON document, with times in milliseconds and rates per second, and sentences about its accuracy; None
-    if nothing fits. Raises ConfigError for a device that was not calibrated.
+    Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if
+    nothing fits. Raises ConfigError for a device that was not calibrated.
     """
     from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad
@@ -58,14 +58,14 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
 
 
 def show(document: dict[str, Any], caveats: list[str]) -> None:
-    """Print the figures in one line, and how far to trust them."""
+    """Print the figures in one line, then the sentences about their accuracy."""
     medians = "".join(
         f", {name} {render.human_seconds(value / 1e3)}"
         for name, value in (("TPOT", document["tpot_ms"]), ("TTFT", document["ttft_ms"]))
         if value is not None
     )
     render.say(
-        f"SIMULATED {document['concurrency']:,} requests at a time of {document['input_len']:,} tokens in and "
+        f"SIMULATED {document['concurrency']:,} requests at a time, each {document['input_len']:,} tokens in and "
         f"{document['output_len']:,} out: {document['output_tokens_per_s'] or 0.0:,.0f} output tokens/s"
         f"{medians} (medians)"
     )

@@ -1,4 +1,4 @@
-"""Reports of kv-budget for the terminal: layers, the formula with its numbers, memory, and sequences that fit."""
+"""Terminal reports of kv-budget: layers, the formula with its numbers, memory, and sequences that fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     kv_type = "" if analysis.kv_dtype == analysis.dtype else f", KV in {analysis.kv_dtype}"
     render.say(f"{analysis.spec} in {analysis.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
     render.say()
-    columns = ("layers", "number", "KV heads", "head_dim", "window", "B per token", "here", "B per sequence")
+    columns = ("layers", "count", "KV heads", "head_dim", "window", "B per token", "B per token here", "B per sequence")
     render.table("Layers", columns, [_group_row(group) for group in groups])
     render.say()
     for line in _formula(analysis, groups):
@@ -40,7 +40,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
         (f"{length:,}{label}", f"{plan.blocks_for(length):,}", f"{plan.num_seqs_at(length):,}")
         for length, label in sorted(labels.items())
     ]
-    render.table("Sequences at the same time", ("length", "blocks each", "max_num_seqs"), capacity)
+    render.table("Sequences at the same time", ("length", "blocks each", "fit at once"), capacity)
     if document["lengths"] is not None:
         _show_lengths(document["lengths"])
         if analysis.lengths is not None and analysis.lengths.outputs is None:
@@ -65,13 +65,13 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension, or those of keys + values where they differ."""
+    """Return the head dimension or, if keys and values have different ones, both as a sum."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 
 
 def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the row of a group of layers; `here` is what this engine caches for a token."""
+    """Return the row of a group of layers; "B per token here" is what this engine caches for a token."""
     if group["kind"] == "state":
         return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
     return (
@@ -87,12 +87,12 @@ def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the arithmetic, each line with its numbers."""
+    """Yield the lines of the formula with its numbers."""
     plan, layout = analysis.plan, analysis.plan.layout
     for group in groups:
         yield _group_line(group, plan.kv_dtype_bytes)
     kinds = f"{layout.full_groups} full, {layout.window_groups} window"
-    of_group = f", of one of {layout.num_groups} groups of layers ({kinds})" if layout.num_groups > 1 else ""
+    of_group = f", for one of the {layout.num_groups} groups of layers ({kinds})" if layout.num_groups > 1 else ""
     per_token = plan.block_bytes // plan.block_size
     yield f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}{of_group}"
     yield (
@@ -111,16 +111,16 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
         yield (
             f"blocks     {human_bytes(plan.available_kv_bytes)} / {human_bytes(plan.block_bytes)} = "
             f"{plan.num_blocks:,} blocks = {plan.num_tokens:,} tokens{in_layers}; "
-            f"{plan.headroom_blocks:,} of them are headroom at admission"
+            f"{plan.headroom_blocks:,} of these blocks are kept free at admission (headroom)"
         )
         yield (
             f"sequences  {plan.num_blocks:,} blocks / {blocks_each} = "
-            f"{plan.max_num_seqs:,} of {plan.max_model_len:,} tokens"
+            f"{plan.max_num_seqs:,} sequences of {plan.max_model_len:,} tokens each"
         )
 
 
 def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
-    """Return what one group of layers costs: its kind, the product, the result."""
+    """Return the memory of one group of layers as text: its kind, the product and the result."""
     layers = f"{group['layers']} layers x"
     if group["kind"] == "state":
         total = group["state_bytes_per_seq"]
@@ -135,7 +135,7 @@ def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
 
 
 def _kv_memory(analysis: BudgetAnalysis) -> str:
-    """Return how the memory for KV is computed."""
+    """Return the computation of the memory for KV as text."""
     plan, config = analysis.plan, analysis.config
     available = human_bytes(plan.available_kv_bytes)
     if config.num_gpu_blocks_override is not None:
@@ -152,7 +152,7 @@ def _kv_memory(analysis: BudgetAnalysis) -> str:
 
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
-    """Print how many requests of mixed lengths fit, and the probability that they need more blocks than there are."""
+    """Print how many requests of mixed lengths fit, and the probability that some must be preempted."""
     render.say()
     mix = f"{lengths['requests']:,} requests, mean {lengths['mean']:,.0f} tokens, CV {lengths['cv']:.2f}"
     render.say(f"Lengths: {lengths['source']}, {mix}")
@@ -161,14 +161,14 @@ def _show_lengths(lengths: dict[str, Any]) -> None:
         for row in lengths["percentiles"]
     ]
     limit = lengths["at_max_num_seqs"]
-    rows.append(("limit max_num_seqs", "", f"{limit['max_num_seqs']:,}", _probability(limit)))
-    render.table("", ("length percentile", "tokens", "max_num_seqs", "P(preemption) of the mix"), rows)
+    rows.append(("at --max-num-seqs", "", f"{limit['max_num_seqs']:,}", _probability(limit)))
+    render.table("", ("length percentile", "tokens", "fit at once", "preemption probability"), rows)
     for row in lengths["max_num_seqs_at_preemption_probability"]:
         risk, count = row["preemption_probability"], row["max_num_seqs"]
         render.say(f"  up to {count:,} running requests: preemption in at most {risk:.0%} of steps")
-    render.say("  (assumes independent requests, each at a random step of its life, without common prefixes)")
+    render.say("  (assumes independent requests, each at a random point of its lifetime, without common prefixes)")
     if lengths["refused"]:
-        render.say(f"  left out, since longer than max_model_len: {lengths['refused']:,} requests")
+        render.say(f"  left out, because longer than max_model_len: {lengths['refused']:,} requests")
 
 
 def _probability(row: dict[str, Any]) -> str:
@@ -185,8 +185,9 @@ def _show_answer(document: dict[str, Any]) -> None:
     render.say(f"does not fit: {document['problem']}")
     changes = document["would_fit"]
     served = next((change for change in changes if change["served_here"]), None)
+    supported = "cheapest change that llmsched serve supports"
     for index, change in enumerate(changes):
-        label = "cheapest change" if index == 0 else "cheapest that serve can do" if change is served else "or"
+        label = "cheapest change" if index == 0 else supported if change is served else "or"
         cost = f" ({change['cost']})" if change["cost"] else ""
         render.say(f"  {label}: {change['change']}{cost}")
     if not changes:
@@ -197,7 +198,7 @@ def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
     """Print the table of `--gpu all`, the smallest GPU first."""
     first, document = compared[0][1], comparison_document(compared)
     wanted = f" for {document['users']:,} requests" if first.has_demand else ""
-    columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "max_num_seqs", "fits", "GPUs needed")
+    columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "fit at once", "fits", "GPUs needed")
     rows = []
     for gpu, (_, analysis) in zip(document["gpus"], compared, strict=True):
         kv_type = "" if gpu["kv_cache_dtype"] == gpu["dtype"] else f", KV {gpu['kv_cache_dtype']}"
@@ -216,6 +217,6 @@ def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
         )
     render.table(f"{first.spec}{wanted}", columns, rows)
     smallest = next((gpu["name"] for gpu in document["gpus"] if gpu["fits"]), None)
-    render.say(f"the smallest that fits: {smallest}" if smallest else "it fits on none of them")
+    render.say(f"the smallest GPU that fits: {smallest}" if smallest else "it fits on none of these GPUs")
     for note in first.shape.geometry.notes:
         render.say(f"note: {spell(note, flag)}")

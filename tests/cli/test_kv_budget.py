@@ -182,9 +182,11 @@ def test_windows_alone_without_a_context_length_keep_all_tokens(command: Command
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ("kv-budget", str(tmp_path), "--gpu-memory", "24GiB", "--json")
-    assert any("keep all tokens, as the context length is not known" in note for note in command(*asked).json["notes"])
+    assert any(
+        "keep all tokens, because the context length is not known" in note for note in command(*asked).json["notes"]
+    )
     notes = command(*asked, "--max-model-len", "4096").json["notes"]
-    assert any("give back the blocks that have left it" in note for note in notes)
+    assert any("free the blocks outside it" in note for note in notes)
 
 
 def test_window_layers_are_stated_apart_and_cost_what_is_kept_of_them(command: CommandLine) -> None:
@@ -195,7 +197,7 @@ def test_window_layers_are_stated_apart_and_cost_what_is_kept_of_them(command: C
     assert answer["cached_bytes_per_token"] == 49152
     assert answer["max_num_seqs"] == answer["num_blocks"] // (512 + 9)
     assert any("holds 195 MiB, with all tokens in all layers it would hold 384 MiB" in note for note in answer["notes"])
-    assert any("serve does not take it" in note and "mxfp4" in note for note in answer["notes"])
+    assert any("llmsched serve does not support it" in note and "mxfp4" in note for note in answer["notes"])
 
 
 def test_a_gpu_without_bfloat16_computes_in_float32(command: CommandLine) -> None:

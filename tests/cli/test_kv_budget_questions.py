@@ -101,7 +101,7 @@ def test_all_gpus_are_compared_and_counted(command: CommandLine) -> None:
     one = command("kv-budget", LLAMA, "--gpu", "a100-40gb", "--users", "64", "--context", "8k", "--json").json
     assert one["num_blocks"] == found["a100-40gb"]["num_blocks"]
     text = command("kv-budget", LLAMA, "--gpu", "all", "--users", "64", "--context", "8k").out
-    assert "the smallest that fits: NVIDIA H20\n" in text
+    assert "the smallest GPU that fits: NVIDIA H20\n" in text
 
 
 def test_no_gpu_at_all(command: CommandLine) -> None:
@@ -109,7 +109,7 @@ def test_no_gpu_at_all(command: CommandLine) -> None:
     outcome = command("kv-budget", deepseek, "--gpu", "all", "--json")
     assert outcome.code == 1
     assert outcome.json["fits"] is False
-    assert "it fits on none of them" in command("kv-budget", deepseek, "--gpu", "all").out
+    assert "it fits on none of these GPUs" in command("kv-budget", deepseek, "--gpu", "all").out
 
 
 # Lengths.
@@ -136,8 +136,8 @@ def test_a_trace(command: CommandLine, tmp_path: Path) -> None:
     assert 0 < safe[0.01] <= safe[0.05]
     assert lengths["at_max_num_seqs"]["max_num_seqs"] == 128
     text = command(*arguments).out
-    assert "P(preemption) of the mix" in text
-    assert "limit max_num_seqs" in text
+    assert "preemption probability" in text
+    assert "at --max-num-seqs" in text
 
 
 def test_mean_and_variation(command: CommandLine) -> None:
@@ -266,7 +266,7 @@ def test_mla_reports_latent_and_cached_bytes(command: CommandLine) -> None:
         (("--mean-len", "100", "--cv-len", "-1"), "must be 0 to 10"),
         (("--mean-len", "100", "--cv-len", "nan"), "must be 0 to 10"),
         (("--lengths", "missing.csv"), "--lengths: missing.csv: No such file"),
-        (("--lengths", "missing.csv", "--cv-len", "1"), "leave one of them out"),
+        (("--lengths", "missing.csv", "--cv-len", "1"), "leave out one of them"),
         (("--emit", "ollama"), "vllm"),
         (("--gpu", "all", "--emit", "vllm"), "name it with --gpu"),
         (("--gpu", "h10"), "did you mean h100"),

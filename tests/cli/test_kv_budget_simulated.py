@@ -39,7 +39,7 @@ def test_a_question_is_simulated_as_asked(command: CommandLine, llama: str) -> N
     served = command(*arguments, "--json").json["simulated"]
     assert (served["concurrency"], served["input_len"], served["output_len"]) == (8, 3072, 1024)
     shown = command(*arguments)
-    assert "SIMULATED 8 requests at a time of 3,072 tokens in and 1,024 out:" in shown.out
+    assert "SIMULATED 8 requests at a time, each 3,072 tokens in and 1,024 out:" in shown.out
     assert f"roofline model; median error {served['published_error']:.0%} against published TPOT" in shown.out
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_not_simulated(command: CommandLine, llama: str) ->
         (("--simulate", "all"), "is for one device"),
         (("--simulate", "h100", "--gpu", "l4"), "leave out --gpu"),
         (("--simulate", "h100", "--gpu-memory", "24GiB"), "leave out --gpu"),
-        (("--simulate", "h100", "--emit", "vllm"), "leave it or --simulate out"),
+        (("--simulate", "h100", "--emit", "vllm"), "leave out --emit or --simulate"),
     ],
 )
 def test_bad_input_is_told_in_a_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:

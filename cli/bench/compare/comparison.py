@@ -22,7 +22,7 @@ class VariantRun(NamedTuple):
     experiment: Experiment
 
 
-#: Runs a workload with the named variant's settings, on an engine that has served nothing yet.
+#: Function that runs a workload with the settings of the named variant, on an engine that has served nothing yet.
 RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 
@@ -41,8 +41,8 @@ async def compare(
 ) -> list[VariantResult]:
     """Run the plan's load under each of the named variants, in `rounds` interleaved rounds.
 
-    In each round all variants get the same requests; the next round has new ones, from the next seed, so that no figure
-    rests on one draw.
+    In each round all variants get the same requests; the next round has new requests, from the next seed, so that no
+    figure depends on one draw.
     """
     runs: dict[str, list[VariantRun]] = {name: [] for name in names}
     for number in range(rounds):
@@ -65,7 +65,7 @@ async def compare(
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
     """Return `whole` with the mean of the rounds' steady-state and send rates.
 
-    In the concatenated rounds these rates would include the ramp-up and drain between two rounds.
+    In the concatenated rounds these rates would include ramp-up and ramp-down of each round.
     """
     if len(rounds) == 1:
         return whole

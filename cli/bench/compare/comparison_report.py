@@ -17,10 +17,10 @@ from llmsched.engine.units import human_bytes
 
 
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
-    """Return `runs` in the order of the command line, and the `ratios` of all but the first to the first.
+    """Return the JSON report: `runs` in the order of the command line, and `ratios` of the later runs to the first.
 
-    Each run has all that `bench --json` has, over all rounds, and `rounds` with the main figures of each. A ratio is
-    null if it is undefined.
+    Each run has the keys of `bench --json`, over all rounds, and `rounds` with the main figures of each round. A ratio
+    is null if it is undefined.
     """
     runs = [_run_json(variant) for variant in variants]
     first, *others = runs
@@ -110,7 +110,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
-    """Return what was run, how accurate it is, and how much the rounds differ."""
+    """Return lines on the target and load, their accuracy, and the ratios of each round."""
     experiment, rounds = first.experiment, document["rounds"]
     interleaved = "1 round" if rounds == 1 else f"{rounds} rounds, interleaved, with consecutive seeds"
     by_round = [
@@ -123,7 +123,7 @@ def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    """Return the variants' figures side by side, then their ratios to the first: rates, latencies, then the rest."""
+    """Return the table of the variants' figures and their ratios to the first: rates, latencies, then the rest."""
     runs, ratios = document["runs"], document["ratios"]
     first, *others = runs
     columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class VariantEngines:
-    """Engines of several settings in this process, one at a time.
+    """Engines with the settings of the variants, which run in this process one at a time.
 
     Variants that need the same memory share weights and KV memory, which are loaded once.
     """
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Raise ConfigError for a device that this machine does not have."""
+        """Fill in the token budgets. Raises ConfigError for a device that this machine does not have."""
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 
-        # So that no variant takes its default from another's.
+        # Every variant gets its own default.
         budgets = {name: token_budget(one, device_memory(one.device).kind) for name, one in configs.items()}
         self._configs = {name: replace(one, max_num_batched_tokens=budgets[name]) for name, one in configs.items()}
         self._plan = plan
@@ -59,7 +59,7 @@ class VariantEngines:
             planner.resolve(self._largest(config), device_memory(resolve_device(config.device)))
 
     async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
-        """Run a workload (see `RunVariant`). Raise ModelError and ConfigError."""
+        """Run a workload (see `RunVariant`). Raises ModelError and ConfigError."""
         async with self.running(name) as engine:
             ids, target = usable_ids(engine.core.tokenizer, engine.core.model.vocab_size), EngineTarget(engine)
             plan, warmup = self._plan, 1 if self._plan.warmup is None else self._plan.warmup
@@ -92,7 +92,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings to build for a variant: with the largest limits of all variants that can share it."""
+        """Return the settings of the engine to build for a variant: the largest limits of all that share it."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
@@ -108,7 +108,7 @@ def simulated_variants(
 ) -> RunVariant:
     """Return a function that simulates variants on the device of that name (see `make_blueprint`).
 
-    Raise ModelError, or ConfigError for a variant that does not fit the device.
+    Raises ModelError, or ConfigError for a variant that does not fit the device.
     """
     blueprints = {name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()}
     for note in dict.fromkeys(note for one in blueprints.values() for note in one.notes):

@@ -14,7 +14,7 @@ from llmsched.engine.errors import LlmschedError
 #: Other names of scheduling policies.
 _ALIASES = {"continuous": "fair"}
 
-SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separated by blanks"
+SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separated by spaces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """Parse variants such as "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
 
-    Raise LlmschedError for fewer than two, for an unknown setting or value, and for a setting that its policy ignores.
+    Raises LlmschedError for fewer than two, for an unknown setting or value, or for a setting that the policy ignores.
     """
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:
@@ -37,9 +37,9 @@ def parse_variants(text: str) -> list[Variant]:
 
 
 def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, EngineConfig]:
-    """Return the settings of each variant by name; settings that it does not name are those of `base`.
+    """Return the settings of each variant by name; `base` has the settings that a variant omits.
 
-    Raise ConfigError for settings that exclude each other, LlmschedError for two equal variants.
+    Raises ConfigError for settings that exclude each other, LlmschedError for two equal variants.
     """
     configs: dict[str, EngineConfig] = {}
     for variant in variants:

@@ -1,4 +1,4 @@
-"""Knee search on a target: measure it idle, at full throughput, and then at one rate after another."""
+"""Knee search on a target: runs of the idle target, at full throughput, and then at one rate after another."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from llmsched.engine.progress import Progress, silent
 #: Default SLOs: this many times the TTFT and TPOT of the idle target.
 SLACK = 5.0
 
-#: Number of requests, at most, sent to the idle target.
+#: Maximum number of requests sent to the idle target.
 _IDLE_REQUESTS = 8
 
-#: The search starts at this share of the target's throughput, and ends at most at this multiple of it.
+#: The search starts at this share of the target's throughput, and tries at most this multiple of it.
 _START, _HIGHEST = 0.5, 4.0
 
-#: The lowest rate tried keeps the target busy for this share of the time.
+#: The lowest rate tried keeps an otherwise idle target busy for this share of the time.
 _LOWEST_LOAD = 0.05
 
-#: Number of met rates, highest first, whose figures are kept: the highest may turn out to be missed.
+#: Number of highest met rates whose figures are kept, because the highest may be missed when it is tried again.
 _KEPT_RATES = 2
 
-#: The JSON report of a run, as of `bench --json`.
+#: JSON report of a run, as `bench --json` prints it.
 Report = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits set by flags: `highest` rate to try (None: see --help); the others are those of `KneeGoal`."""
+    """Limits set by flags: `highest` is the highest rate to try (None: default); see `KneeGoal` for the others."""
 
     highest: float | None
     attainment: float
@@ -46,7 +46,7 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """A rate that was tried, with the JSON report of its run, and its `figures` if they are kept."""
+    """A rate that was tried, the JSON report of its run, and the figures if they are kept."""
 
     rate: float
     attainment: float
@@ -56,9 +56,9 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a search. `idle` and `burst` are reports of the idle target and of all requests sent at once.
+    """Result of a search. `idle` is the report of the idle target, `burst` that of all requests sent at once.
 
-    They are None if they were not needed.
+    Each is None if its run was not needed.
     """
 
     goal: KneeGoal
@@ -91,7 +91,7 @@ def check(load: Load, limits: KneeLimits) -> None:
 async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progress: Progress) -> Exploration:
     """Find the knee of a target under the plan's load, which `check` has accepted. Each attempt has new requests.
 
-    Raise LlmschedError if the target serves no request that could tell where to start.
+    Raises LlmschedError if the target serves no request, so that the rates to try are unknown.
     """
     load = plan.workload
     seeds = iter(range(load.seed + 1, load.seed + 1_000))
@@ -131,7 +131,7 @@ async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progres
 def _default_slo(idle: Measurement | None) -> Slo:
     assert idle is not None
     if idle.latency.ttft.p50 is None:
-        raise LlmschedError(f"no request was served, so there is no latency to go by: {_why(idle)}")
+        raise LlmschedError(f"no request was served, so the default SLOs are unknown: {_why(idle)}")
     return Slo(
         ttft=SLACK * idle.latency.ttft.p50,
         tpot=None if idle.latency.tpot.p50 is None else SLACK * idle.latency.tpot.p50,
@@ -142,7 +142,7 @@ def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measu
     """Return the range to search: from the flags, or from the target's idle latency and throughput."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
-        raise LlmschedError(f"no request was served, so it is not known which rates to try: {_why(burst)}")
+        raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")
     high = limits.highest if limits.highest is not None else _HIGHEST * (most or 0.0)
     if load.request_rate is not None:
         low = start = load.request_rate

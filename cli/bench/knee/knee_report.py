@@ -11,18 +11,18 @@ from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.registry import Place, figures_in
 from llmsched.cli.targets.interface import RunPlan
 
-#: A target keeps up if it serves at least this share of the requests sent; a run's noise is smaller.
+#: A target keeps up if it serves at least this share of the rate sent. The rest allows for noise.
 _KEEPS_UP = 0.95
 
-#: A prefix hit rate that rises by more than this after the first attempt is not explained by chance.
+#: A rise of the prefix hit rate by more than this after the first attempt means that prompts were repeated.
 _HITS_RISE = 0.2
 
-#: Tokens per second from which on a table shows no fraction.
+#: Tables show whole tokens per second from this rate on.
 _MANY = 100
 
 
 def knee_json(plan: RunPlan, found: Exploration) -> dict[str, Any]:
-    """Return the knee's rate, the rates tried, in order, and the report of the run `at_knee`; null if there is none."""
+    """Return the JSON report: the knee's rate, the attempts in order, and the report of the run at the knee, if any."""
     whole, at_knee = found.attempts[0].report, None if found.at_knee is None else found.at_knee.report
     document = {
         **{name: whole[name] for name in ("measured", "calibration_error", "refused_by_serve", "target", "where")},
@@ -63,7 +63,7 @@ def knee_content(document: dict[str, Any], experiment: Experiment) -> ReportCont
 
 
 def cautions(document: dict[str, Any]) -> list[str]:
-    """Return reasons why the true knee may be elsewhere."""
+    """Return reasons why the true knee may differ from the one found."""
     found = []
     if document["knee_sustained"] is False:
         sent, served = (document["at_knee"][name] for name in ("achieved_rate", "requests_per_s_steady"))
@@ -85,7 +85,7 @@ def cautions(document: dict[str, Any]) -> list[str]:
 
 
 def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
-    """Return what was run, how accurate it is, and the SLOs."""
+    """Return lines on the target and load, their accuracy, and the SLOs."""
     work, origin = experiment.workload.describe_requests(), experiment.provenance
     found = [f"{origin.label} {experiment.name} ({origin.where}): {work}, at one request rate after another"]
     found += origin.caveats()
@@ -101,7 +101,7 @@ def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    """Return a row per attempt, in order of rate, with the latencies that have an SLO."""
+    """Return the table of attempts in order of rate, with the latencies that have an SLO."""
     judged = [name for name in ("itl", "tpot", "e2e") if f"{name}_ms" in document["slo"]] or ["itl"]
     latency_columns = ["TTFT P50", "TTFT P99", *(f"{name.upper()} P99" for name in judged)]
     columns = ["requested/s", "served/s", "output tokens/s", *latency_columns, "met by", "goodput", ""]
@@ -134,7 +134,7 @@ def sustained(figures: dict[str, Any]) -> bool | None:
 
 
 def _charts(document: dict[str, Any]) -> list[Chart]:
-    """Return latency, attainment and goodput by request rate, with the knee marked."""
+    """Return charts of latency, attainment and goodput by request rate, with the knee marked."""
     points = sorted(document["points"], key=lambda point: point["rate"])
     slo = document["slo"]
 

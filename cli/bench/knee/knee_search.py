@@ -23,7 +23,7 @@ class KneeGoal:
     A rate is met if at least the share `attainment` of its requests meets every SLO. The search starts at `start`
     (default: `low`) and ends when the lowest missed rate is at most `tolerance` (a share) above the highest met rate.
 
-    Raises LlmschedError naming the flag and its allowed range.
+    Raises LlmschedError, which names the flag and its allowed range.
     """
 
     low: float
@@ -60,9 +60,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Result of a search. `rate` is the highest met rate below every missed one (None: even the lowest was missed).
+    """Result of a search. `rate` is the highest met rate below all missed rates (None if the lowest was missed).
 
-    `missed` is the lowest missed rate (None: none was missed). Rates tried twice are judged by their mean attainment.
+    `missed` is the lowest missed rate (None if all were met). A rate tried twice is judged by its mean attainment.
     """
 
     verdict: Verdict
@@ -72,7 +72,7 @@ class Knee:
 
 
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
-    """Call `attempt` with rates, which returns the share of requests that met every SLO, until the knee is known."""
+    """Call `attempt`, which returns the attainment of a rate, with one rate after another until the knee is known."""
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))
@@ -84,9 +84,9 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal
 def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
     """Return the next rate to try; None when the knee is known.
 
-    Double the rate until one is missed, or halve it until one is met (the ends of the allowed range are tried too),
-    then bisect the interval on a logarithmic scale. Each rate is tried once, and both ends of the last interval a
-    second time: if noise decided one of them, the search continues from there.
+    Doubles the rate until it is missed, or halves it until it is met (up or down to the end of the allowed range), then
+    bisects the interval on a logarithmic scale. Then tries both ends of the last interval once more; if a result
+    changes, which is noise, the search continues from there.
     """
     if not attempts:
         return goal.low if goal.start is None else goal.start
@@ -103,7 +103,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below the lowest missed one, and that missed rate."""
+    """Return the highest met rate below the lowest missed rate, and the lowest missed rate; None without one."""
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

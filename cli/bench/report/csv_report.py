@@ -21,7 +21,7 @@ def csv_columns() -> list[str]:
 
 
 def check_csv(path: Path) -> None:
-    """Raise LlmschedError if `path` has other columns, or cannot be read."""
+    """Raise LlmschedError if `path` exists but has other columns or cannot be read."""
     if path.exists() and not path.is_file():
         raise LlmschedError(f"--csv {path}: is not a regular file; name a file that rows can be appended to")
     try:
@@ -36,7 +36,7 @@ def check_csv(path: Path) -> None:
 
 
 def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Append a row for each JSON report, after the header if the file is new. A null becomes an empty cell."""
+    """Append a row for each JSON report; start a new file with the header. A null becomes an empty cell."""
     check_csv(path)
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

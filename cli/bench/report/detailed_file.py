@@ -17,10 +17,10 @@ from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.latency import Slo
 
-#: Format name in the first line, by which a file is recognised.
+#: Format marker in the first line of a file.
 FORMAT = "llmsched bench detailed 1"
 
-#: Times of a request, each None for what did not happen.
+#: Times of a request, each None if the event did not happen.
 _EVENTS = ("scheduled", "ready", "connecting", "connected", "sent", "end")
 
 
@@ -39,9 +39,9 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the request with that id, or else with that index.
+    """Return the request whose id is `name` or, if there is none, whose index is `name`.
 
-    Raise LlmschedError if the file has no such request, or is no such file.
+    Raises LlmschedError if the file has no such request or was not written by --save-detailed.
     """
     found: dict[str, Any] | None = None
     try:
@@ -51,7 +51,7 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
             for number, text in enumerate(lines, start=1):
                 line = json.loads(text)
                 if number == 1 and not (isinstance(line, dict) and line.get("format") == FORMAT):
-                    raise ValueError("its first line is not that of such a file")
+                    raise ValueError("its first line lacks the format marker")
                 if isinstance(line, dict) and line.get("kind") == "request":
                     if line.get("id") == name:
                         return line
@@ -60,7 +60,7 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
     except OSError as problem:
         raise LlmschedError(f"--file {path}: {problem.strerror}") from problem
     except (ValueError, RecursionError) as problem:
-        raise LlmschedError(f"--file {path} is not what bench --save-detailed writes: {problem}") from problem
+        raise LlmschedError(f"--file {path} was not written by bench --save-detailed: {problem}") from problem
     if found is None:
         raise LlmschedError(
             f"--file {path} has no request {name!r}; allowed are the ids and the indices of its requests"
@@ -75,7 +75,7 @@ def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, star
         return None if time is None else round(time - start, 6)
 
     latency = None if served is None else served.latency
-    if served is None:  # then the numbers of tokens are as the target reports them
+    if served is None:  # then use the token counts that the target reports
         chunks = [(after(chunk.time), chunk.tokens) for chunk in record.chunks if chunk.text or chunk.tokens]
     else:
         chunks = [(after(arrival.time), arrival.tokens) for arrival in served.arrivals]

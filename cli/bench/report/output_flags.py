@@ -20,7 +20,7 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
-    """Flags that say where results go."""
+    """Flags for how and where results are written."""
 
     save: Annotated[
         Path | None,
@@ -51,7 +51,9 @@ class OutputFlags:
     def check(self, modes: ModeFlags, read: Path | None) -> None:
         """Raise LlmschedError for a file that this mode does not write, that cannot be written, or that is `read`."""
         if self.save_detailed is not None and not modes.one_run:
-            raise LlmschedError("--save-detailed saves a single run; leave it out, or the flag of the other mode")
+            raise LlmschedError(
+                "--save-detailed works only with a single run; drop it, or drop --find-knee/--compare/--self-check"
+            )
         if modes.self_check and (self.csv or self.report):
             raise LlmschedError("--csv and --report do not apply to --self-check; use --save or --json")
         files = self._files()
@@ -63,7 +65,7 @@ class OutputFlags:
             check_csv(self.csv)
 
     def give_out(self, result: Result) -> None:
-        """Print the report and write the files. Raise LlmschedError for a file that cannot be written."""
+        """Print the report and write the files. Raises LlmschedError for a file that cannot be written."""
         if self.as_json:
             render.emit_json(result.report)
         else:

@@ -26,7 +26,7 @@ class Table(NamedTuple):
 class ReportContent:
     """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts.
 
-    `decisions` are what was decided for the user; a terminal shows them on stderr.
+    `decisions` are choices made for the user; a terminal shows them on stderr.
     """
 
     notes: Sequence[str] = ()
@@ -46,7 +46,7 @@ class Result:
     """Result of a bench mode: its JSON report, its content, and whether all went `well` (otherwise exit code 1).
 
     `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
-    is content that only the page has, after the mode's own.
+    is more content, shown only at the end of the HTML page.
     """
 
     report: Mapping[str, Any]

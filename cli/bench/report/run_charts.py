@@ -17,12 +17,12 @@ from llmsched.engine.memory.plan import MemoryParts
 _TIME = "s after the start"
 _GIB = 1 << 30
 
-#: Throughput is averaged over at most this many intervals, each long enough for this many tokens of a request.
+#: Throughput is averaged over at most this many intervals, each long enough for a request to get this many tokens.
 _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return TTFT, TPOT and worst stall of each request, and the failures, by the time each request was due."""
+    """Return a chart of TTFT, TPOT, worst stall or failure of each request over its due time."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
@@ -32,7 +32,7 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
     ]
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot}
     return Chart(
-        "latency of each request by the time it was due",
+        "latency of each request over its due time",
         _TIME,
         "ms, logarithmic",
         (
@@ -48,13 +48,13 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
-    """Return the cumulative distribution of each name's samples, given in seconds and grouped by request."""
+    """Return a chart of the cumulative distribution of each name's samples, in seconds and grouped by request."""
     lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
-    return Chart(title, "ms, logarithmic", "% of samples up to it", tuple(lines), log_x=True)
+    return Chart(title, "ms, logarithmic", "% of samples at or below", tuple(lines), log_x=True)
 
 
 def requests_over_time(figures: Measurement) -> Chart:
-    """Return the requests waiting for their first token and those receiving tokens, as the client sees them."""
+    """Return a chart of the requests that wait for their first token and that receive tokens, as the client sees."""
     waiting: list[Point] = []
     answered: list[Point] = []
     for record in figures.run.records:
@@ -70,7 +70,7 @@ def requests_over_time(figures: Measurement) -> Chart:
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
-    """Return the count after each change; changes at the same time are one."""
+    """Return the count after the changes at each time."""
     at_once: defaultdict[float, float] = defaultdict(float)
     for at, change in changes:
         at_once[at] += change
@@ -79,7 +79,7 @@ def _counted(changes: Sequence[Point]) -> list[Point]:
 
 
 def throughput_over_time(figures: Measurement) -> Chart:
-    """Return output tokens per second, averaged over intervals of equal length."""
+    """Return a chart of output tokens per second, averaged over intervals of equal length."""
     fitting = (
         figures.duration / (_TOKENS_PER_INTERVAL * figures.latency.itl.p50) if figures.latency.itl.p50 else _INTERVALS
     )
@@ -94,7 +94,7 @@ def throughput_over_time(figures: Measurement) -> Chart:
 
 
 def queue_over_time(samples: Sequence[TargetState]) -> Chart:
-    """Return the running and waiting requests, as the target reports them."""
+    """Return a chart of the running and waiting requests, as the target reports them."""
     series = (
         Series("running", [(sample.time, sample.running) for sample in samples], "steps"),
         Series("waiting", [(sample.time, sample.waiting) for sample in samples], "steps"),
@@ -103,7 +103,7 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
-    """Return the use of all memory or, if `memory` is None, of KV memory in percent.
+    """Return a chart of all memory in GiB or, if `memory` is None, of KV memory in percent.
 
     Parts that the target does not report separately are drawn as one.
     """
@@ -127,7 +127,7 @@ def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None)
 
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
-    """Return the charts of a run for which there is data; those over time share an axis."""
+    """Return the charts of a run that have data. All charts over time have the same time axis."""
     samples = {name.upper(): found for name, found in latency_samples(figures.latencies).items()}
     charts = [
         latency_over_time(figures, slo),

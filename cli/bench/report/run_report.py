@@ -92,7 +92,7 @@ def stall_table(figures: Measurement) -> Table | None:
 
 
 def definitions(run: MeasuredRun) -> dict[str, str]:
-    """Return the definitions of what the tables show, and how tokens were counted."""
+    """Return the definitions of the figures in the tables, and the source of the token counts."""
     figures = run.figures
     terms = definitions_in(Place.LATENCIES | Place.TOTALS | Place.OWN_TABLE, run)
     if not any(figure.get(*run).p99_ci95 for figure in figures_in(Place.LATENCIES)):

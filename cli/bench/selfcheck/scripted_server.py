@@ -1,7 +1,7 @@
-"""Server with known times that the bench checks itself against. It runs in another process and logs what it wrote when.
+"""Server with known times that the bench checks itself against. It runs in another process and logs what it writes.
 
-Its times are of time.monotonic, which all processes of a machine share, so a late server is not mistaken for a client
-that measures wrongly. Run as a module it prints its port, and ends when its stdin is closed.
+Its log has the times of time.monotonic, which all processes of a machine share, so the bench can tell a late server
+from an error of measurement. Run as a module it prints its port, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ending = Literal["done", "cut", "refused", "error"]
 
 @dataclass(frozen=True, slots=True)
 class ScriptPart:
-    """Text with its number of tokens, written `at` so many seconds after the request arrived."""
+    """Text and its number of tokens, written `at` seconds after the request arrives."""
 
     at: float
     text: str
@@ -34,7 +34,7 @@ class ScriptPart:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Answer that ends with a usage chunk and [DONE], or without, or with an error event, or that is an HTTP error."""
+    """Answer that ends with usage and [DONE] ("done"), without ("cut"), or with an error event, or an HTTP error."""
 
     parts: tuple[ScriptPart, ...]
     ending: Ending = "done"
@@ -54,7 +54,7 @@ _PLAIN = steady(40, 0.1, 0.02)
 #: Two chunks without a token, as a chat begins.
 _ROLE = (ScriptPart(0.01, ""), ScriptPart(0.02, ""))
 
-#: Scripts by the first name in the URL's path; requests of a name get its scripts in turn.
+#: Scripts by the first part of the URL's path. The requests of a path get its scripts in turn.
 SCRIPTS: Mapping[str, tuple[Script, ...]] = {
     "steady": (_PLAIN,),
     "chunks": (steady(5, 0.1, 0.2, tokens=10),),
@@ -96,7 +96,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... by the scripts of that name, and GET /NAME/log with its log, once."""
+    """Server that answers POST /NAME/v1/... with the scripts of NAME, and GET /NAME/log with their log, once."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)
@@ -156,7 +156,7 @@ async def _send(writer: asyncio.StreamWriter, status: int, content: str) -> None
 
 
 async def main() -> None:
-    """Serve on a free port of this machine until stdin ends."""
+    """Serve on a free port of this machine until stdin is closed."""
     server = await asyncio.start_server(ScriptedServer().serve, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:

@@ -1,7 +1,7 @@
-"""`bench --self-check`: probes load a server with known times, and the bench's figures are compared with its log.
+"""`bench --self-check`: probes load a server with known times; the bench's figures are compared with the server's log.
 
-The server's script is no reference: on a busy machine the server may be late. The client may be late too without being
-wrong: errors that this explains are "disturbed", not "wrong", and the probe is tried again.
+They are not compared with the script, because on a busy machine the server may be late. The client may be late too: an
+error that this explains is "disturbed", not "wrong", and the probe is tried again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Load on one script; `what` says in words what it checks."""
+    """Load for one script of the server; `what` describes it for the user."""
 
     name: str
     what: str
@@ -56,7 +56,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Figure of a probe by the script, by the server's log, and as measured (None: it has no value).
+    """Figure of a probe: by the script, by the server's log, and as measured by the bench; None if undefined.
 
     Times are in ms, rates per second. An error that exceeds `allowed` by at most `excuse` may be due to other work on
     the machine.
@@ -87,7 +87,7 @@ class FigureCheck:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """Checks of a probe in its last try. `held_up` is the longest time in seconds that client or server had to wait."""
+    """Checks of the last try of a probe. `held_up` is the longest delay in seconds of the client or the server."""
 
     probe: Probe
     checks: Sequence[FigureCheck]
@@ -116,20 +116,20 @@ PROBES = (
 )
 
 
-#: Most tries of a disturbed probe, and the pause in seconds before the next one.
+#: Maximum number of tries of a probe, and the pause between two tries in seconds.
 _TRIES, _PAUSE_S = 3, 0.5
 
 #: Seconds between two measurements of the event loop's lag.
 _LOOK_S = 0.002
 
-#: One request before the probes, so that they do not measure imports and the like.
+#: One request before the probes, so that they do not measure imports.
 _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_len=8, output_len=100))
 
 
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
-    """Attempt a probe, and again while it is not right and was held up for longer than the allowed error.
+    """Try a probe, and repeat it while it is not right and a delay exceeds the allowed error.
 
-    `attempt` returns the checks and the seconds for which it was held up.
+    `attempt` returns the checks and the longest delay in seconds.
     """
     tries = 1
     while True:
@@ -141,7 +141,7 @@ async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[Fig
 
 
 async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
-    """Return the checks of a probe, and the longest time in seconds that client or server was held up."""
+    """Return the checks of a probe, and the longest delay in seconds of the client or the server."""
     async with loop_lags(_LOOK_S) as lags:
         figures, log = await _run(root, probe)
     scripts = SCRIPTS[probe.name]
@@ -186,7 +186,7 @@ async def _run(root: str, probe: Probe) -> tuple[Measurement, AnswerLog]:
 
 
 async def bench_self(progress: Progress) -> Result:
-    """Run all probes in turn. Raise LlmschedError if the server cannot be started."""
+    """Run all probes in turn. Raises LlmschedError if the server cannot be started."""
     outcomes: list[ProbeOutcome] = []
     async with scripted_server() as root:
         await _run(root, _WARM_UP)
@@ -200,7 +200,7 @@ async def bench_self(progress: Progress) -> Result:
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
     """Return the checks as JSON. Times are in ms, rates per second; `error` is measured - server.
 
-    `right`: all figures are. `wrong`: some figure is; where both are false, a probe was disturbed.
+    `right` is True if all figures are right, `wrong` if any is wrong; if both are False, a probe was disturbed.
     """
     return {
         "measured": True,
@@ -262,9 +262,9 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
-    """Return the figures of a probe, each beside that of the server's log.
+    """Return the figures of a probe, each with the figure from the server's log.
 
-    A `held_up` (seconds) above the allowed error excuses twice as much, because a token may have to wait twice.
+    A delay `held_up` (seconds) above the allowed error excuses twice its length, because it may delay a token twice.
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
@@ -297,7 +297,7 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Return the figures that follow from the times of the parts, for requests due at the time `due` on average.
+    """Return the figures computed from a log of answers to requests that were due at `due` on average.
 
     TTFT and E2E are means, so answers need not be matched with requests.
     """

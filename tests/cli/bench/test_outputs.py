@@ -197,11 +197,11 @@ def test_decisions_count_from_when_the_request_was_due(command: CommandLine, tmp
     ("content", "message"),
     [
         (b'{"kind":"run","format":"llmsched bench detailed 1"}\n', "has no request '1'"),
-        (b'{"completed": 3}\n', "is not what bench --save-detailed writes"),
-        (b"[]\n", "is not what bench --save-detailed writes"),
-        (b"\xff\xfe", "is not what bench --save-detailed writes"),
+        (b'{"completed": 3}\n', "was not written by bench --save-detailed"),
+        (b"[]\n", "was not written by bench --save-detailed"),
+        (b"\xff\xfe", "was not written by bench --save-detailed"),
         (b'{"kind":"run","format":"llmsched bench detailed 1"}\n{"kind":"request","index":1}\n', "is damaged"),
-        (b'{"kind":"run","format":"llmsched bench detailed 1"}\n{"kind', "is not what bench --save-detailed writes"),
+        (b'{"kind":"run","format":"llmsched bench detailed 1"}\n{"kind', "was not written by bench --save-detailed"),
     ],
 )
 def test_an_invalid_file_is_reported_in_one_line(
@@ -230,7 +230,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(
         assert outcome.code == 2
         assert f"{flag} {path}: {why}" in outcome.err
     outcome = command("bench", "http://127.0.0.1:9", "--save-detailed", str(tmp_path / "f"), "--find-knee")
-    assert (outcome.code, "saves a single run" in outcome.err) == (2, True)
+    assert (outcome.code, "works only with a single run" in outcome.err) == (2, True)
 
 
 def test_two_flags_cannot_name_one_file(command: CommandLine, tmp_path: Path) -> None:

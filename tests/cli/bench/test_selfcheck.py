@@ -170,7 +170,7 @@ def test_conclusions_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (("http://x",), "uses its own server"),
         (("--compare", "fcfs,fair"), "leave out --compare and --find-knee"),
         (("--csv", "x.csv"), "--csv and --report do not apply to --self-check"),
-        (("--save-detailed", "x.jsonl"), "saves a single run"),
+        (("--save-detailed", "x.jsonl"), "works only with a single run"),
     ],
 )
 def test_flags_that_do_not_go_with_it(command: CommandLine, flags: tuple[str, ...], message: str) -> None:
