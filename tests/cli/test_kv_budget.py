@@ -196,7 +196,7 @@ def test_window_layers_are_stated_apart_and_cost_what_is_kept_of_them(command: C
     assert answer["block_bytes"] == 16 * 24576
     assert answer["cached_bytes_per_token"] == 49152
     assert answer["max_num_seqs"] == answer["num_blocks"] // (512 + 9)
-    assert any("holds 195 MiB, with all tokens in all layers it would hold 384 MiB" in note for note in answer["notes"])
+    assert any("holds 195 MiB; with all tokens in all layers it would hold 384 MiB" in note for note in answer["notes"])
     assert any("llmsched serve does not support it" in note and "mxfp4" in note for note in answer["notes"])
 
 
