@@ -20,7 +20,7 @@ class DecoderParts:
     `norms` is the number of norms in one layer, `norm_vectors` the number of vectors in each: 1 for RMSNorm, 2 for
     LayerNorm with bias. `qk_norm` says whether norms of queries and keys span one head or all heads; "" means no norm.
     `gated_query` doubles the rows of the query projection; the added rows gate the output. `experts` names the setting
-    for the width of routed experts, "" if all MLPs are dense; `positions` that for the number of learned positions.
+    for the width of routed experts, "" if all MLPs are dense; `positions` names that for the number of positions.
     """
 
     qkv_bias: Switch = False

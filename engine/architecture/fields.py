@@ -33,7 +33,7 @@ _CACHE_FORMAT = 2
 
 
 class ConfigCache:
-    """Cache, in a file in `directory`, of values that transformers computes from one config.json in seconds.
+    """Cache of values that transformers takes seconds to compute from one config.json, in a file in `directory`.
 
     The file's name is a hash of the config's content and the versions of llmsched and transformers. Errors on reading
     or writing the file are ignored. Models of `families.FAMILIES` do not need transformers, so they have no file.

@@ -49,7 +49,7 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen2-VL: plain blocks without learned positions, one merger; `hidden_size` is the language model's."""
+    """Count Qwen2-VL: plain blocks without learned positions, one merger. Here `hidden_size` is the output's width."""
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
     return int(_patches(vision, hidden) + blocks + _layer_norm(hidden) + _merger(vision, hidden, out))
@@ -86,7 +86,7 @@ def _mistral3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma3(config: Settings, vision: Settings) -> int:
-    """Count SigLIP without its pooling head, and one projection."""
+    """Count Gemma 3's encoder: SigLIP without its pooling head, and one projection."""
     if vision["vision_use_head"]:
         raise KeyError("vision_use_head")
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
@@ -98,7 +98,7 @@ def _gemma3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma4(config: Settings, vision: Settings) -> int:
-    """Count Gemma 4's: gated blocks with four norms and QK norms, two position tables, one projection."""
+    """Count Gemma 4's encoder: gated blocks with four norms and QK norms, two position tables, one projection."""
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_MAX_HEADER = 100_000_000  # safetensors' own limit
+_MAX_HEADER = 100_000_000  # limit of the safetensors library
 
 #: Patterns that classify the tensors of a built model by name.
 _ENCODER = re.compile(r"vis(ual|ion)|audio|multi_modal_projector")
@@ -38,7 +38,7 @@ _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layer
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Size of weights: `count` bytes in the serving type, known from `source`. `exact` is False for an estimate."""
+    """Size of weights: `count` bytes in the serving type, as found in `source`. `exact` is False for an estimate."""
 
     count: int
     source: str

@@ -59,12 +59,12 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many tokens, summed over groups, sequences of `num_tokens` tokens each keep in blocks."""
+        """Return, for each sequence length in `num_tokens`, how many tokens, summed over groups, stay in blocks."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """Return the longest sequence, in tokens, that fits; sys.maxsize if window groups alone fit without limit."""
+        """Return the length of the longest sequence that fits; sys.maxsize with window groups alone, if these fit."""
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:

@@ -153,10 +153,10 @@ class KVManager:
             table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
 
     def reach(self, request: Request, end: int) -> int:
-        """Allocate blocks so that this step can compute the request's tokens before `end`; return how far it can.
+        """Allocate blocks for the request's tokens before `end` in this step; return the end of the tokens that fit.
 
-        The result is less than `end` only if too few blocks are left for sliding-window groups. It always allows at
-        least one token.
+        The result is less than `end` only if too few blocks are left for sliding-window groups. At least one token
+        always fits.
         """
         table = request.table
         if end > table.capacity:
@@ -264,7 +264,7 @@ class KVManager:
 def make_kv(
     config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
 ) -> KVManager:
-    """Return the KV memory of an engine with these settings."""
+    """Return the KV manager of an engine with these settings."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(

@@ -66,7 +66,7 @@ class Misses:
         return Miss(MissKind.SKIPPED, 0)
 
     def classify(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
-        """Count and return the reason why the hit is not longer. `num_coming` more tokens will be written soon."""
+        """Count and return why the hit is not longer. Running requests will write `num_coming` more of its tokens."""
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
         diverged_at = miss.position if miss.kind is MissKind.DIVERGED else None

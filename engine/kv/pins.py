@@ -44,7 +44,7 @@ class _Pin:
 
 
 class Pins:
-    """Pinned prefixes. A pin holds references to its blocks; in sliding-window groups, only to its last window's.
+    """Pinned prefixes. A pin references the blocks of its prefix; in sliding-window groups, of the last window only.
 
     A prefix whose KV is not written yet is pinned block by block as requests write it (`advance`). Written and awaited
     blocks of all pins together never exceed `max_blocks`. A written block counts once, even if several pins share it.
@@ -154,7 +154,7 @@ class Pins:
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
 
     def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
-        """Return the blocks that the pin holds in `nodes`: its nodes from index `first` on."""
+        """Return the blocks that the pin holds in `nodes`, which are its nodes from index `first` on."""
         if not self._layout.window_groups:
             return blocks_of(nodes, ())
         return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])

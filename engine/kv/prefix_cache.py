@@ -28,7 +28,7 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Running requests by the prefix that they extend: the node of the last findable block, or the salt if none is.
+    """Running requests, keyed by the node of their last findable block, or by their cache salt if they have none.
 
     Equal prefixes have the same node, so requests with the same key have equal tokens up to the end of that node.
     """
@@ -67,9 +67,9 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return how many tokens of the request, in whole blocks, another request will write with its present tokens.
+        """Return how many tokens of the request another request will write in whole blocks from its present tokens.
 
-        Tokens count from `start` (the end of the prefix `node`) to before `limit`.
+        Only tokens from `start` (the end of the prefix `node`) to `limit` - 1 count.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -151,9 +151,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many tokens after the hit another running request will write, in whole blocks, as it computes its
-        present tokens.
-        """
+        """Return how many tokens of the request, after the hit, another running request will write in whole blocks."""
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size

@@ -1,4 +1,4 @@
-"""Prefix tree, in which the blocks with the KV of a prompt's prefix are found."""
+"""Prefix tree: index of the blocks that hold the KV of known prefixes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class PrefixTree:
         self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Remove a block that the pool evicts: with its whole node, or a window block with all `window_blocks`.
+        """Remove an evicted block with its node, or, if it is a window block, with the node's other window blocks.
 
         Returns the removed nodes, and the other blocks that no lookup can return any more. If there are only
         sliding-window groups, a node without blocks is removed once it has no children.

@@ -108,7 +108,7 @@ class SwapSpace:
 
 
 class BlockCopies:
-    """Copies from block to block in the next step, of cached blocks that partly match a prompt (copy on write).
+    """Copies from block to block in the next step, of known blocks that partly match a prompt (copy on write).
 
     Sources were written in earlier steps. Each destination occurs once, for its last owner. A source may be the
     destination of a later copy but not of an earlier one, so make the copies in order, or read all sources first.

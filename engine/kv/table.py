@@ -124,7 +124,7 @@ class BlockTable:
     # -- blocks held ------------------------------------------------------------------------------------------
 
     def column(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the blocks at `index`: of full-attention groups, and of sliding-window groups."""
+        """Return the blocks at `index` as two tuples: of full-attention groups, and of sliding-window groups."""
         column, full = tuple(self._ids[:, index].tolist()), self.layout.full_groups
         return column[:full], column[full:]
 

@@ -125,7 +125,7 @@ class _Search:
         self.is_wide = DTYPE_BYTES[planner.dtype(config, device)] > 2
 
     def more_memory(self) -> list[Change]:
-        """Return the increase of KV memory to what the demand needs, by the setting that determines it."""
+        """Return the change that raises KV memory to what the demand needs."""
         plan, device = self.plan, self.device
         blocks = self.demand.users * plan.blocks_for(1 if self.any_length else self.demand.length(plan))
         need = blocks * plan.block_bytes

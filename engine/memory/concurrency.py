@@ -6,7 +6,7 @@ requests is proportional to o. Prefill is one step, and no prefix is shared. The
 is then a sum of n independent draws, and convolution computes its distribution exactly.
 
 If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, and that
-every request is equally likely to be running. The result is then rather too few sequences than too many.
+every request is equally likely to be running. This tends to underestimate how many sequences fit.
 """
 
 from __future__ import annotations

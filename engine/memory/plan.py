@@ -102,7 +102,7 @@ class MemoryPlan:
 
     @property
     def block_size(self) -> int:
-        """Tokens of one block."""
+        """Number of tokens in one block."""
         return self.layout.block_size
 
     @property

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 def demo_directory(progress: Progress = silent) -> Path:
     """Return the demo model's Hugging Face directory; the first call fetches and converts the model.
 
-    Weights are stored as float32, which represents the values of the file's Q4_1 and Q8_0 blocks exactly. The finished
-    directory is renamed into place, so other processes never see a part of it. Raises ModelError on failure.
+    Weights are stored as float32, so the values in the file's Q4_1 and Q8_0 blocks are not rounded further. The
+    finished directory is renamed into place, so other processes never see a part of it. Raises ModelError on failure.
     """
     cache = cache_directory()
     target = cache / CONVERTED

@@ -124,7 +124,7 @@ class GGUFTensor:
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return metadata and tensors by name. Tensor data is read on first use. Raises ValueError and OSError."""
+    """Return metadata and tensors by name. Tensor data is read on first use. Raises ValueError or OSError."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)

@@ -35,7 +35,7 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Rules by which a family splits text before BPE: first at `digits`, then by `pattern` (None: GPT-2's)."""
+    """Rules that split text before BPE: first into single digits if `digits`, then by `pattern` (None: GPT-2's)."""
 
     pattern: str | None = None
     digits: bool = False
@@ -168,7 +168,7 @@ def _merges_by_score(
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """Make encoding add BOS and EOS as the file says; if it does not say, add BOS if `add_bos`, and no EOS."""
+    """Make encoding add BOS and EOS as the file says; the defaults are `add_bos` for BOS and False for EOS."""
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

@@ -233,7 +233,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """Model whose weights are not loaded yet. `device` and `dtype` are those that the weights will have."""
+    """Model whose weights are not loaded yet. The weights will be on `device`, in the type `dtype`."""
 
     source: ModelSource
     config: PretrainedConfig

@@ -27,7 +27,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Place of a layer's KV: it is in the blocks of `group`, in the `part` of each block that belongs to the layer."""
+    """Place of a layer's KV: the `group` whose blocks hold it, and the `part` of each of these blocks."""
 
     group: int
     part: int
@@ -103,7 +103,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """KV cache with the positions of a packed batch in it: arrays of `executor.batch.PackedBatch`, on the device."""
+    """KV cache, and a packed batch's places in it: the arrays of `executor.batch.PackedBatch`, on the device."""
 
     cache: KVCache
     slot_mapping: torch.Tensor

@@ -31,7 +31,7 @@ NEUTRAL_KEYWORDS = frozenset(
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
 )
 
-#: Query positions at which masks are checked: the first ones, and some near multiples of powers of two (chunk limits).
+#: Query positions at which masks are checked: the first few, and some near powers of two, where attention chunks end.
 TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
 #: Number of tokens in a pass: enough that attention over compressed or selected keys has fewer keys than queries.
 NUM_TOKENS = 33

@@ -1,4 +1,4 @@
-"""Search for a model on disk: demo, a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
+"""Location of a model on disk: demo, a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _check_class(config: PretrainedConfig) -> str | None:
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
         return _has_state(name)
-    if not model_class._supports_attention_backend and name != "BloomForCausalLM":  # which bloom.py computes
+    if not model_class._supports_attention_backend and name != "BloomForCausalLM":  # bloom.py computes BLOOM
         detail = _OWN_ATTENTION.get(name, "it implements attention itself")
         return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
     return None
