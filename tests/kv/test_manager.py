@@ -133,7 +133,7 @@ def test_source_that_is_evicted_to_become_its_own_destination_needs_no_copy() ->
     driver.step({request: 1})
 
 
-def test_copy_for_a_request_that_leaves_before_the_step_does_not_hit_the_next_one() -> None:
+def test_copy_for_a_request_released_before_the_step_does_not_affect_the_next_request() -> None:
     driver = KVDriver(3)
     driver.serve(tokens(16))
     driver.leave(driver.come([*tokens(8), 1]))
@@ -158,7 +158,7 @@ def test_a_copied_source_is_evicted_after_unused_blocks() -> None:
 
 
 def in_flight(driver: KVDriver, prompt: list[int]) -> tuple[int, int]:
-    """(tokens found, tokens on their way)."""
+    """Return (tokens found, tokens that running requests will write)."""
     probe = make_request("probe", prompt)
     hit = driver.kv.prefix_cache.find(probe)
     return hit.num_tokens, driver.kv.prefix_cache.num_coming(probe, hit)

@@ -87,7 +87,7 @@ def test_closest_child_shares_most_tokens() -> None:
     assert tree.closest(None, "other", encode([1, 2, 3, 4])) == (None, 0)
 
 
-def test_closest_child_is_looked_for_among_the_newest_alone_but_an_equal_one_is_always_found() -> None:
+def test_closest_compares_only_the_newest_children_but_always_finds_an_equal_one() -> None:
     tree = PrefixTree(2)
     for block in range(MAX_COMPARED + 1):
         fill(tree, [1, block], [block])

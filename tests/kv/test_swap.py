@@ -12,7 +12,7 @@ from llmsched.engine.request import Request
 
 
 def generated(driver: KVDriver, request: Request, steps: int) -> None:
-    """Decode some tokens; the fake executor checks the KV of all that came before."""
+    """Decode some tokens; the fake executor checks the KV of all earlier tokens."""
     for _ in range(steps):
         driver.step({request: 1})
     output = request.token_ids[request.num_prompt_tokens :]
@@ -123,7 +123,7 @@ def test_a_host_block_that_is_read_in_a_step_is_not_written_in_it() -> None:
     generated(driver, first, 3)
 
 
-def test_a_block_given_to_another_request_before_its_restore() -> None:
+def test_a_block_reallocated_before_its_restore() -> None:
     """The last copy to a block wins: a block copy noted after a restore replaces it."""
     driver = KVDriver(6, num_host_blocks=6)
     source = started(driver, tokens(24), 1)

@@ -43,7 +43,7 @@ def test_blocks_outside_a_window_are_cached() -> None:
     assert use(harness) == KVUsage((7 + 2 * 4) * 16, 3 * 12, 2 * 3 * 16, 64 * 16)
 
 
-def test_a_static_batch_reserves_for_the_maximum_until_its_last_member_ends() -> None:
+def test_a_static_batch_reserves_the_maximum_length_until_its_last_request_ends() -> None:
     harness = Harness(40, budget=256, max_num_seqs=4, scheduling_policy="static", max_model_len=160)
     harness.add(make_request("short", tokens(10), 2, arrival=0.0))
     harness.add(make_request("long", tokens(10, seed=1), 30, arrival=1.0))

@@ -101,7 +101,7 @@ def test_a_hit_that_ends_where_a_window_is_gone_says_evicted() -> None:
     assert (miss.kind, miss.position, miss.age) == (MissKind.EVICTED, 320, None)
 
 
-def test_a_prefix_that_lost_its_windows_gets_them_back_from_the_next_that_writes_it() -> None:
+def test_evicted_window_blocks_are_replaced_by_the_next_request_that_writes_them() -> None:
     driver = driver_of(200)
     driver.serve(tokens(400))
     forget_windows(driver, tokens(400), 0, 25)
@@ -138,7 +138,7 @@ def test_swap_takes_the_window_and_leaves_what_others_hold() -> None:
     assert driver.kv.swap.num_free == 40
 
 
-def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() -> None:
+def test_a_window_is_restored_from_host_memory_while_others_hold_the_full_blocks() -> None:
     driver = driver_of(200, num_host_blocks=40)
     request, other = driver.come(tokens(400), name="request"), driver.come(tokens(400), name="other")
     driver.step({request: 320, other: 400})
@@ -154,8 +154,8 @@ def test_a_window_comes_back_from_host_memory_though_others_hold_all_the_rest() 
 
 
 @pytest.mark.parametrize("full_groups", [0, 1])
-def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_groups: int) -> None:
-    """Only the window is left of the prefix: its nodes in front of the window have no window blocks."""
+def test_only_the_window_is_findable_after_restoring_it_from_host_memory(full_groups: int) -> None:
+    """Nodes before the window have no window blocks."""
     driver = KVDriver(200, num_host_blocks=100, layout=KVLayout(16, full_groups, 2, 40))
     request = driver.come(tokens(400))
     driver.step({request: 320})
@@ -169,7 +169,7 @@ def test_what_host_memory_had_of_a_window_is_all_that_can_be_found_of_it(full_gr
     assert hit(driver, [*tokens(304), 1]) == 0
 
 
-def test_with_windows_alone_what_comes_back_from_host_memory_relies_on_nothing_that_may_go() -> None:
+def test_with_windows_alone_all_kv_is_restored_from_host_memory() -> None:
     driver = KVDriver(60, num_host_blocks=10, layout=KVLayout(16, 0, 1, 40))
     request = driver.come(tokens(400))
     driver.step({request: 320})
@@ -238,7 +238,7 @@ def test_pins_count_their_windows_against_the_cap() -> None:
     driver.kv.pins.pin(tokens(144), "", None, now=0.0)
 
 
-def test_with_windows_alone_nodes_without_blocks_stay_while_there_are_any_behind_them() -> None:
+def test_with_windows_alone_nodes_without_blocks_stay_while_they_have_children() -> None:
     driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
     driver.serve(tokens(400))
     assert driver.kv.pool.num_cached == 25
@@ -261,8 +261,8 @@ def test_with_windows_alone_nodes_without_blocks_stay_while_there_are_any_behind
     assert not driver.kv.prefix_cache.tree._roots
 
 
-def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_gone() -> None:
-    """The pin holds the last three blocks of its ten; the four that exist are in front of them."""
+def test_with_windows_alone_a_waiting_pin_restarts_if_its_nodes_are_evicted() -> None:
+    """The pin will hold the last three of its ten blocks; the four blocks that exist come before these."""
     driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
     driver.serve(tokens(64))
     assert driver.kv.pins.pin(tokens(160), "", None, now=0.0).num_written_tokens == 64
@@ -273,7 +273,7 @@ def test_with_windows_alone_a_pin_begins_anew_where_what_it_waited_behind_has_go
 
 
 def test_sources_that_become_destinations_change_places() -> None:
-    """If no other blocks are left, the source's blocks become the copy's, each in its own group."""
+    """If no other blocks are left, the source's blocks become the copy's, in the same groups."""
     driver = driver_of(3)
     driver.serve(tokens(16))
     request = driver.come([*tokens(12), 1])

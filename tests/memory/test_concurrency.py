@@ -39,7 +39,7 @@ def test_one_length_is_all_or_nothing() -> None:
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (2, 1), (17, 1), (18, 2), (1601, 100), (1602, 101)])
-def test_the_last_token_takes_no_room_here_either(length: int, blocks: int) -> None:
+def test_the_last_token_takes_no_block(length: int, blocks: int) -> None:
     assert Occupancy(totals(length), KVLayout(BLOCK), blocks).preemption_probability(1) == 0
     if blocks > 1:
         assert Occupancy(totals(length), KVLayout(BLOCK), blocks - 1).preemption_probability(1) == pytest.approx(1)
@@ -102,7 +102,7 @@ def test_more_sequences_are_never_safer_and_more_blocks_never_riskier(
 
 @settings(max_examples=40, deadline=None)
 @given(mixes, st.integers(1, 2000), st.sampled_from([0.001, 0.01, 0.05, 0.5]))
-def test_the_most_sequences_are_the_last_that_are_safe(requests: list[tuple[int, int]], pool: int, risk: float) -> None:
+def test_most_seqs_is_the_largest_safe_number(requests: list[tuple[int, int]], pool: int, risk: float) -> None:
     occupancy = Occupancy(lengths(*requests), KVLayout(BLOCK), pool)
     most = occupancy.most_seqs(risk, limit=4096)
     assert occupancy.preemption_probability(most) <= risk + 1e-9

@@ -33,7 +33,7 @@ def shape(
     groups: tuple[LayerGroup, ...] = (LayerGroup("full", 32, 8, 128, 128),),
     max_position: int | None = 131072,
 ) -> ModelShape:
-    """Llama-3.1-8B unless told otherwise."""
+    """Return a shape with the sizes of Llama-3.1-8B, except for those given."""
     geometry = Geometry(groups, "exact", ())
     return ModelShape(geometry, Weights(weights, "config", True), 128256, 4096, 14336, max_position)
 

@@ -73,7 +73,7 @@ KV_MISS = {
 
 
 def plan_of(log: dict[str, Any]) -> MemoryPlan:
-    """Our plan for the same model, GPU and settings; weights that were kept on the host are taken as printed."""
+    """Return our plan for the same model, GPU and settings; weights on the host have the printed size."""
     config = next(content for part, content in MODELS.items() if part in log["model"])
     if log["weights_dtype"] == "fp8 (online)":
         config = config | FP8

@@ -39,7 +39,7 @@ def info_of(path: Path) -> Any:
 
 @pytest.fixture
 def copy(tiny_model: Any, tmp_path: Path) -> Any:
-    """copy("llama", ...) -> a new directory, for tests that damage it."""
+    """Return a function that copies a model to a new directory, which a test can damage."""
 
     def make(arch: str, **overrides: Any) -> Path:
         return Path(shutil.copytree(tiny_model(arch, **overrides), tmp_path / "model"))
@@ -48,7 +48,7 @@ def copy(tiny_model: Any, tmp_path: Path) -> Any:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys; None removes one."""
+    """Set keys in a JSON file; the value None removes a key."""
     values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     values = {key: value for key, value in {**values, **changes}.items() if value is not None}
     path.write_text(json.dumps(values), encoding="utf-8")
