@@ -57,7 +57,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     (tmp_path / "config.json").write_text(CONFIG.read_text())
     (tmp_path / "system_prompt.json").write_text(json.dumps({"messages": [{"role": "system", "content": "Be kind."}]}))
     for module, name in (
-        *((bench, each) for each in ("_bench_model", "_bench_server", "bench_self")),
+        *((bench, each) for each in ("bench_target", "bench_compare", "bench_self")),
         *((tune, each) for each in ("tune_engine", "tune_simulated")),
         *((explain, each) for each in ("_fetch", "read_request")),
         *(
