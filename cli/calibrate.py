@@ -141,7 +141,7 @@ def _show(spec: str, measured: DeviceTimings, calibration: Calibration, repeats:
     for each in measured.serving:
         between = render.human_seconds(each.between)
         render.say(
-            f"serving {each.num_seqs} requests at a time: {between} between steps; steps take "
+            f"serving, {each.num_seqs} in flight: {between} between steps; steps take "
             f"{each.slowdown:.2f} times as long as in isolation"
         )
     render.say(f"copies from and to host memory: {1e-9 / calibration.swap_seconds_per_byte:.3g} GB/s")

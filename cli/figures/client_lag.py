@@ -83,7 +83,7 @@ def settled_heap() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ClientLag:
-    """Lags of the client in seconds: `send` of requests after they could be sent, `loop` of its event loop.
+    """Lags of the client in seconds: `send` from when a request could be sent until it was, `loop` of its event loop.
 
     `machine` is the part of `loop` during which the machine gave the client no CPU core; `streaming` has only the loop
     lags after the first token. None if the loop was not watched.
@@ -112,7 +112,7 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
     """Return whether the client was so late that the run is invalid, and a warning for the user.
 
-    Each lag is compared with the latency that it adds to: a late send adds to TTFT, loop lag also to gaps.
+    Each lag is compared with the latency that it adds to: late sends to TTFT, loop lag also to gaps between chunks.
     """
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0

@@ -1,4 +1,4 @@
-"""Setup of a measured run, as reports name it."""
+"""Setup of a measured run, as shown in reports."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class KVMeter:
 
 
 def merged(meters: Sequence[KVMeter]) -> KVMeter:
-    """Return one meter for several runs on the same amount of KV memory."""
+    """Return one meter with the sums and peaks of several runs, which had the same amount of KV memory."""
     return KVMeter(
         steps=sum(meter.steps for meter in meters),
         held_steps=sum(meter.held_steps for meter in meters),

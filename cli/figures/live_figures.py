@@ -21,7 +21,10 @@ _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Progress text: requests in flight, and rate and median latencies of the latest requests; passed to `tell`."""
+    """Progress text: requests in flight, and the rate and median latencies of the requests that ended last.
+
+    It is passed to `tell`.
+    """
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now

@@ -266,7 +266,7 @@ def figures_in(places: Place) -> list[Figure]:
 
 
 def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tuple[str, ...]]]:
-    """Return the figures in a place, each with the path in the JSON report of every value shown there."""
+    """Return each value shown in a place, as its figure and its path in the JSON report."""
     found: list[tuple[Figure, tuple[str, ...]]] = []
     for figure in figures_in(place):
         keys = figure.csv_keys if place is Place.CSV else figure.ratio_keys

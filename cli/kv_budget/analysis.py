@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetAnalysis:
-    """Plan of the model `spec` on one device, and what follows from it.
+    """Memory plan of the model `spec` on one device, with the demand and the conclusions.
 
     `has_demand` is True if --users or --context was given. `refusal` says why serve would not load the model, None if
     it would.

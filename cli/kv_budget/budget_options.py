@@ -126,7 +126,7 @@ class BudgetOptions:
             raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
-        """Return the GPUs asked for, else the device of this machine. Raises ConfigError."""
+        """Return the GPUs that the flags select or, without such a flag, this machine's device. Raises ConfigError."""
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
         if config.device == "cpu":
@@ -159,7 +159,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU of that name; `alternative` says what else the flag takes. Raises ConfigError."""
+    """Return the GPU of that name. Raises ConfigError; `alternative` says what else the flag accepts."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -14,7 +14,7 @@ _PROMPT_SHARE = 0.75
 
 
 def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], list[str]] | None:
-    """Simulate the largest number of concurrent requests that admission starts, up to --users, twice in a row.
+    """Simulate a closed loop with as many requests in flight as admission starts at once, but at most --users.
 
     Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if
     nothing fits. Raises ConfigError for a device that was not calibrated.

@@ -118,7 +118,7 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
 
 
 def compare_profiles(first: str, second: str) -> dict[str, Any]:
-    """Return the differing keys of each table with both values (null: not set); `result` has those of the figures.
+    """Return the differing keys of each table with both values (null: not set); `result` compares figures.
 
     Raises ProfileError if a profile cannot be read.
     """

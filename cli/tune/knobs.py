@@ -81,7 +81,7 @@ def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
     """Return `setting`, then copies with another max_num_seqs: powers of two from an eighth of the peak to below it.
 
-    A larger max_num_seqs has an effect only if the present one limited the peak; then add values up to `most`.
+    A larger value has an effect only if the present max_num_seqs limited the peak; then values up to `most` are added.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1

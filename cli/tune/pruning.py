@@ -24,8 +24,8 @@ def hopeless(
 ) -> dict[Setting, str]:
     """Return the settings that cannot be the best, each with the reason. `predicted` includes measured settings.
 
-    Settings are compared by throughput, an upper bound of goodput, because near an SLO a small error in latency changes
-    goodput from everything to nothing. Latencies are compared with the SLOs separately.
+    Settings are compared by throughput, an upper bound of goodput, because near an SLO a small error in latency can
+    change goodput from its maximum to 0. Latencies are compared with the SLOs separately.
     """
     table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]

@@ -210,7 +210,7 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs, with SLACK for those that had only short runs."""
+        """Return the settings that work and meet the SLOs; after only short runs, a miss by up to SLACK is allowed."""
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest < self.full

@@ -90,7 +90,7 @@ class TuneOutcome:
 async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
     """Search on an engine in this process.
 
-    Raises ModelError, ConfigError if even the smallest token budget is too large, and LlmschedError for the journal.
+    Raises ModelError, ConfigError if even the smallest token budget is too large, LlmschedError for a bad journal.
     """
     _warn_of_long_load(task)
 
@@ -117,7 +117,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search on a simulated GPU or, if it is "local", on the calibrated device. Raises the errors of `tune_engine`."""
+    """Search on the simulated GPU `device`, or the calibrated device if "local". Raises what `tune_engine` raises."""
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)

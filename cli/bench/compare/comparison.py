@@ -16,7 +16,7 @@ from llmsched.engine.progress import Progress
 
 
 class VariantRun(NamedTuple):
-    """One run of a variant. Its record has a meter and the engine's memory."""
+    """Run of a variant. Its record has the KV meter and the engine's memory."""
 
     record: RunRecord
     experiment: Experiment
@@ -65,7 +65,7 @@ async def compare(
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
     """Return `whole` with the mean of the rounds' steady-state and send rates.
 
-    In the concatenated rounds these rates would include ramp-up and ramp-down of each round.
+    If computed from the concatenated rounds, these rates would include ramp-up and ramp-down of each round.
     """
     if len(rounds) == 1:
         return whole
@@ -77,7 +77,7 @@ def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measur
 
 
 def concatenated(runs: Sequence[RunRecord]) -> RunRecord:
-    """Return several runs as one, each starting when the one before it has ended."""
+    """Return several runs joined into one, in which each run starts at the end of the run before it."""
     records: list[RequestRecord] = []
     now = 0.0
     for run in runs:

@@ -92,7 +92,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings of the engine to build for a variant: the largest limits of all that share it."""
+        """Return the settings to build a variant's engine with: the largest limits of all variants that share it."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:

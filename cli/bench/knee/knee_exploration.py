@@ -56,7 +56,7 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a search. `idle` is the report of the idle target, `burst` that of all requests sent at once.
+    """Result of a search. `idle` is the report of the idle target, `burst` the report of all requests sent at once.
 
     Each is None if its run was not needed.
     """

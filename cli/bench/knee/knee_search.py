@@ -103,7 +103,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below the lowest missed rate, and the lowest missed rate; None without one."""
+    """Return the highest met rate below the lowest missed rate, and the lowest missed rate; each may be None."""
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

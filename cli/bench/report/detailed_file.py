@@ -39,7 +39,7 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the request whose id is `name` or, if there is none, whose index is `name`.
+    """Return the request with the id `name` or else with the index `name`.
 
     Raises LlmschedError if the file has no such request or was not written by --save-detailed.
     """

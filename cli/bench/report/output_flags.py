@@ -1,4 +1,4 @@
-"""Output flags of `bench`, and the files and text that they ask for."""
+"""Output flags of `bench`, and the output that they select."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OutputFlags:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
-        """Raise LlmschedError for a file that this mode does not write, that cannot be written, or that is `read`."""
+        """Raise LlmschedError for a file that the mode does not write, that cannot be written, or that is `read`."""
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError(
                 "--save-detailed works only with a single run; drop it, or drop --find-knee/--compare/--self-check"

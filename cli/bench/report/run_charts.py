@@ -54,7 +54,7 @@ def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float
 
 
 def requests_over_time(figures: Measurement) -> Chart:
-    """Return a chart of the requests that wait for their first token and that receive tokens, as the client sees."""
+    """Return a chart of the client's requests in flight: those without a token yet and those receiving tokens."""
     waiting: list[Point] = []
     answered: list[Point] = []
     for record in figures.run.records:
@@ -70,7 +70,7 @@ def requests_over_time(figures: Measurement) -> Chart:
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
-    """Return the count after the changes at each time."""
+    """Return the running total at each time of a change."""
     at_once: defaultdict[float, float] = defaultdict(float)
     for at, change in changes:
         at_once[at] += change

@@ -59,7 +59,7 @@ def totals_table(run: MeasuredRun) -> Table:
 
 
 def slo_table(slo: Slo, figures: Measurement) -> Table | None:
-    """Return how many requests met each SLO; None without an SLO."""
+    """Return the table of how many requests met each SLO; None without an SLO."""
     if (good := figures.goodput) is None:
         return None
     rows = [
@@ -83,7 +83,7 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
 
 
 def stall_table(figures: Measurement) -> Table | None:
-    """Return the worst stalls; None if no request got a second chunk."""
+    """Return the table of the worst stalls; None if no request got a second chunk."""
     rows = [
         [str(number), human_seconds(stall.seconds), f"{stall.at:.2f}", str(stall.tokens_before)]
         for number, stall in figures.latency.stalls

@@ -34,7 +34,7 @@ class ScriptPart:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Answer that ends with usage and [DONE] ("done"), without ("cut"), or with an error event, or an HTTP error."""
+    """Answer of the server. It ends with usage and [DONE], is cut off, ends with an error event, or is an HTTP 500."""
 
     parts: tuple[ScriptPart, ...]
     ending: Ending = "done"
@@ -96,7 +96,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... with the scripts of NAME, and GET /NAME/log with their log, once."""
+    """Server that answers POST /NAME/v1/... with the scripts of NAME. GET /NAME/log returns and clears their log."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)

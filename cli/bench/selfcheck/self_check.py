@@ -56,7 +56,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Figure of a probe: by the script, by the server's log, and as measured by the bench; None if undefined.
+    """Figure of a probe: expected by the script, taken from the server's log, and measured; None if undefined.
 
     Times are in ms, rates per second. An error that exceeds `allowed` by at most `excuse` may be due to other work on
     the machine.
