@@ -10,7 +10,7 @@ from typing import Literal
 
 Point = tuple[float, float]
 
-#: One mark per series, repeated if there are more; for terminals, and for plain text.
+#: Marks of the series, reused if there are more series: for terminals, and for plain text.
 MARKS = "●+◆○*"
 PLAIN_MARKS = "o+x.*"
 
@@ -30,7 +30,7 @@ class Series:
 class Chart:
     """Series over the axes `x` and `y` (labels with their units).
 
-    `stacked` series are areas, each on top of those before it, and have points at the same x. `limits` are named
+    `stacked` series are areas, each on top of the previous series, with points at the same x. `limits` are named
     horizontal lines, such as an SLO; `marks` are named vertical ones, such as a knee. The x axis covers at least
     `span`, so that charts of one run can be compared. Values that are not finite, or not positive on a logarithmic
     axis, are left out.
@@ -65,7 +65,7 @@ class Axis:
 
 
 def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
-    """Return an axis that covers all values; from 0 to 1 without any."""
+    """Return an axis that covers all values; 0 to 1 if there are no values."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0) if log else (0.0, 1.0)
     if log:
@@ -96,7 +96,7 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def drawable(chart: Chart) -> Chart:
-    """Return the chart without what cannot be drawn, the y values of stacked series added up."""
+    """Return the chart without values that cannot be drawn, and with the y values of stacked series added up."""
 
     def fits(value: float, log: bool) -> bool:
         return math.isfinite(value) and (value > 0 or not log)
@@ -116,7 +116,7 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points in their order, with the lowest and the highest of each stretch."""
+    """Return at most `most` points in order: the lowest and the highest of each stretch."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
@@ -130,7 +130,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
-    """Return the cumulative distribution of samples: values, each with the percentage of samples up to it.
+    """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
     More than `most` samples are thinned to about `most` evenly spaced ranks, with the lowest and the highest.
     """
@@ -143,7 +143,7 @@ def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Format a value for a tick."""
+    """Return the label of a tick."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}"
     return f"{value:.6g}"
@@ -171,7 +171,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
     labels = ""
     for tick in x_axis.ticks:
         start = round(x_axis.place(tick) * (width - 1))
-        if not labels or start > len(labels):  # else it would overlap the one before it
+        if not labels or start > len(labels):  # otherwise it would overlap the previous label
             labels = labels.ljust(start) + number(tick)
     lines.append(f"{'':>{margin}}  {labels}")
     legend = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]

@@ -21,13 +21,18 @@ def explain(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="REQUEST_ID", help="The id in the server's answer (cmpl-...); with --file also the request's index."
+            metavar="REQUEST_ID",
+            help="The id in the server's answer (cmpl-...); with --file, also the request's index.",
         ),
     ],
     url: Annotated[str, typer.Option("--url", help="URL of the server.")] = _URL,
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="Read a file of bench --save-detailed instead."),
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="Read the request from a file written by `bench --save-detailed`, not from a server.",
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -65,7 +70,7 @@ def explain(
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
-    """Return the server's answer. Raise LlmschedError if there is none or it is an error."""
+    """Return the server's answer. Raises LlmschedError if there is no answer or if it is an error."""
     from urllib.parse import quote
 
     import httpx
@@ -77,18 +82,20 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
         body = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise LlmschedError(f"--url {url} does not answer as an llmsched server: {reason}") from error
+        raise LlmschedError(f"no valid answer from an llmsched server at --url {url}: {reason}") from error
     if response.status_code == 200 and isinstance(body, dict) and "choices" in body:
         return body
     match body:
         case {"error": {"message": str(message)}}:
             raise LlmschedError(message)
         case _:
-            raise LlmschedError(f"--url {url} does not answer as an llmsched server: status {response.status_code}")
+            raise LlmschedError(
+                f"no valid answer from an llmsched server at --url {url}: status {response.status_code}"
+            )
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
-    """Show what the client saw of a request of a bench run, and the scheduler's decisions if they are known."""
+    """Show what the client saw of a request in a bench run, and the scheduler's decisions if they are known."""
     entries = saved_entries(request)
     if as_json:
         render.emit_json({**request, "entries": entries})
@@ -135,7 +142,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """Return a decision in words with its numbers; an unknown decision as its details' names and values."""
+    """Return a decision in words. For an unknown decision, list the names and values of its details."""
     details = entry["details"]
     try:
         words = _WORDS[entry["what"]](details)
@@ -150,7 +157,7 @@ def times(count: int) -> str:
 
 #: The scheduler's WaitReason -> words.
 _WAITED_FOR = {
-    "slot": "a running place (max_num_seqs)",
+    "slot": "room among the running requests (max_num_seqs)",
     "memory": "memory",
     "step": "token budget",
     "prefix": "a prefix that another request was computing",
@@ -177,7 +184,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Tell by how many blocks, and when: now, or at the running requests' predicted peak."""
+    """Return how many blocks are missing, and when: now, or at the running requests' predicted peak."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",
@@ -190,7 +197,7 @@ def _does_not_fit(details: dict[str, Any]) -> str:
 
 def _preempted(details: dict[str, Any]) -> str:
     cost = render.human_seconds(details["cost_ms"] / 1e3)
-    reason = {"memory": "memory ran out", "class": "a request of higher priority needed its place"}[details["reason"]]
+    reason = {"memory": "memory ran out", "class": "a request of higher priority needed its room"}[details["reason"]]
     if details["how"] == "swap":
         return f"{reason}; {details['swapped_blocks']} blocks swapped to host memory, about {cost} out and back"
     return f"{reason}; {details['lost_tokens']} tokens to recompute, about {cost}"

@@ -1,4 +1,4 @@
-"""The Typer app: registers the commands, and prints errors. A command's module is imported when it is called."""
+"""The Typer app, with all commands and the printing of errors. A command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmsched.profiles.toml_files import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command: the function, or the app with subcommands, called `function` in `module`, and a line for the help."""
+    """Command: `function` in `module` is its function or its app with subcommands, `summary` its line in the help."""
 
     module: str
     function: str
@@ -49,7 +49,7 @@ _SHOWN = 80
 #: Allowed values of a number, by the type of pydantic's error.
 _ALLOWED = {
     "int_parsing": "a whole number",
-    "int_parsing_size": "a whole number of fewer digits",
+    "int_parsing_size": "a whole number with fewer digits",
     "float_parsing": "a number",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
@@ -58,7 +58,7 @@ _ALLOWED = {
 HELP = """Serve a language model from one GPU, or from the CPU.
 
 MODEL is a Hugging Face directory, a hub id, a .gguf file, or demo (a small chat model, fetched once).
-Without MODEL, LLMSCHED_MODEL names the model, else it is demo.
+If MODEL is not given, LLMSCHED_MODEL names it; the default is demo.
 """
 
 EPILOG = """\b
@@ -166,7 +166,7 @@ def _drop_output() -> None:
 
 
 def _usage(problem: typer.TyperException) -> str:
-    """Return Typer's message; for a bad number, which pydantic reports, with the value and the allowed range."""
+    """Return Typer's message. For an invalid number, which pydantic reports, name the value and the allowed range."""
     text = problem.format_message()
     errors: list[dict[str, Any]] = getattr(problem.__cause__, "errors", list)()
     if not errors:
@@ -175,4 +175,8 @@ def _usage(problem: typer.TyperException) -> str:
     wanted = _ALLOWED.get(errors[0]["type"])
     if wanted is None:
         return f"{option}: {reason.removeprefix('Value error, ')}"
+    descriptor = getattr(getattr(problem, "param", None), "type_descriptor", None)
+    low, high = (getattr(descriptor and descriptor.parameter_info, name, None) for name in ("min", "max"))
+    if low is not None and high is not None:
+        wanted = f"{low} to {high}"
     return f"{option}: {str(errors[0]['input'])[:_SHOWN]!r}; allowed is {wanted.format(**errors[0].get('ctx', {}))}"

@@ -1,4 +1,4 @@
-"""Output files that flags name: checked before the work, written after it."""
+"""Output files named by flags: checked before the work, written after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmsched.engine.errors import LlmschedError
 
 
 def check_file(flag: str, path: Path, read: Path | None = None) -> None:
-    """Raise LlmschedError if the file cannot be written, or if it is the input file to `read`.
+    """Raise LlmschedError if the file cannot be written, or if it is the input file `read`.
 
     An existing file is not changed; a missing one is not created.
     """
@@ -21,7 +21,7 @@ def check_file(flag: str, path: Path, read: Path | None = None) -> None:
         if path.is_dir() or not path.parent.is_dir():
             raise LlmschedError(f"{flag} {path}: {'is a' if path.is_dir() else 'has no'} directory")
         if read is not None and path.resolve() == read.resolve():
-            raise LlmschedError(f"{flag} {path}: is the trace that is read; name another file")
+            raise LlmschedError(f"{flag} {path}: is the input trace; name another file")
         if path.is_fifo():
             return  # opening it would wait for a reader
         there = os.path.lexists(path)

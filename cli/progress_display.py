@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-#: Seconds before the first line in a log, and the least time between two lines.
+#: Seconds before the first line in a log, and the shortest time between two lines.
 QUIET_S = 1.0
 EVERY_S = 10.0
 
@@ -42,7 +42,7 @@ class LogProgress:
         self._detail = f" ({text})"
 
     def done(self) -> None:
-        """Report the end of work that succeeded, if its progress was shown."""
+        """Report the end of the work, if its progress was shown. Call it only if the work succeeded."""
         if self._told:
             self._say(f"done after {self._now() - self._start:.1f} s")
 

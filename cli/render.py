@@ -50,7 +50,7 @@ def say(text: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """Print a note on stderr: something was decided for the user."""
+    """Print a note on stderr, such as a choice that was made for the user."""
     stderr().print(f"note: {_literal(text)}", markup=False, style="dim", soft_wrap=True)
 
 
@@ -115,7 +115,7 @@ def chart(drawn: Chart) -> None:
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
     """Draw labelled byte counts as shares of `total` bytes in one bar, with a legend.
 
-    The rest is drawn as dots. Shares smaller than a character appear only in the legend.
+    The rest of the bar is dots. Shares smaller than a character appear only in the legend.
     """
     from rich.text import Text
 
@@ -136,7 +136,7 @@ def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60
 
 
 def emit_json(value: Any) -> None:
-    """Write one JSON document to stdout. Raise ValueError for a NaN or infinite number."""
+    """Write one JSON document to stdout. Raises ValueError for a NaN or infinite number."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False, default=_plain) + "\n")
     sys.stdout.flush()
 
@@ -167,7 +167,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _bars() -> Any:
-    """Return a Display with a bar per stage and the detail below them; beside them it would not fit in 80 columns."""
+    """Return a Display with a bar per stage and the detail on its own line, because 80 columns cannot hold both."""
     from rich import progress
     from rich.console import RenderableType
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Timelines of requests as JSON: the scheduler's decisions, and what the client saw of a saved bench run.
+"""Timelines of requests as JSON: the scheduler's decisions, and what the client of a saved bench run saw.
 
 The server's answer, `bench --save-detailed` and `explain` share this format. An entry has `what`, `at_ms`, `until_ms`,
 `count` and `details`.
@@ -27,7 +27,7 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
 def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
     """Return the first choice of a server's answer, for a request assumed to have arrived at `start`.
 
-    Raise LookupError or TypeError if it is not such an answer.
+    Raises LookupError or TypeError if the answer has another form.
     """
     from llmsched.engine.core import Timeline
     from llmsched.engine.scheduler.ledger import Entry
@@ -41,7 +41,7 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the client's view of a request saved by `bench --save-detailed`, with the decisions, in order of time.
+    """Return what the client saw of a request saved by `bench --save-detailed`, and the decisions, in order of time.
 
     Times are milliseconds since the request should have been sent.
     """

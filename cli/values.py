@@ -1,6 +1,6 @@
 """Quantities as a person writes them ("800ms", "24GiB", "8k", "90%") in base units: seconds, bytes, tokens, shares.
 
-Every function raises LlmschedError with the text, what is wrong with it and what is allowed.
+Every function raises LlmschedError for an invalid text, with what is wrong and what is allowed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 
 from llmsched.engine.errors import LlmschedError
 
-#: The most tokens of a prompt or an answer. A larger number is a typing error, and its prompts would fill the memory.
+#: Most tokens of a prompt or an answer. A larger number is a typing error, and its prompts would fill the memory.
 MOST_TOKENS = 1 << 24
 
-#: The value of a flag that leaves the choice to model and memory, whatever a profile says.
+#: Value of a flag that leaves the choice to the model and the memory; a profile's value is then ignored.
 AUTO = "auto"
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -77,7 +77,7 @@ def tokens(text: str) -> int:
 
 
 def context_length(text: str) -> int | str:
-    """Return tokens, or AUTO as it is."""
+    """Return a number of tokens, or AUTO unchanged."""
     return AUTO if text == AUTO else tokens(text)
 
 
@@ -90,14 +90,14 @@ def fraction(text: str) -> float:
 
 
 def switch(text: str) -> bool:
-    """Return whether the text means on (on, true, yes, 1) or off (off, false, no, 0), in any case of letters."""
+    """Return whether the text means on (on, true, yes, 1) or off (off, false, no, 0), in upper or lower case."""
     if (value := _SWITCH.get(text.lower())) is None:
         raise LlmschedError(f"{text!r} is neither on nor off")
     return value
 
 
 def _split(text: str, wanted: str) -> tuple[float, str]:
-    """Return a finite number and the unit after it, as written."""
+    """Split a quantity into its number, which is finite, and its unit, as written."""
     match = _QUANTITY.fullmatch(text)
     if match is None or not math.isfinite(float(match[1])):
         raise LlmschedError(f"{text!r} is not {wanted}")

@@ -6,24 +6,24 @@ from collections.abc import Callable
 
 #: Longest part of another library's message that is shown, in characters.
 _LINE = 300
-#: Encloses a setting's name in a message. Neither arguments nor paths can contain it.
+#: Character around a setting's name in a message. Neither arguments nor paths can contain it.
 _MARK = "\0"
 
 
 def setting(name: str) -> str:
-    """Mark the name of a setting inside a message, for `spell`."""
+    """Return the name of a setting, marked for `spell`, to be put into a message."""
     return f"{_MARK}{name}{_MARK}"
 
 
 def spell(message: str, naming: Callable[[str], str] = str) -> str:
-    """Return a message with the names marked by `setting` as `naming` has them; by default, unchanged."""
+    """Return a message in which `naming` has replaced each name marked by `setting`."""
     parts = message.split(_MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)
 
 
 class LlmschedError(Exception):
-    """Base of all errors whose message is ready to be shown. The CLI prints it on one line and exits with 2."""
+    """Base class of errors whose message users can read. The CLI prints it on one line and exits with 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class LlmschedError(Exception):
 
 
 class ConfigError(LlmschedError):
-    """A setting has a wrong value. `field` is its name in Python and over HTTP, such as max_num_seqs."""
+    """Wrong value of a setting. `field` is the setting's name in Python and over HTTP, such as max_num_seqs."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -46,23 +46,23 @@ class ConfigError(LlmschedError):
         self.field = field
 
     def text(self, naming: Callable[[str], str] = str) -> str:
-        """Return the field's name and the message, both as `naming` has it."""
+        """Return the field's name and the message, with all names replaced by `naming`."""
         return f"{naming(self.field)}: {super().text(naming)}"
 
 
 def check_range(field: str, value: float, valid: bool, allowed: str) -> None:
-    """Raise ConfigError for the value unless it is `valid`; `allowed` says in words which values are."""
+    """Raise ConfigError unless `valid`; `allowed` describes the allowed values."""
     if not valid:
         shown = f"{value:g}" if isinstance(value, float) else value
         raise ConfigError(field, f"{shown} is out of range; allowed is {allowed}")
 
 
 class ModelError(LlmschedError):
-    """A model is not found, not readable or not supported."""
+    """Model that is not found, not readable or not supported."""
 
 
 class RequestError(LlmschedError):
-    """A request is invalid. Over HTTP it becomes a 4xx response in OpenAI's format.
+    """Invalid request. Over HTTP it becomes a 4xx response in OpenAI's format.
 
     `param` is the field of the request, `code` OpenAI's machine-readable code if there is one.
     """
@@ -74,7 +74,7 @@ class RequestError(LlmschedError):
 
 
 class QueueFullError(LlmschedError):
-    """The waiting queue is full (HTTP 429). `retry_after` is in seconds."""
+    """Full waiting queue (HTTP 429). `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class QueueFullError(LlmschedError):
 
 
 class EngineDeadError(LlmschedError):
-    """The engine has failed, stopped or is draining, and computes nothing more (HTTP 503)."""
+    """Engine that has failed, has stopped or is draining, and takes no requests (HTTP 503)."""
 
 
 def one_line(error: BaseException) -> str:

@@ -16,8 +16,8 @@ from llmsched.cli.bench.selfcheck.self_check import bench_self
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options, with_options
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
-from llmsched.cli.options.server_flags import ServerFlags, http_options, refuse_server_flags
 from llmsched.cli.options.slo_flags import with_slo_options
+from llmsched.cli.options.url_target_flags import UrlTargetFlags, http_options, refuse_url_target_flags
 from llmsched.cli.profiles.apply import profile_warnings, with_profile
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.http_target import open_server
@@ -28,7 +28,7 @@ from llmsched.engine.latency import Slo
 
 
 @with_engine_options(exclude=("seed",))
-@with_options("server", ServerFlags)
+@with_options("server", UrlTargetFlags)
 @with_options("outputs", OutputFlags)
 @with_options("modes", ModeFlags)
 @with_slo_options
@@ -68,7 +68,7 @@ def bench(
     slo: Slo,
     modes: ModeFlags,
     outputs: OutputFlags,
-    server: ServerFlags,
+    server: UrlTargetFlags,
     engine_options: EngineOptions,
 ) -> None:
     """Load a server or a model and measure latency and goodput.
@@ -121,7 +121,7 @@ def bench(
             opening = open_server(http_options(target, plan, server, engine_options), plan)
             job = bench_target(opening, target, modes, plan, progress)
         else:
-            refuse_server_flags(typed_options(context))
+            refuse_url_target_flags(typed_options(context))
             model, options = resolve_model(target), with_profile(engine_options, profile)
             if profile is not None:
                 for warning in profile_warnings(profile, options.config(model), simulate):

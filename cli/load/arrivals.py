@@ -1,7 +1,7 @@
 """Random arrival times: a rate that may change over time, and gaps that vary around it.
 
-Each schedule stretches a process of independent gaps at rate 1: request k is due at the time t at which the integral of
-the rate from 0 to t equals the k-th arrival of that process (time rescaling of an inhomogeneous Poisson process).
+Each schedule is a process with independent gaps at rate 1, stretched in time: request k is due when the integral of the
+rate since the start reaches the k-th arrival of that process (time rescaling of an inhomogeneous Poisson process).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Times = NDArray[np.float64]
 
 #: Defaults of a day: its length in seconds, and how far the rate swings around its mean.
 DAY_PERIOD, DAY_AMPLITUDE = 600.0, 0.8
-#: The least rate in requests per second, one in 31 years. It keeps the times of a million requests finite.
+#: Lowest rate in requests per second (one request in 31 years). It keeps the times of a million requests finite.
 LEAST_RATE = 1e-9
 
-#: Bisection steps. They find a time to far below a microsecond in any schedule.
+#: Bisection steps, enough to find a time to far below a microsecond in any schedule.
 _HALVINGS = 64
 
 
@@ -32,7 +32,7 @@ class Arrivals:
     """Schedule of random arrivals. `rate` is finite, in requests per second: the mean, or the start of a ramp.
 
     `burstiness` is the shape of the gamma distribution of the gaps, whose coefficient of variation is
-    1 / sqrt(burstiness): 1 is Poisson, less is burstier, more is steadier. `ramp_to` is the rate at the end of a ramp.
+    1 / sqrt(burstiness): 1 is Poisson, below is burstier, above steadier. `ramp_to` is the rate at the end of a ramp.
     daynight follows a cosine: rate x (1 - day_amplitude) at the start, rate x (1 + day_amplitude) after half a
     `day_period` (seconds), and back.
 
@@ -66,8 +66,8 @@ class Arrivals:
         if self.process != "daynight" and (self.day_period, self.day_amplitude) != (DAY_PERIOD, DAY_AMPLITUDE):
             raise ConfigError(
                 "arrivals",
-                f"{setting('day_period')} and {setting('day_amplitude')} shape daynight, not {self.process}: "
-                "leave them out, or change it",
+                f"{setting('day_period')} and {setting('day_amplitude')} have an effect only with daynight, not with "
+                f"{self.process}; leave them out",
             )
         check_range("day_period", self.day_period, 1e-3 <= self.day_period < math.inf, "0.001 s or more")
         check_range("day_amplitude", self.day_amplitude, 0 <= self.day_amplitude <= 1, "0 to 1")
@@ -88,14 +88,14 @@ class Arrivals:
         return f"{self.process} arrivals at {self.rate:g} requests/s{burst}"
 
     def expected(self, duration: float) -> float:
-        """Return the mean number of requests in `duration` seconds; a ramp ends with them."""
+        """Return the expected number of requests in `duration` seconds, the length of a ramp."""
         return float(self._integral(np.array([duration]), duration)[0])
 
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Return the seconds from the start to each request, ascending; the first is 0.
 
-        There are `count` requests, or as many as come before `duration` seconds; with both, the fewer. A ramp ends with
-        `duration` if it is given, else with the last request. Raises ValueError if both are None.
+        `count` limits the requests, `duration` (seconds) their times. A ramp ends at `duration` if it is given, else
+        with the last request. Raises ValueError if both are None.
         """
         if duration is None:
             if count is None:
@@ -122,7 +122,7 @@ class Arrivals:
         return np.concatenate([np.zeros(min(count, 1)), np.cumsum(drawn)])
 
     def _integral(self, times: Times, ramp: float) -> Times:
-        """Return the integral of the rate from 0 to `times`; a ramp lasts `ramp` seconds."""
+        """Return the integral of the rate from 0 to each of `times`; a ramp lasts `ramp` seconds."""
         if self.ramp_to is not None:
             inside = np.minimum(times, ramp)
             risen = self.rate * inside + (self.ramp_to - self.rate) * inside**2 / (2 * ramp)

@@ -30,7 +30,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Schedule, ABC):
-    """Requests and when to send them; equal settings give equal loads. See SyntheticLoad and TraceLoad."""
+    """Requests and the times to send them; equal settings give equal loads. See SyntheticLoad and TraceLoad."""
 
     @property
     def num_requests(self) -> int:
@@ -40,7 +40,7 @@ class Load(Schedule, ABC):
     @property
     @abstractmethod
     def longest_input(self) -> int:
-        """Tokens of the longest prompt."""
+        """The length of the longest prompt in tokens."""
 
     def plan(self, ids: Sequence[int] | None, encode: TextEncoder | None = None) -> list[PlannedRequest]:
         """Return the requests in the order of their offsets.
@@ -67,7 +67,7 @@ class Load(Schedule, ABC):
         """Return in words what is sent."""
 
     def parameters(self) -> dict[str, Any]:
-        """Return all settings for JSON. Their `fingerprint` is equal if and only if the loads are."""
+        """Return all settings for JSON, with a `fingerprint` that only equal loads share."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         for name, value in values.items():
             if value == math.inf:  # JSON has no infinity
@@ -83,7 +83,7 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return what `parameters` holds beside the fields, or instead of their values."""
+        """Return values that `parameters` adds to the fields, or puts in place of their values."""
 
     def with_seed(self, seed: int) -> Self:
         """Return the same load with other random choices."""
@@ -91,28 +91,28 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def at_rate(self, rate: float) -> Self:
-        """Return the same load at another rate (requests per second). Raises ConfigError if it has no single rate."""
+        """Return the same load at another rate (requests per second). Raises ConfigError if no single rate applies."""
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return `count` requests like these with other prompts, all sent at once; `output_len` replaces theirs."""
+        """Return `count` similar requests with new prompts, all sent at once. `output_len` replaces their lengths."""
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return `count` requests like these with other prompts, each sent when the one before it has ended."""
+        """Return `count` similar requests with new prompts, each sent when the previous one has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 
 def plan_first(
     load: Load, count: int | None, ids: Sequence[int] | None, encode: TextEncoder | None = None
 ) -> tuple[list[PlannedRequest], float | None]:
-    """Return the first `count` requests of a load (None: all) and their share of its `stop_after`; see `Load.plan`."""
+    """Return the first `count` requests of a load (None: all), and `stop_after` scaled to them. See `Load.plan`."""
     planned, stop_after = load.plan(ids, encode), load.stop_after
     if count is None:
         return planned, stop_after
     return planned[:count], None if stop_after is None else stop_after * count / load.num_requests
 
 
-#: Sends a request and records its times and chunks. Raises RequestFailed if the request is not served.
+#: Function that sends a request and records its times and chunks. It raises RequestFailed if the request fails.
 Send = Callable[[PlannedRequest, RequestRecord], Awaitable[None]]
 
 
@@ -126,10 +126,10 @@ async def run_load(
     stop_after: float | None = None,
     on_end: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
-    """Send all requests when they are due and return a record of each, in the order of `planned`.
+    """Send each request when it is due, and return the records in the order of `planned`.
 
-    `timeout` is in seconds from sending. A closed loop stops sending `stop_after` seconds from the start; requests that
-    were not sent have no record. A failed request does not stop the others.
+    `timeout` is in seconds after sending. A closed loop stops sending `stop_after` seconds after the start; unsent
+    requests have no record. A failed request does not stop the load.
     """
     now = asyncio.get_running_loop().time
     free = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)

@@ -1,7 +1,7 @@
 """Prompts: random ones of an exact length, texts, and token ids.
 
 Random prompts depend only on the seed; another seed gives prompts that no cache holds. A prompt is stored as positions
-in random sequences and drawn when it is sent, so loads of many millions of tokens need little memory.
+in random sequences, and its tokens are drawn when it is sent. So loads of many millions of tokens need little memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORDS = (
     "father power hour game line end member law car city community name president team minute idea kid body back face"
 )
 
-#: Words that are one token, together with the blank before them, in nearly every vocabulary.
+#: Words that, with a space before them, are one token in nearly every vocabulary.
 WORDS = tuple(_WORDS.split())
 
 #: Families of random sequences, from which the parts of a prompt are taken.
@@ -38,9 +38,9 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """A prompt as token ids or as text; the other of the two is None.
+    """Prompt, either as token ids or as text; the other property is None.
 
-    Every access computes the value again, so keep it if it is needed twice.
+    Each access computes the value again, so keep a value that is needed twice.
     """
 
     __slots__ = ()
@@ -74,7 +74,7 @@ class TextEncoder(Protocol):
 
 
 class Part(NamedTuple):
-    """The first `length` symbols of the infinite random sequence `number` of a family."""
+    """Part of a prompt: the first `length` symbols of the infinite random sequence `number` of a family."""
 
     family: int
     number: int
@@ -89,7 +89,7 @@ class Vocabulary:
         self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
 
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
-        """Return the symbols of the parts, one part after the other.
+        """Return the symbols of all parts, in order.
 
         The generator is counter-based, keyed by seed, family, number and position.
         """
@@ -154,7 +154,7 @@ class TokenizerEncoder:
         self.tokenizer = tokenizer
 
     def prompt(self, content: Content) -> list[int]:
-        """Return the token ids of a prompt. Raises RequestError if the template refuses the messages."""
+        """Return the token ids of a prompt. Raises RequestError if the template rejects the messages."""
         from llmsched.engine.text.chat import render_chat
 
         if content.messages is not None and self.tokenizer.chat_template is not None:
@@ -166,7 +166,7 @@ class TokenizerEncoder:
 
 
 def load_encoder(model: str) -> TokenizerEncoder:
-    """Return the encoder with a model's tokenizer. Raises ConfigError for the setting `tokenizer`."""
+    """Return an encoder with the model's tokenizer. Raises ConfigError for `tokenizer` if it cannot be loaded."""
     from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
 
@@ -177,7 +177,7 @@ def load_encoder(model: str) -> TokenizerEncoder:
 
 
 class WordEncoder:
-    """Encoder without a tokenizer: each word becomes one of `ids`, the same one each time."""
+    """Encoder without a tokenizer: maps each word to one of `ids`, equal words to the same id."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = ids
@@ -190,7 +190,7 @@ class WordEncoder:
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the token ids of a vocabulary that stand for text."""
+    """Return the token ids below `vocab_size` that stand for text, unlike special tokens."""
     size = min(tokenizer.vocab_size, vocab_size)
     return [
         token_id for token_id in range(size) if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)

@@ -37,7 +37,7 @@ class RandomLengths:
         return f"lognormal:{self.mean:g},{self.sigma:g}" + (f",{self.high}" if self.high is not None else "")
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Return `count` lengths."""
+        """Return `count` random lengths."""
         if self.mean is None:
             assert self.high is not None
             return generator.integers(self.low, self.high, count, dtype=np.int64, endpoint=True)
@@ -47,12 +47,12 @@ class RandomLengths:
 
 
 def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Return `count` lengths; an int stands for that length each time."""
+    """Return `count` lengths, all equal if `lengths` is an int."""
     return np.full(count, lengths) if isinstance(lengths, int) else lengths.draw(generator, count)
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Return the lengths that `text` describes in SYNTAX. Raises ConfigError for the setting `name`."""
+    """Return the lengths that `text` describes in SYNTAX. Raises ConfigError for setting `name`."""
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))
@@ -64,5 +64,5 @@ def parse_lengths(text: str, name: str) -> int | RandomLengths:
             if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= 5:
                 found = RandomLengths(1, int(match[3]) if match[3] else None, mean, sigma)
     if found is None or not 1 <= found.low <= (MOST_TOKENS if found.high is None else found.high) <= MOST_TOKENS:
-        raise ConfigError(name, f"{text!r} is not a length; allowed are tokens, 1 to {MOST_TOKENS}: {SYNTAX}")
+        raise ConfigError(name, f"{text!r} is not a length; allowed are 1 to {MOST_TOKENS} tokens: {SYNTAX}")
     return found.low if found.low == found.high else found

@@ -11,7 +11,7 @@ import numpy as np
 from llmsched.cli.load.arrivals import DAY_AMPLITUDE, DAY_PERIOD, LEAST_RATE, ArrivalProcess, Arrivals, Times
 from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 
-#: The most requests of a synthetic load, and of a closed loop that only a duration ends.
+#: Most requests of a synthetic load, and of a closed loop that is limited only by its duration.
 MOST_REQUESTS = 1_000_000
 _MOST_CLOSED = 100_000
 
@@ -24,7 +24,7 @@ SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Settings that say when requests are sent. `request_rate` is in requests per second; inf sends all at once.
+    """Settings for when requests are sent. `request_rate` is in requests per second; inf sends all at once.
 
     With `max_concurrency` and no rate the loop is closed: the next request is sent when an earlier one ends. With both,
     requests keep their times, and the wait for an earlier request counts as latency. With neither, all requests are
@@ -59,11 +59,10 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if the schedule has a shape but no rate. `at_rate` may still set one until then."""
+        """Raise LlmschedError if the schedule has a shape but no rate. Call it after any `at_rate`, which sets one."""
         if self.process is None and self.shaped:
             raise LlmschedError(
-                f"{', '.join(map(setting, self.shaped))}: the shape of a schedule, which needs a finite "
-                f"{setting('request_rate')}"
+                f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"
             )
 
     @property
@@ -82,7 +81,7 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """The settings of SHAPES that were changed. Without `arrivals`, burstiness makes gamma arrivals by itself."""
+        """The settings of SHAPES that were changed, without gamma `arrivals` that follow from `burstiness`."""
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":
@@ -101,16 +100,16 @@ class Schedule:
 
     @property
     def stop_after(self) -> float | None:
-        """Seconds after which a closed loop sends no more requests, if that ends it."""
+        """Seconds after which a closed loop stops sending; None if there is no such limit."""
         return self.duration if self.closed else None
 
     @property
     def asked_rate(self) -> float | None:
-        """Mean requests per second of the schedule, if there is one."""
+        """Mean requests per second of the schedule; None if it has no rate."""
         return None if self.process is None else self.process.mean_rate
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return the generator of one stream of the seed, from its beginning."""
+        """Return a new random generator for `stream`, derived from the seed; every call restarts it."""
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:

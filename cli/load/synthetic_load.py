@@ -22,7 +22,7 @@ from llmsched.engine.errors import ConfigError, check_range, setting
 class SyntheticLoad(Load):
     """Random prompts. Lengths are in tokens; all prompts share their first `prefix_len` tokens.
 
-    If `num_prompts` is None, `duration` ends the load. Raises ConfigError, as Schedule does.
+    If `num_prompts` is None, `duration` limits the load. Raises ConfigError, as Schedule does.
     """
 
     num_prompts: int | None = 100

@@ -1,4 +1,4 @@
-"""Load from a trace: its lengths, shared prefixes or texts, at its own times or on a schedule."""
+"""Load from a trace: recorded lengths, shared prefixes or texts, at recorded times or on a schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.load.traces.trace import Trace, TraceRequest, digest
 from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 
-#: The least speedup. It keeps recorded times finite.
+#: Lowest speedup. It keeps the times finite.
 _SLOWEST = 1e-9
 
 
@@ -38,13 +38,13 @@ _SLOWEST = 1e-9
 class TraceLoad(Load):
     """The requests of a trace.
 
-    A timed trace is replayed at its own times, `speedup` times as fast. A finite `request_rate` scales these times to
-    that mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, `Schedule` applies
-    and needs a rate or `max_concurrency`.
+    A timed trace is replayed at its recorded times, `speedup` times as fast. A finite `request_rate` rescales these
+    times to that mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, `Schedule`
+    applies and needs a rate or `max_concurrency`.
 
-    `duration` keeps the requests due before it. `max_input_len` and `max_output_len` cut longer prompts and answers; by
-    default nothing is cut, and the target refuses what it cannot take. `output_len` applies to requests whose answer's
-    length is not stated. Lengths of 0 become 1, because a request needs a token.
+    Only requests due within `duration` are sent. `max_input_len` and `max_output_len` cut longer prompts and answers;
+    by default nothing is cut, and the target rejects requests that are too long. `output_len` is for requests whose
+    answer length the trace does not state. Lengths of 0 become 1, because a request needs a token.
     """
 
     trace: Trace = field(repr=False)
@@ -62,20 +62,22 @@ class TraceLoad(Load):
         if self.replayed:
             if self.request_rate is not None and self.speedup != 1:
                 raise ConfigError(
-                    "speedup", f"says how fast the trace runs, as {setting('request_rate')} does; give one of them"
+                    "speedup", f"sets the pace of the trace, as {setting('request_rate')} does; give one of them"
                 )
             if self.request_rate is not None and not self.trace.rate:
-                raise ConfigError("request_rate", f"cannot scale {self.trace.name}: all of it comes at one time")
+                raise ConfigError(
+                    "request_rate", f"cannot rescale {self.trace.name}: all its requests have the same time"
+                )
             if self.shaped:
                 raise LlmschedError(
-                    f"{', '.join(map(setting, self.shaped))}: {self.trace.name} has its own times; to draw others, "
-                    f"give {setting('ignore_timestamps')}"
+                    f"{', '.join(map(setting, self.shaped))}: {self.trace.name} has recorded times; give "
+                    f"{setting('ignore_timestamps')} to draw other times"
                 )
         elif self.speedup != 1:
             raise ConfigError("speedup", f"{self.speedup:g} has no effect: no timestamps of the trace are used")
         elif self.request_rate is None and self.max_concurrency is None:
             raise LlmschedError(
-                f"{self.trace.name} has no timestamps to go by; say when to send with {setting('request_rate')} "
+                f"no timestamps of {self.trace.name} are used; set the times with {setting('request_rate')} "
                 f"(inf: all at once) or {setting('max_concurrency')}"
             )
         super().__post_init__()
@@ -90,7 +92,7 @@ class TraceLoad(Load):
 
     @property
     def _pace(self) -> float:
-        """How many times as fast as recorded the trace is replayed."""
+        """The speed of the replay relative to the recorded times."""
         return self.speedup if self.request_rate is None else self.request_rate / (self.trace.rate or math.nan)
 
     @property
@@ -120,7 +122,7 @@ class TraceLoad(Load):
                 yield TextPrompt(request.content)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
-        """Yield the blocks of a prompt; without blocks, random tokens that no other prompt has."""
+        """Yield the blocks of a prompt; without blocks, one part that no other prompt shares."""
         left = _sendable(request.input_len or 0, self.max_input_len)
         if not request.hash_ids:
             yield Part(OWN, index, left)
@@ -155,7 +157,7 @@ class TraceLoad(Load):
         unit = "words" if self.trace.of_text else "tokens"
         out = facts["mean_output_len"]
         mean = f"mean {facts['mean_input_len']:,.0f} {unit} in" + ("" if out is None else f", {out:,.0f} out")
-        changed = {"zero_lengths": "of 0 sent as 1", "cut_lengths": "cut"}
+        changed = {"zero_lengths": "of length 0 sent as 1", "cut_lengths": "cut"}
         told = [f"{facts[name]:,} {text}" for name, text in changed.items() if facts[name]]
         return f"{self.num_requests:,} requests of {self.trace.name} ({', '.join([mean, *told])})"
 

@@ -1,4 +1,4 @@
-"""The engine's flags, one per knob of EngineConfig, and what was given of them."""
+"""The engine's flags, one per knob of EngineConfig, and the values that were given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsched.engine.errors import ConfigError, LlmschedError
 
 R = TypeVar("R")
 
-#: The knobs that steps and a memory plan depend on, whatever the scheduler does.
+#: Knobs that the memory plan and the work of a step depend on, apart from scheduling policies.
 MEMORY_KNOBS = (
     "dtype",
     "kv_cache_dtype",
@@ -30,22 +30,25 @@ MEMORY_KNOBS = (
     "kv_cache_memory_bytes",
     "num_gpu_blocks_override",
 )
-#: Knobs whose flag takes AUTO for None.
+#: Knobs whose flag accepts AUTO, which stands for None.
 _TAKES_AUTO = frozenset({"max_model_len"})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The engine flags that stand on the command line, by knob.
+    """Engine flags given on the command line, by knob.
 
-    `automatic` names those that were set to auto: a profile's value for them does not count.
+    `automatic` names the knobs set to auto, for which a profile's value is ignored.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the flags, else `defaults` (a profile's), else EngineConfig's own defaults. Raises ConfigError."""
+        """Return the config: each knob from its flag, else from `defaults` (a profile's), else EngineConfig's default.
+
+        Raises ConfigError if a knob is out of range or does not fit the others.
+        """
         profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
         return EngineConfig(**{**profile, **self.given, "model": model})
 
@@ -53,9 +56,10 @@ class EngineOptions:
 def with_engine_options(
     exclude: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command one option per knob of EngineConfig: all but `model` and `exclude`, or just those of `only`.
+    """Return a decorator that gives a Typer command one option per knob of EngineConfig.
 
-    The command takes a keyword `engine_options: EngineOptions` instead.
+    The knobs are those in `only`, else all, without `model` and `exclude`. The options are passed to the command as its
+    keyword `engine_options: EngineOptions`.
     """
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
@@ -80,7 +84,7 @@ def _options(flags: Mapping[str, Any]) -> EngineOptions:
 
 
 def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | None, str | None]:
-    """Return the parser and the metavar of a knob's flag; None where Typer chooses both by the type."""
+    """Return the parser and the metavar of a knob's flag; both None if Typer derives them from the type."""
     low, high, unit = knob.metadata["low"], knob.metadata["high"], knob.metadata["unit"]
     if knob.name in _TAKES_AUTO:
         return context_length, "TOKENS|auto"
@@ -94,11 +98,12 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Return the value of a knob as its flag reads `text`; None for auto. Raises ConfigError where the flag would."""
+    """Parse `text` as the knob's flag would; return None for auto. Raises ConfigError if the flag would reject it."""
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-        raise ConfigError(name, f"is no setting of the engine; settings are {', '.join(near)}")
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the settings are {', '.join(sorted(known))}"
+        raise ConfigError(name, f"is not an engine setting; {hint}")
     annotation = get_type_hints(EngineConfig)[name]
     parse = _parser(known[name], annotation)[0]
     if parse is None and annotation is bool:

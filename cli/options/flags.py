@@ -1,4 +1,4 @@
-"""Options that several commands share, and dataclasses of flags as a Typer command's options."""
+"""Options that several commands share, and decorators that turn a dataclass of flags into a command's options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return the argument, else LLMSCHED_MODEL, else "demo". Unless it is the argument, say on stderr which it is."""
+    """Return the argument, else LLMSCHED_MODEL, else "demo".
+
+    If no argument was given, report on stderr which model is used.
+    """
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):
@@ -46,44 +49,44 @@ def resolve_model(argument: str | None) -> str:
 
 
 def duration_option(help: str, **settings: Any) -> Any:
-    """Return an option that takes a duration such as 800ms, in seconds."""
+    """Return an option whose value is a duration such as 800ms, which is converted to seconds."""
     return typer.Option(parser=typed(duration), metavar="DURATION", help=help, **settings)
 
 
 def quantization_option(doing: str) -> Any:
-    """Return --quantization; `doing` says what the command does with MODEL, as the beginning of a sentence."""
+    """Return the option --quantization. Its help begins with `doing`, what the command does with MODEL."""
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
-        help=f"{doing} of MODEL whose weights are quantised like this. Such a checkpoint need not exist. fp8_block has "
+        help=f"{doing} of MODEL whose weights are quantised in this way. It need not exist. fp8_block has "
         "one scale per block of 128 x 128 weights.",
     )
 
 
 def simulate_option(doing: str) -> Any:
-    """Return --simulate; `doing` says what the command simulates, as the beginning of a sentence."""
+    """Return the option --simulate. Its help begins with `doing`, what the command simulates."""
     return typer.Option(
         metavar="GPU[:ENGINE]|local",
         show_default=False,
         help=f"{doing} on a virtual clock, without the hardware: on this GPU (l4, h100, ...), on it with another "
-        "engine's speed (h100:vllm), or on this machine (local, after `llmsched calibrate`). Of MODEL, config.json is "
-        "enough.",
+        "engine's speed (h100:vllm), or on this machine (local, after `llmsched calibrate`). Only MODEL's config.json "
+        "is needed.",
     )
 
 
 def flag(name: str) -> str:
-    """Return the flag that sets `name`: --max-num-seqs for max_num_seqs. The model is an argument and has none."""
+    """Return the flag that sets `name`: --max-num-seqs for max_num_seqs. The model, an argument, is "model"."""
     return name if name == "model" else "--" + name.replace("_", "-")
 
 
 def typed_options(context: typer.Context) -> list[str]:
-    """Return the options and arguments that stand on the command line; defaults and the environment do not count."""
+    """Return the options and arguments given on the command line, not those from defaults or the environment."""
     sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
     return [max(option.opts, key=len) for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def typed(parse: Callable[[str], V]) -> Callable[[str | V], V]:
-    """Return `parse` as the parser of a Typer option, whose errors then name the flag. Defaults pass unchanged."""
+    """Wrap `parse` for a Typer option, so that errors name the flag. Values that are not text pass unchanged."""
 
     @functools.wraps(parse)
     def parser(value: str | V) -> V:
@@ -103,10 +106,10 @@ def with_options(
     make: Callable[[F], Any] = lambda given: given,
     shown: Mapping[str, object] = MappingProxyType({}),
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command one option per field of the dataclass `flags`, whose annotations hold their typer.Option.
+    """Return a decorator that gives a Typer command one option per field of the dataclass `flags`.
 
-    The command takes a keyword `keyword` instead: what `make` returns for the flags that were given. `shown` are the
-    defaults that the help states for fields whose default is None.
+    The fields' annotations hold the typer.Option. `make` receives the flags; its result is passed to the command as
+    `keyword`. `shown` are the defaults that the help states for fields whose default is None.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
@@ -129,7 +132,7 @@ def replace_keyword(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
 
-    The command gets as `keyword` what `make` returns for the options' values by name.
+    `make` receives the option values by name; its result is passed to the command as `keyword`.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:

@@ -1,4 +1,4 @@
-"""The flags of a load, and the load that they ask for: synthetic, from a trace, or shipped with llmsched."""
+"""The flags of a load, and the load that they describe: synthetic, from a trace, or shipped with llmsched."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ R = TypeVar("R")
 #: Flags of a synthetic load that have no effect on a trace, and what to do instead.
 _SYNTHETIC = {
     "num_prompts": "--limit keeps the first requests",
-    "input_len": "--max-input-len cuts its prompts",
-    "prefix_len": "its own blocks or texts say what prompts share",
+    "input_len": "--max-input-len cuts long prompts",
+    "prefix_len": "a trace already states which prefixes its prompts share",
 }
 
 
@@ -51,15 +51,15 @@ class SourceFlags:
             metavar="FILE",
             help="Send the requests of a file: Azure or BurstGPT CSV, Mooncake or ShareGPT JSON, a request log (JSONL "
             "with messages or prompt, max_tokens, timestamp), or a table of lengths; gzip is unpacked. Requests are "
-            "sent at the file's own times; --request-rate scales these to another mean rate. Prompts that are too long "
-            "for the target fail there. Lengths of 0 are sent as 1.",
+            "sent at the recorded times; --request-rate rescales them to that mean rate. Prompts too long for the "
+            "target are sent anyway and count as failed. Lengths of 0 are sent as 1.",
         ),
     ] = None
 
 
 @dataclass(frozen=True)
 class TraceFlags:
-    """The flags that say how to read the file of a trace."""
+    """The flags for reading a trace file."""
 
     trace_format: Annotated[
         TraceFormat | None,
@@ -69,7 +69,7 @@ class TraceFlags:
         TimestampUnit | None,
         typer.Option(
             show_default="ms for Mooncake, else s",
-            help="Unit of numeric timestamps. Times since 1970 are recognised in any unit.",
+            help="Unit of numeric timestamps. Unix timestamps are recognised whatever their unit.",
         ),
     ] = None
     limit: Annotated[
@@ -102,7 +102,7 @@ class TraceFlags:
 
 @dataclass(frozen=True)
 class LoadFlags(TraceFlags, SourceFlags):
-    """All flags of a load. None and False stand for flags that were not given."""
+    """All flags of a load. None and False mean that a flag was not given."""
 
     ignore_timestamps: Annotated[
         bool,
@@ -177,7 +177,7 @@ class LoadFlags(TraceFlags, SourceFlags):
     day_period: Annotated[
         float | None,
         duration_option(
-            "daynight: length of a day. The load begins at night, with the lowest rate.", show_default="10min"
+            "Length of a daynight day. The load begins at night, when the rate is lowest.", show_default="10min"
         ),
     ] = None
     day_amplitude: Annotated[
@@ -186,22 +186,22 @@ class LoadFlags(TraceFlags, SourceFlags):
             parser=typed(fraction),
             metavar="SHARE",
             show_default="0.8",
-            help="daynight: how far the rate swings around its mean. With 0.8 it goes from 0.2 to 1.8 times the mean.",
+            help="How far a daynight rate swings around its mean: 0.8 means from 0.2 to 1.8 times the mean.",
         ),
     ] = None
     max_concurrency: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Closed loop: keep this many requests in flight. With --request-rate it limits the open loop, and "
-            "latencies include the wait for a request to end.",
+            help="Closed loop: keep this many requests in flight. With --request-rate, cap the requests in flight; the "
+            "wait for one to end counts as latency.",
         ),
     ] = None
     duration: Annotated[
         float | None,
         duration_option(
-            "Send requests for this long; --num-prompts then is an upper limit. Of a trace, send the requests due "
-            "before it.",
+            "Send requests for this long; --num-prompts then is an upper limit. With a trace, send only the requests "
+            "due within this time.",
         ),
     ] = None
     seed: Annotated[
@@ -227,10 +227,10 @@ class LoadOptions:
 
 
 def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command the options of a load; it takes a keyword `load_options: LoadOptions` instead.
+    """Return a decorator that passes the options of a load to a Typer command as `load_options: LoadOptions`.
 
-    `defaults` are the command's own for a synthetic load. Its max_concurrency applies only if neither --request-rate
-    nor the times of a trace say when to send.
+    `defaults` are the command's defaults for a synthetic load. The default max_concurrency applies only if neither
+    --request-rate nor the times of a trace set when to send.
     """
 
     def make(flags: LoadFlags) -> LoadOptions:
@@ -244,7 +244,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
 
 
 def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
-    """Return the load that the flags ask for; `defaults` stand for those not given. Raises LlmschedError."""
+    """Return the load that the flags describe; `defaults` replace missing flags. Raises LlmschedError."""
     reading, other = flags.reading(), {f.name for f in fields(TraceFlags)} | {"timeout", "workload", "trace"}
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in other}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
@@ -295,6 +295,6 @@ def _trace_load(
 
 
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
-    """Set the concurrency where no flag says when to send; None sends all at once."""
+    """Set max_concurrency in `given` unless a flag sets when to send; None leaves all to be sent at once."""
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)

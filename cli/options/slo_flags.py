@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def parse_itl_target(text: str) -> Slo:
-    """Return the target for ITL that "50ms" (its P99), "p95:50ms", "mean:30ms" or "max:1s" describes."""
+    """Parse a target for ITL: "50ms" (for the P99), "p95:50ms", "mean:30ms" or "max:1s"."""
     statistic, colon, limit = text.rpartition(":")
     return Slo(itl=duration(limit), itl_statistic=statistic if colon else "p99")
 
@@ -27,7 +27,7 @@ def _slo(meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SloFlags:
-    """The flags of latency targets; None for no target."""
+    """The flags of latency targets; None means no target."""
 
     slo_ttft: Annotated[float | None, _slo("the time to the first token (TTFT)")] = None
     slo_itl: Annotated[
@@ -45,8 +45,8 @@ class SloFlags:
         float,
         typer.Option(
             metavar="TOKENS_PER_SECOND",
-            help="Reading speed assumed for counting stalls: a pause counts if such a reader has to wait. Most people "
-            "read more slowly than 10 tokens/s.",
+            help="Reading speed for the pause figures: a token is late if a reader at this speed has to wait for it. "
+            "Most people read more slowly than 10 tokens/s.",
         ),
     ] = READER_SPEED
 
@@ -62,5 +62,5 @@ class SloFlags:
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Give a Typer command the options of latency targets; it takes a keyword `slo: Slo` instead."""
+    """Add the options of latency targets to a Typer command, which receives them as its keyword `slo: Slo`."""
     return with_options("slo", SloFlags, SloFlags.slo)(command)

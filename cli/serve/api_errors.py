@@ -31,7 +31,7 @@ class ApiError(LlmschedError):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Return the error object that an answer, or the last event of a stream, carries."""
+        """Return the error object for an answer, or for the last event of a stream."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -48,7 +48,7 @@ _TYPES = {
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the ApiError for an exception. An unexpected one becomes a 500 that shows no internals."""
+    """Return the ApiError for an exception. An unexpected exception becomes a 500 without internal details."""
     match error:
         case ApiError():
             return error

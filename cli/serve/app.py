@@ -41,7 +41,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """Return the ASGI application that serves `engine` under `model_name`, with `api_key` to its holders only."""
+    """Return the ASGI application that serves `engine` as `model_name`. Clients must send `api_key`, if given."""
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine))
     served = _ServedModel(engine, model_name)
@@ -60,7 +60,7 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
 
     @app.exception_handler(ClientDisconnect)
     async def answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
-        """Return status 499, which proxies log for it. The client has disconnected and will not read it."""
+        """Answer with status 499, for the log only: the client has disconnected and will not read it."""
         return Response(status_code=499)
 
     return app
@@ -73,7 +73,7 @@ def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
         if api_key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Compare in constant time, so that timing tells nothing of the key. Headers are bytes decoded as Latin-1.
+        # Compare in constant time, so that timing reveals nothing of the key. Headers are bytes decoded as Latin-1.
         key = given.strip(" \t").encode("latin-1")
         if scheme.lower() != "bearer" or not hmac.compare_digest(key, api_key.encode()):
             raise ApiError(
@@ -138,7 +138,7 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
         if not timelines:
             raise ApiError(
                 404,
-                f"request {request_id[:200]!r} is not known here; only the latest ones are kept",
+                f"request {request_id[:200]!r} is unknown; the server remembers only its latest requests",
                 param="request_id",
                 code="request_not_found",
             )
@@ -148,7 +148,7 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
 
 class _ServedModel:
-    """The one model that is served: describes it and answers generation requests."""
+    """The served model: its description, and the answers to generation requests."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.preparer = Preparer(engine.core)

@@ -45,7 +45,7 @@ def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
     rows += [
         ("context", f"{config.max_model_len} tokens, prompt and output (max_model_len)"),
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
-        ("running", f"at most {most} requests ({limit}), {config.max_queue_size} waiting"),
+        ("running", f"at most {most} requests ({limit}); up to {config.max_queue_size} more may wait (max_queue_size)"),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),
         ("preemption", preemption),
         ("sampling", sampling),
@@ -54,7 +54,7 @@ def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """Return where the memory goes: as planned and, once it was measured, as it turned out."""
+    """Return rows with the planned size of each part of the memory, and with its measured size if known."""
     if plan.measured is None:
         parts = [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
     else:

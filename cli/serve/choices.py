@@ -27,7 +27,7 @@ def _finite(logprob: float) -> float:
 
 
 class TokenWriter:
-    """Writes single tokens: texts and bytes for log-probabilities, pieces of an echoed prompt."""
+    """Writer of single tokens: their texts and bytes for log-probabilities, the pieces of an echoed prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -46,10 +46,10 @@ class TokenWriter:
         return list(self._tokenizer.token_bytes(token_id))
 
     def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
-        """Return the bytes that a generated token adds to the text; those of all tokens decode to the whole text.
+        """Return the bytes that a generated token adds to the text; joined for all tokens, they decode to the text.
 
-        Byte-level tokens are exactly their bytes. Others depend on their context (a leading space is stripped, a run of
-        byte-fallback tokens is one character), which `piece`, the text that the token added, accounts for.
+        For a byte-level tokenizer they are the token's own bytes. Otherwise they depend on the context (a leading space
+        is stripped, a run of byte-fallback tokens is one character) and come from `piece`, the text that was added.
         """
         if skip_special_tokens and self._tokenizer.is_special(token_id):
             return []
@@ -58,7 +58,7 @@ class TokenWriter:
     def prompt_pieces(self, prompt: PreparedPrompt) -> list[str]:
         """Return the text that each prompt token adds, special tokens included.
 
-        A BOS token that the tokenizer put before a text adds none.
+        A BOS token that the tokenizer put before a text adds no text.
         """
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         first, text = prompt.token_ids[0], prompt.text
@@ -93,7 +93,7 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class ChoiceFormat(ABC):
-    """Format of one API: turns the outputs for one HTTP request into choices. Each prompt has `n` choices."""
+    """Answer format of one API, for the outputs of one HTTP request. Each prompt has `n` choices."""
 
     request: GenerationRequest
     prompts: Sequence[PreparedPrompt]
@@ -109,7 +109,7 @@ class ChoiceFormat(ABC):
         return ()
 
     def delta(self, prompt_index: int, output: RequestOutput) -> ChoiceDelta:
-        """Return what `output`, of the prompt with that index, adds to its choice. Call it in the outputs' order."""
+        """Return what `output` adds to its choice. Call it once for each output of the prompt, in order."""
         delta = ChoiceDelta(
             index=prompt_index * (self.request.n or 1) + output.index,
             text=output.text,
@@ -126,10 +126,10 @@ class ChoiceFormat(ABC):
 
     @abstractmethod
     def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
-        """Add log-probabilities and the echo; `prompt` is given with the first delta of a choice."""
+        """Add log-probabilities and the echo. `prompt` is None except for the first delta of a choice."""
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """Return a choice of a stream's chunk, or None if the delta has nothing to send yet."""
+        """Return a choice for a chunk of a stream, or None if the delta has nothing to send."""
         has_content = delta.text or delta.finish_reason or any((delta.logprobs or {}).values())
         if not has_content and not (self.request.return_token_ids and delta.token_ids):
             return None
@@ -140,7 +140,7 @@ class ChoiceFormat(ABC):
         """Return the part of a choice that carries the text."""
 
     def choice(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
-        """Return a choice of a whole answer, or of a stream's chunk."""
+        """Return a choice for a whole answer, or for a chunk of a stream."""
         choice = {"index": delta.index, **self.content(delta, whole), "logprobs": delta.logprobs}
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self.request.return_token_ids:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 def serve(
     model: ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks any free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="LLMSCHED_API_KEY",
-            help="Require it as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
+            help="Key that clients must send as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -103,7 +103,7 @@ def serve(
         render.warn(f"the measured memory could not be saved in the profile: {problem}")
     pin_prefixes(engine, prefixes)
     name = served_model_name or engine.model.name
-    # What is loaded now lives until the end: keep the garbage collector from scanning it between tokens.
+    # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
     gc.collect()
     gc.freeze()
     code = asyncio.run(_serve(engine, listener, name, api_key, grace_period))

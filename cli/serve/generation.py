@@ -1,4 +1,4 @@
-"""Generation: runs one HTTP request on the engine and returns a whole answer or server-sent events."""
+"""Generation: the run of one HTTP request on the engine, answered as a whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
 
 
 class Generation:
-    """All prompts of one HTTP request, submitted on construction. `whole` and `events` abort what is left at their end.
+    """All prompts of one HTTP request, submitted on construction. `whole` and `events` abort unfinished prompts.
 
-    Raises RequestError, QueueFullError or EngineDeadError, after it has aborted the prompts already submitted.
+    Raises RequestError, QueueFullError or EngineDeadError, after aborting the prompts already submitted.
     """
 
     def __init__(self, engine: AsyncEngine, choice_format: ChoiceFormat, model_name: str, priority: int = 0) -> None:
         self.id = f"{choice_format.id_prefix}-{uuid.uuid4().hex}"
         self._format = choice_format
         self._head = {"created": int(time.time()), "model": model_name}
-        #: The latest output of each choice, by the indices of its prompt and of the choice.
+        #: The latest output of each choice, by prompt index and choice index.
         self._latest: dict[tuple[int, int], RequestOutput] = {}
         self._streams: list[RequestStream] = []
         request = choice_format.request
@@ -74,7 +74,7 @@ class Generation:
         return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events. After a failure the last one is an error and [DONE] is missing."""
+        """Yield the answer as server-sent events. After a failure, the last event is an error instead of [DONE]."""
         try:
             for choice in self._format.opening():
                 yield self._chunk([choice])

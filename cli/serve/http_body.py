@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 #: Enough for a prompt of a million token ids, or a million tokens of text.
 MAX_BODY_BYTES = 8 << 20
-#: This much of a body that is too large is read and discarded, so that the client gets to read the answer.
+#: Bytes of an oversized body that are read and discarded, so that the client reads the answer.
 _MAX_DISCARDED_BYTES = 64 << 20
 
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +28,7 @@ _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the whole body. Raise ApiError 413 beyond MAX_BODY_BYTES, never holding more than that in memory."""
+    """Return the whole body. Raises ApiError 413 if it exceeds MAX_BODY_BYTES, without holding more in memory."""
     length = request.headers.get("content-length", "")
     declared = int(length) if length.isdigit() else 0
     chunks, size = [], 0
@@ -59,7 +59,7 @@ def event(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Answer that sends events as they come. Calls `close` at the end: complete, failed, or client disconnected."""
+    """Answer that streams events. `close` is called when it ends, fails, or the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(
@@ -86,7 +86,7 @@ class EventStream(Response):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; if the client disconnects, cancel it and raise ClientDisconnect. Call after the body was read."""
+    """Run `work`; if the client disconnects, cancel it and raise ClientDisconnect. Call it after the body was read."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":

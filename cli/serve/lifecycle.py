@@ -17,11 +17,11 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.engine.service import AsyncEngine
 
 _HEALTH_CHECK_S = 0.2
-#: How long the process stays after an engine failure, so that clients and probes get their answers.
+#: Seconds that the process stays up after an engine failure, so that clients and probes get their answers.
 _LINGER_S = 2.0
-#: Longer than common clients keep idle connections, so that the client closes them first.
+#: Seconds to keep idle connections: longer than common clients do, so that the client closes them first.
 _KEEP_ALIVE_S = 75
-#: Time that slow clients get to read the rest of their answers at exit.
+#: Seconds that slow clients get to read the rest of their answers at exit.
 _CLOSING_S = 5
 #: Connections that may wait while the model loads, and later for the event loop.
 _BACKLOG = 2048
@@ -33,10 +33,10 @@ class PortInUseError(LlmschedError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address; port 0 takes any free port. Clients wait until `run` serves.
+    """Return a socket that listens on the address; port 0 picks any free port. Clients wait until `run` serves them.
 
-    Raise PortInUseError. Call it before the model is loaded, which takes minutes. It listens, and does not only bind,
-    because several sockets may be bound to an address as long as none of them listens.
+    Raises PortInUseError if it cannot listen. Call it before the model is loaded, which takes minutes. Binding alone
+    would not reserve the address: several sockets may be bound to it as long as none listens.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -61,7 +61,7 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to us and calls `on_ready` when it accepts connections."""
+    """uvicorn server that leaves signals to `run` and calls `on_ready` when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], Any]) -> None:
         super().__init__(config)
@@ -91,7 +91,7 @@ async def run(
     The first SIGTERM or SIGINT drains: /health fails, new requests get 503, running requests have `grace_s` seconds to
     finish, and the rest end with an error. A second signal exits at once.
 
-    Raise PortInUseError, with the engine stopped, if the address of `listener` cannot be listened on.
+    Raises PortInUseError, after stopping the engine, if `listener` cannot listen on its address.
     """
     stop = stop or asyncio.Event()
     server = _Server(

@@ -103,7 +103,7 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:
-    """Return a pinned prefix as JSON: `tokens` fill whole blocks, `written_tokens` of them are in the cache so far."""
+    """Return a pinned prefix as JSON: `tokens` in whole blocks, and the `written_tokens` that are cached so far."""
     return {
         "id": pin.pin_id,
         "object": "prefix",
@@ -114,9 +114,9 @@ def _pin_body(pin: PinState) -> dict[str, Any]:
 
 
 def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
-    """Read prefix files: text, or in a .json file the body of a POST to /v1/prefixes.
+    """Read prefix files: text files, or .json files with the body of a POST to /v1/prefixes.
 
-    Raise ConfigError for a file that cannot be read. Call it before the model is loaded, which takes minutes.
+    Raises ConfigError if a file cannot be read. Call it before the model is loaded, which takes minutes.
     """
     found = []
     for path in paths:
@@ -138,7 +138,7 @@ def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
 
 
 def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) -> None:
-    """Pin the prefixes; the engine computes them before other requests. Raise ConfigError if one cannot be pinned."""
+    """Pin the prefixes; the engine computes them before other requests. Raises ConfigError if one cannot be pinned."""
     preparer = Preparer(engine)
     for path, request in files:
         try:

@@ -1,4 +1,4 @@
-"""Preparation: turns a validated request into token ids and sampling parameters for the engine."""
+"""Preparation of validated requests: their token ids and sampling parameters for the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 
-#: Default max_tokens of /v1/completions; less if the context ends before.
+#: Default max_tokens of /v1/completions; less if the context has less room.
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -33,7 +33,7 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Tokenises requests for one model and fills in their defaults. Call it in worker threads, off the event loop."""
+    """Converter of requests to tokens and sampling parameters. Call it in worker threads, off the event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
@@ -43,7 +43,7 @@ class Preparer:
         self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)
 
     def completion(self, request: CompletionRequest) -> list[PreparedPrompt]:
-        """Return one PreparedPrompt per prompt. Raise RequestError if one is too long."""
+        """Return one PreparedPrompt per prompt. Raises RequestError if a prompt is too long."""
         extra: dict[str, Any] = {"logprobs": request.logprobs}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
@@ -57,7 +57,7 @@ class Preparer:
         return prepared
 
     def chat(self, request: ChatRequest) -> list[PreparedPrompt]:
-        """Return the messages as one prompt. Without max_tokens the answer may fill the context. Raise RequestError."""
+        """Return the prompt of a chat. Without max_tokens, the answer may fill the context. Raises RequestError."""
         messages = self._messages(request.messages)
         token_ids = render_chat(self._tokenizer, messages, **(request.chat_template_kwargs or {}))
         max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
@@ -67,10 +67,10 @@ class Preparer:
         return [PreparedPrompt(token_ids, None, self._sampling(request, max_tokens, extra))]
 
     def prefix(self, request: PrefixRequest) -> list[int]:
-        """Return the token ids of a prefix. Raise RequestError.
+        """Return the token ids of a prefix. Raises RequestError if it is too long or not valid.
 
-        Messages that end with a user turn give the prompt of that chat. Others give the common prefix of all chats that
-        begin with them, whatever the next user turn is.
+        Messages that end with a user turn give the prompt of that chat. Other messages give the common prefix of all
+        chats that continue with a user turn.
         """
         if request.messages is None:
             assert request.prompt is not None
@@ -85,7 +85,7 @@ class Preparer:
         return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages as the chat template takes them. Raise RequestError if they are surely too long."""
+        """Return the messages for the chat template. Raises RequestError if they are certainly too long."""
         characters = 0
         for message in messages:
             if isinstance(message.content, str):
@@ -103,7 +103,7 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError, without tokenising, if a text exceeds the context even in the longest of tokens."""
+        """Raise RequestError if a text would exceed the context even if every token were the longest one."""
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(
@@ -114,5 +114,5 @@ class Preparer:
             )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
-        """Return the request's parameters, with defaults from generation_config.json, else from the API."""
+        """Return the request's parameters; defaults are from generation_config.json, else from the API."""
         return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})

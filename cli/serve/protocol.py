@@ -1,7 +1,7 @@
 """Request schemas of the OpenAI API and the fields that llmsched adds to it.
 
-They are strict: true and "1.0" are not accepted as numbers, numbers are finite, and an unknown field is refused by
-name. null means that the field was left out. SamplingParams and the engine check the ranges.
+They are strict: true and "1.0" are not accepted as numbers, numbers are finite, and an unknown field is rejected by
+name. null is the same as leaving the field out. SamplingParams and the engine check the ranges.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Schema(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    #: Fields of the API that this server does not support; refused by name unless they have the value given here.
+    #: Fields of the API that this server does not support; rejected by name unless they have the value given here.
     unsupported: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Raise for the first unknown field. pydantic's own check would list every field of a hostile body."""
+        """Raise an error for the first unknown field. pydantic's check would list every field of a hostile body."""
         if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
             raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
         return value
@@ -49,7 +49,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return one or several prompts, each a text or token ids. pydantic would report every element of a union."""
+    """Return a list of prompts, each a text or token ids. pydantic would report every element of a union."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -71,13 +71,15 @@ def _one_prompt(value: Any) -> Prompt:
     raise _wrong("must be a text or a list of token ids")
 
 
-#: Turns one text into a list of it.
+#: Validator that puts a single text into a list.
 _LISTED = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
 def _int64(value: int) -> int:
     if not -_INT64 <= value < _INT64:
-        raise _wrong(f"{value:.3e} is out of range; allowed are 64-bit integers")
+        text = str(value)
+        shown = text if len(text) <= 24 else f"{text[:24]}... ({len(text)} characters)"
+        raise _wrong(f"{shown} is out of range; allowed are 64-bit integers")
     return value
 
 
@@ -211,7 +213,7 @@ class PrefixRequest(Schema):
 
 
 def parse(schema: type[R], body: bytes) -> R:
-    """Return the request in `body`. Raise RequestError with the field, its value and what is allowed."""
+    """Return the request in `body`. Raises RequestError with the field, its value and what is allowed."""
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -233,7 +235,7 @@ def parse(schema: type[R], body: bytes) -> R:
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """Return the first error; of a union (str or list) the deepest one, which is in the branch that was meant."""
+    """Return the first error; for a union (str or list), the deepest error, from the branch that was meant."""
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]
     detail = max((d for d in details if d["loc"][:1] == first), key=lambda d: len(d["loc"]))
@@ -259,7 +261,8 @@ def _check_combinations(request: GenerationRequest) -> None:
         if request.best_of is not None and request.best_of != n:
             raise RequestError("best_of", f"best_of is {request.best_of}; not supported unless equal to n ({n})")
         if len(request.prompt) * n > MAX_CHOICES:
-            raise RequestError("n", f"n={n} of {len(request.prompt)} prompts is more than {MAX_CHOICES} choices")
+            product = f"n ({n}) x {len(request.prompt)} prompts = {len(request.prompt) * n} choices"
+            raise RequestError("n", f"{product}; at most {MAX_CHOICES} are allowed")
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
@@ -275,9 +278,9 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return the priority that the body's `priority`, else the class header asks for; interactive by default.
+    """Return the body's `priority`, else the priority of the class in the header, else that of interactive.
 
-    Raise RequestError for an unknown class.
+    Raises RequestError for an unknown class.
     """
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")

@@ -1,4 +1,4 @@
-"""Reading a streamed answer of any OpenAI-compatible server onto the request's record.
+"""Reader of streamed answers from any OpenAI-compatible server, which fills in the request's record.
 
 Servers differ in their chunks and in how a stream ends or fails: [DONE] or just a finish reason; an error as an event
 of that type, as an object, or as a field `error:` beside `data:` (llama.cpp).
@@ -33,7 +33,7 @@ _REMEDIES = {
     404: "--endpoint chooses the API, --served-model-name the model",
 }
 
-#: Bytes of an answer that are kept to be quoted if it is not a stream.
+#: Bytes of an answer that are kept for the error message if it is not a stream.
 _QUOTED = 2000
 
 #: Characters of a server's message that are quoted.
@@ -44,10 +44,10 @@ _MAX_TOKENS = 1_000_000
 
 
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
-    """Note chunks, usage and the end of an answer on the record.
+    """Record the chunks, the usage and the end of an answer.
 
-    Raise RequestFailed unless it is a stream with at least one token that ends with [DONE], or with the response after
-    a finish reason.
+    Raises RequestFailed unless the answer is a stream with at least one token that ends with [DONE], or with a finish
+    reason and the end of the response.
     """
     if response.status_code != httpx.codes.OK:
         await response.aread()
@@ -83,10 +83,10 @@ def _refusal(response: httpx.Response) -> str:
 async def _read_stream(
     response: httpx.Response, record: RequestRecord, now: Callable[[], float], patience: asyncio.Timeout
 ) -> None:
-    """Note all events; after [DONE] the response must end within the `patience`.
+    """Record all events. After [DONE], `patience` limits the wait for the end of the response.
 
-    An event's time is the time its last byte was received, if the transport reports it. Raise RequestFailed for an
-    answer without any event.
+    An event's time is the time its last byte was received, if the transport reports it. Raises RequestFailed for an
+    answer without events.
     """
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False
@@ -108,7 +108,7 @@ async def _read_stream(
 
 
 def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
-    """Put an event on the record; return whether it is the last. Raise RequestFailed for an error or invalid data."""
+    """Record an event; return whether it is the last. Raises RequestFailed for an error or invalid data."""
     said = event.data.strip()
     if said == "[DONE]":
         record.end = time
@@ -127,7 +127,7 @@ def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
 
 
 def _note_content(content: dict[str, Any], said: str, record: RequestRecord, time: float) -> None:
-    """Put an event's JSON object on the record, as a chunk only if it has choices."""
+    """Record the JSON object of an event; it is a chunk only if it has choices."""
     if content.get("error") is not None or content.get("object") == "error":
         raise RequestFailed("error event", shorten(said))
     if record.request_id is None and isinstance(name := content.get("id"), str):
@@ -154,7 +154,7 @@ def _note_content(content: dict[str, Any], said: str, record: RequestRecord, tim
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Return all the output in a choice: answer, reasoning and arguments of tool calls."""
+    """Return all output in a choice: the answer, the reasoning, and names and arguments of tool calls."""
     if isinstance(text := choice.get("text"), str):
         return text
     if not isinstance(delta := choice.get("delta"), dict):
@@ -178,7 +178,7 @@ def _joined(content: Any) -> str:
 
 
 def _usage(usage: dict[str, Any], before: ReportedUsage) -> ReportedUsage:
-    """Return the counts of a usage object; a missing count stays as it was `before`."""
+    """Return the counts of a usage object; missing counts are taken from `before`."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MAX_TOKENS:
@@ -195,7 +195,7 @@ def _count(value: Any, otherwise: int | None) -> int | None:
 
 
 def shorten(text: str) -> str:
-    """Return one line of a server's message, without control characters for the terminal."""
+    """Return a server's message on one line of limited length, without control characters."""
     words = " ".join(text[: 4 * _DETAIL_LENGTH].split())
     line = "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
     return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."

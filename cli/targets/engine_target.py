@@ -109,7 +109,7 @@ class EngineTarget:
 
 @asynccontextmanager
 async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -> AsyncIterator[OpenTarget]:
-    """Run a model in this process and warm it up. Raise ModelError and ConfigError."""
+    """Run a model in this process and warm it up. Raises ModelError or ConfigError."""
     from llmsched.engine.build import build_engine
 
     warmup = 1 if plan.warmup is None else plan.warmup

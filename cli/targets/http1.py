@@ -1,7 +1,7 @@
 """HTTP/1.1 client for a load generator: little work per chunk, and the time at which each read was received.
 
-httpx's own transport needs more time per chunk than parsing the JSON in it. With some hundred streams the client, not
-the server, would be measured.
+httpx's own transport needs more time per chunk than parsing its JSON does. With some hundred streams, the benchmark
+would measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether a request can be sent: nothing unrequested has come, not even the end of the connection."""
+        """Whether a request can be sent: the connection is open, and the server has sent nothing unrequested."""
         return self._received.empty()
 
     async def read(self) -> Received:
-        """Return the next bytes received, empty at the end of the connection. Raise OSError if it broke."""
+        """Return the next bytes received, empty at the end of the connection. Raises OSError if it broke."""
         received = await self._received.get()
         if isinstance(received, Exception):
             raise received
@@ -93,7 +93,7 @@ class ResponseParser:
         self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def feed(self, received: bytes) -> bytes:
-        """Return the body's content in these bytes, which may be split anywhere. Raise ValueError if malformed."""
+        """Return the body's content in these bytes, which may be split anywhere. Raises ValueError if malformed."""
         self._content.clear()
         try:
             self._parser.feed_data(received)
@@ -112,7 +112,7 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError unless the end of the connection is the end of the body."""
+        """Raise ValueError unless the body may end where the connection ends."""
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():
             raise ValueError("the connection was closed before the answer was over")
@@ -123,7 +123,7 @@ class ResponseParser:
         self.reusable = False  # if another response has begun
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.has_head:  # later ones are trailers
+        if not self.has_head:  # later headers are trailers
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -143,10 +143,10 @@ class ResponseParser:
 
 
 class Http1Transport(httpx.AsyncBaseTransport):
-    """Transport with one connection, for one request at a time; opened when needed, kept while the server keeps it.
+    """Transport with one connection, for one request at a time. It opens the connection when needed and keeps it open.
 
-    Calls the request's `trace` extension when it begins to connect, has connected, and sends the request. The
-    response's extension `arrived` returns when (event loop's time) the content read last was received.
+    The request's extension `trace` is called before connecting, after connecting, and before sending the request. The
+    response's extension `arrived` returns the event loop's time when the content read last was received.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
@@ -154,7 +154,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self._connection: Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and read the head of its answer. Raise httpx's errors."""
+        """Send a request and read the head of its answer. Raises httpx's errors."""
         if self._connection is not None and not self._connection.idle:
             self.drop()
         used_before = self._connection is not None
@@ -170,7 +170,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self.drop()
 
     def drop(self) -> None:
-        """Close the connection, even within an answer."""
+        """Close the connection, even in the middle of an answer."""
         if self._connection is not None:
             self._connection.transport.close()
             self._connection = None
@@ -212,7 +212,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
 class _Body(httpx.AsyncByteStream):
     """Body of an answer, which begins with the content that came with its head.
 
-    `arrived` is the time at which the part yielded last was received.
+    `arrived` is the time when the last part that was yielded was received.
     """
 
     transport: Http1Transport
@@ -290,6 +290,6 @@ class TransportPool:
             self._free.append(transport)
 
     async def close(self) -> None:
-        """Close all connections. No request may be under way."""
+        """Close all connections. No request may be in flight."""
         for transport in self._free:
             await transport.aclose()

@@ -53,10 +53,10 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
 class HttpOptions:
     """Settings for talking to a server.
 
-    `url` may end in /v1 or in an endpoint below it. `model` None: the first model the server lists. `tokenizer` names
-    the model whose vocabulary prompts are drawn from. `text_prompts`: send words, not token ids. `lookup_timeout`
-    (seconds) is for requests beside the load, for models and metrics. `timelines`: ask an llmsched server, after the
-    load, for its scheduler's decisions.
+    `url` may end in /v1 or in an endpoint below it. If `model` is None, the first model that the server lists is used.
+    Prompts are drawn from the vocabulary of the model `tokenizer`. `text_prompts`: send words, not token ids.
+    `lookup_timeout` (seconds) is for requests outside the load, for models and metrics. `timelines`: after the load,
+    ask an llmsched server for its scheduler's decisions.
     """
 
     url: str
@@ -107,7 +107,7 @@ class HttpTarget:
         self._transports = TransportPool(options.url, transport)
 
     async def connect(self) -> None:
-        """Look up the model if the server has /v1/models. Raise TargetUnreachableError if it accepts no connection."""
+        """Look up the model in /v1/models, if it exists. Raises TargetUnreachableError if no connection is accepted."""
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
@@ -200,7 +200,7 @@ class HttpTarget:
         return self._memory
 
     async def _look_up(self, path: str) -> httpx.Response:
-        """Send a request beside the load. Raise TimeoutError if the answer does not end in time."""
+        """Send a GET that is not part of the load. Raises TimeoutError if the response is not complete in time."""
         async with asyncio.timeout(self._options.lookup_timeout):
             return await self._lookups.get(f"{self._root}{path}")
 
@@ -224,7 +224,7 @@ def _detail(problem: Exception) -> str:
 
 @asynccontextmanager
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
-    """Connect to a server and warm it up. Raise TargetUnreachableError if it accepts no connection."""
+    """Connect to a server and warm it up. Raises TargetUnreachableError if it accepts no connection."""
     encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
     ids: Sequence[int] | None = COMMON_IDS
     if options.endpoint == "chat" or options.text_prompts:

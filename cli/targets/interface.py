@@ -1,4 +1,4 @@
-"""Targets of a load: what each kind provides, and what preparing one yields."""
+"""Targets of a load: the interface of all kinds, and the result of preparing a target."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """Something that can be loaded.
+    """Engine or server that a load can be sent to.
 
-    `in_process`: it shares the client's process, and so its event loop's lag. `encode` turns the texts of a trace into
-    its tokens (None: it is sent the texts). `sample_interval` is the time in seconds between two calls of `state` that
-    does not disturb it. `meter` sees every step (None: the steps cannot be seen).
+    `in_process`: the target runs in the client's process and shares its event loop. `encode` turns the texts of a trace
+    into token ids (None: texts are sent). Calls of `state` every `sample_interval` seconds do not disturb the target.
+    `meter` observes every step (None: steps cannot be observed).
     """
 
     name: str
@@ -36,26 +36,26 @@ class Target(Protocol):
     meter: KVMeter | None
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
-        """Send one request; note its times, chunks and usage. Raise RequestFailed if it is not served."""
+        """Send a request and record its times, chunks and usage. Raises RequestFailed if it is not served."""
 
     async def preemptions(self) -> int | None:
-        """Return the preemptions since the target started; None if unknown."""
+        """Return the number of preemptions since the target started; None if unknown."""
 
     async def state(self) -> TargetState | None:
-        """Return the present state, at the event loop's time; None if unknown."""
+        """Return the current state with the event loop's time; None if unknown."""
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
-        """Return the scheduler's decisions about each request, in the records' clock; None where unknown.
+        """Return the scheduler's decisions about each request, in the event loop's time; None if unknown.
 
         A target keeps them for its latest requests only.
         """
 
     def memory(self) -> MemoryParts | None:
-        """Return the parts of its memory, as last reported; None if unknown."""
+        """Return the parts of the target's memory, as last reported; None if unknown."""
 
 
 class TargetUnreachableError(Exception):
-    """The server accepts no connection, so sending it a load is pointless."""
+    """Server that accepts no connection, so that sending it a load is pointless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class RunPlan:
 class OpenTarget:
     """A target that is ready and warmed up.
 
-    `measure` sends it a load; the prefix cache of a model in this process is empty then. `settings` are those of the
-    engine, as far as they are known.
+    `measure` sends a load to the target and measures it; a model in this process starts with an empty prefix cache.
+    `settings` are the engine's, as far as they are known.
     """
 
     name: str

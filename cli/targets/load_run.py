@@ -1,4 +1,4 @@
-"""Sending a load to a target: warm-up, the load itself with samples of the target's state, counters, figures."""
+"""Runs of a load on a target: warm-up, the load itself, samples of the target's state, counters, figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsched.cli.targets.interface import Target
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress
 
-#: Samples kept of one run; at this number every second one is dropped, and the interval is doubled.
+#: Most samples of one run; beyond it, every second sample is dropped and the interval is doubled.
 MOST_SAMPLES = 4096
 
 #: Added to the seed for warm-up prompts, so that the run does not find its own prompts cached.
@@ -53,9 +53,9 @@ async def send_workload(
     partial: bool = False,
     first: int | None = None,
 ) -> RunRecord:
-    """Send a load to a target, or only its `first` requests. Random prompts consist of token `ids`, else of words.
+    """Send a load to a target, or only its `first` requests. Random prompts consist of token `ids`, or else of words.
 
-    `partial`: a cancellation (Ctrl-C) ends the load, and the requests that have ended are the run, if there are any.
+    With `partial`, cancellation (Ctrl-C) stops the load and the record has the requests that have ended, if any.
     """
     planned, stop_after = plan_first(workload, first, ids, target.encode)
     total = 0 if stop_after else len(planned)
@@ -108,7 +108,7 @@ async def send_workload(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list to which a state is added every `interval` seconds; a target that returns none is asked once."""
+    """Yield a list to which a state is added every `interval` seconds, until `state` returns None."""
     samples: list[TargetState] = []
 
     async def sample() -> None:
@@ -132,7 +132,7 @@ async def _sampled(
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
-    """Put the scheduler's decisions on the records, and empty the list."""
+    """Store the scheduler's decisions in the records, and empty the list."""
     records = ended.copy()
     ended.clear()
     for record, timeline in zip(records, await target.timelines(records), strict=True):
@@ -148,7 +148,7 @@ async def warm_up(
     timeout: float | None,
     output_len: int | None = None,
 ) -> None:
-    """Send `count` requests like the load's, all at once, with different prompts, and ignore failures.
+    """Send `count` requests similar to the load's at once, with other prompts, and ignore failures.
 
     Answers are as long as the load's, or `output_len` tokens.
     """

@@ -1,4 +1,4 @@
-"""State of a server from its /metrics, under the names of llmsched, vLLM, SGLang, llama.cpp and TGI.
+"""State of a server from its /metrics, with the metric names of llmsched, vLLM, SGLang, llama.cpp and TGI.
 
 llmsched reports the parts of its KV memory in bytes; vLLM, SGLang and older llama.cpp report the share in use; TGI
 reports nothing about it.
@@ -31,7 +31,7 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """Metrics of a server: for each name, without the prefix before its colon, a value per set of labels."""
+    """Metrics of a server: for each name (without the prefix and its colon), a value per set of labels."""
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values
@@ -77,6 +77,6 @@ class ServerMetrics:
         return TargetState(time, int(running), int(waiting), kv_held=held)
 
     def _first(self, names: Sequence[str]) -> float | None:
-        """Return the sum over all labels."""
+        """Return the first of the metrics that is reported, summed over all labels; None if there is none."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total

@@ -1,4 +1,4 @@
-"""Clients of a simulated engine: send a load and keep records as run_load does, on the engine's virtual clock."""
+"""Clients of a simulated engine, which send a load and keep records as run_load does, but on its virtual clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from llmsched.engine.simulated_engine import SimulatedEngine
 
 
 class SimulatedClients:
-    """Clients of a load. A request goes to the client that has been free longest, when it is due.
+    """Clients of a load. A request that is due goes to the client that has been free longest.
 
-    `_free` is a heap of the times since which clients are free. `_running` are the requests that were sent and have not
-    ended, `_deadlines` the times at which they time out. For the parameters see `run_load`.
+    `_free` is a heap with the time when each free client became free. `_running` are the requests in flight,
+    `_deadlines` the times at which they time out. For the parameters, see `run_load`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SimulatedClients:
     def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
         """Serve the load; return a record of each request that was sent, in the order of `planned`.
 
-        Raise CancelledError after a step if the current task was cancelled (Ctrl-C): there is no await to raise it.
+        Raises CancelledError after a step if the current task was cancelled (Ctrl-C): no await would raise it.
         """
         try:
             task = asyncio.current_task()
@@ -76,7 +76,7 @@ class SimulatedClients:
         return self._records
 
     def _advance(self) -> bool:
-        """Send what is due and advance the clock until there is a step to compute; return False when all has ended."""
+        """Send due requests and advance the clock until a step can be computed; return False if all have ended."""
         engine = self._engine
         while True:
             while self._coming and self._free and (due := self._due(self._coming[0])) <= engine.clock.now:
@@ -98,7 +98,7 @@ class SimulatedClients:
                 return False
 
     def _due(self, planned: PlannedRequest) -> float:
-        """Return when a request can be sent: at its time, but not before a client is free."""
+        """Return the time when a request can be sent: its due time, or later, when a client is free."""
         return max(self._start if self._closed else self._start + planned.offset, self._free[0])
 
     def _send(self, planned: PlannedRequest, now: float) -> None:
@@ -107,7 +107,7 @@ class SimulatedClients:
         self._records.append(record)
         prompt = planned.prompt.token_ids
         assert prompt is not None
-        # Padded so that ids sort in the order of arrival, which decides between requests of the same time.
+        # Padded so that ids sort in the order of arrival, which breaks ties between requests of the same time.
         name = record.request_id = f"bench-{planned.index:09}"
         record.asked_tokens = planned.output_len
         try:

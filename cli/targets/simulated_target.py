@@ -37,7 +37,7 @@ from llmsched.profiles.calibrated import LOCAL
 #: Called with a warning for the user.
 Warn = Callable[[str], None]
 
-#: Seconds between two samples, until a run has so many that they are thinned.
+#: Seconds between two samples, until a run has more than MOST_SAMPLES.
 _SAMPLE_INTERVAL = 0.1
 
 
@@ -48,9 +48,9 @@ def no_warning(text: str) -> None:
 def make_blueprint(
     config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
 ) -> Blueprint:
-    """Return the engine that `config` gives on a GPU (named as for gpu_blueprint), or on this machine for "local".
+    """Return the blueprint of an engine on a GPU (named as for gpu_blueprint), or on this machine for "local".
 
-    `quantization` is one of QUANTIZATIONS, for the weights. Raise ModelError and ConfigError, the latter also if this
+    `quantization` is one of QUANTIZATIONS, for the weights. Raises ModelError or ConfigError; ConfigError also if this
     machine was not calibrated for the model.
     """
     if quantization is not None and device == LOCAL:
@@ -70,8 +70,8 @@ def simulate_run(
 ) -> RunRecord:
     """Serve a load on a new engine; `limits` replace those of the blueprint.
 
-    The model's tokenizer encodes texts if it is on this disk. Raise ConfigError for limits beyond the blueprint's
-    memory reservation.
+    Texts are encoded with the model's tokenizer if it is on this disk. Raises ConfigError if the limits exceed the
+    blueprint's memory reservation.
     """
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
@@ -127,9 +127,9 @@ def _interrupted_at_once() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TextEncode:
-    """Encoder of texts with the model's tokenizer, loaded at the first text; without one, a token per word.
+    """Encoder of texts with the model's tokenizer, loaded at the first text. If it is missing, a word is a token.
 
-    `warn` is told, once per model, that the tokenizer is missing.
+    `warn` is called once per model if the tokenizer is missing.
     """
 
     model: str
@@ -144,7 +144,7 @@ class TextEncode:
 
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
-    """Return the tokenizer of a model on this disk. Of a hub id only config.json is fetched, so it has none."""
+    """Return the encoder of a model. For a hub id it counts words, because only config.json is fetched."""
     path = Path(os.path.expanduser(model))
     with suppress(ConfigError):
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
@@ -168,7 +168,7 @@ async def open_simulated(
     warn: Warn = no_warning,
     quantization: str | None = None,
 ) -> AsyncIterator[OpenTarget]:
-    """Plan a model on a simulated GPU (see make_blueprint). Raise ModelError and ConfigError."""
+    """Plan a model on a simulated GPU (see make_blueprint). Raises ModelError or ConfigError."""
     refuse_warmup(plan)
     blueprint = make_blueprint(config, device, progress, quantization)
     for note in blueprint.notes:

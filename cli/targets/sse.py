@@ -19,7 +19,7 @@ class EventParser:
     """Incremental parser of server-sent events.
 
     Lines end in LF, CRLF or CR; comments are skipped. Unlike the standard, `close` returns an event whose blank line is
-    missing, and a field "error" is an event of that type with that data: some servers end or fail that way.
+    missing, and a field "error" is read as an event of type "error", because some servers end or fail that way.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class EventParser:
         self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """Return the events completed by these bytes. Raise ValueError for an event that is too long."""
+        """Return the events completed by these bytes. Raises ValueError for an event that is too long."""
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False
@@ -49,7 +49,7 @@ class EventParser:
         return events
 
     def close(self) -> Event | None:
-        """Return the event left open by the end of the stream, if any."""
+        """Return the event that was incomplete when the stream ended, if there is one."""
         return (self._end_line() if self._line else None) or self._end_event()
 
     def _end_line(self) -> Event | None:

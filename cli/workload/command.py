@@ -1,4 +1,4 @@
-"""`llmsched workload`: figures of a load, and the settings that follow from them."""
+"""`llmsched workload`: figures of a load, and recommended settings for it."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _plain(figures: Any) -> dict[str, Any] | None:
 def _show(found: LoadAnalysis) -> None:
     """Print tables and recommendations."""
     sample = found.sample
-    render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; tokens {sample.tokens}")
-    lengths = (("prompt", found.input), ("answer", found.output), ("both", found.total))
+    render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; lengths in tokens ({sample.tokens})")
+    lengths = (("prompt", found.input), ("answer", found.output), ("total", found.total))
     rows = []
     for name, each in lengths:
         if each is not None:
@@ -139,7 +139,7 @@ def _show(found: LoadAnalysis) -> None:
 
 def _recommendations(found: LoadAnalysis) -> list[str]:
     advice = found.advice
-    refused = f"half of it would refuse {advice.refused_by_half:.2%} of requests"
+    refused = f"half that length would refuse {advice.refused_by_half:.2%} of requests"
     lines = [f"max_model_len {advice.max_model_len}: fits the longest request; {refused}"]
     if (shares := advice.headroom_by_running) is not None:
         told = ", ".join(f"{share:.1%} with {running} running" for running, share in shares.items())
@@ -148,7 +148,7 @@ def _recommendations(found: LoadAnalysis) -> list[str]:
             f"find room in 99 % of cases ({told})"
         )
     if (prefixes := found.prefixes) is None:
-        return [*lines, "prefix caching: unknown, because the load does not say what its prompts share"]
+        return [*lines, "prefix caching: unknown, because the load does not state which prefixes its prompts share"]
     saved = f"{prefixes.hit_rate:.1%} of prompt tokens"
     if not advice.prefix_caching:
         return [*lines, f"prefix caching: not worthwhile, it saves at most {saved}"]

@@ -1,4 +1,4 @@
-"""Analysis of a load: its lengths, arrivals and shared prefixes, and the settings that follow from them."""
+"""Analysis of a load: its lengths, arrivals and shared prefixes, and recommended settings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ROUND = 256
 #: The least hit rate for which prefix caching is recommended.
 _WORTH = 0.01
 
-#: Numbers of running requests for which the headroom is worked out. The middle one is recommended.
+#: Numbers of running requests for which the headroom is computed. The middle one is recommended.
 RUNNING = (16, 64, 256)
 
-#: Standard deviations that a normal distribution exceeds in 1 % of cases.
+#: The 99th percentile of the standard normal distribution.
 _Z99 = 2.326
 
 
 @dataclass(frozen=True, slots=True)
 class LengthFigures:
-    """Tokens per request. `tail` is P99 / mean. Percentiles interpolate between the two nearest samples."""
+    """Figures of tokens per request. `tail` is P99 / mean. Percentiles interpolate between the two nearest samples."""
 
     mean: float
     p50: float
@@ -43,7 +43,7 @@ class LengthFigures:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalFigures:
-    """Arrivals over time. `rate` is in requests per second from first to last; None if all come at one time.
+    """Arrivals over time. `rate` is in requests per second; None if all requests have the same time.
 
     `gap_cv` is the standard deviation of the gaps / their mean; it is 1 for Poisson arrivals. `peak_over_mean` is the
     rate of the busiest 10 s / the mean rate, None if the load is shorter than 10 s.
@@ -59,9 +59,9 @@ class ArrivalFigures:
 class Advice:
     """Recommended settings.
 
-    `max_model_len` fits every request; half of it would refuse the share `refused_by_half`. `headroom_by_running` is
-    the share of blocks to keep free by the number of running requests (see `headroom`), None if the lengths of answers
-    are unknown. `prefix_caching` is None if the prompts are unknown.
+    `max_model_len` fits every request; half that length would refuse the share `refused_by_half`. For each number of
+    running requests, `headroom_by_running` has the share of blocks to keep free (see `headroom`); None if answer
+    lengths are unknown. `prefix_caching` is None if the prompts are unknown.
     """
 
     max_model_len: int
@@ -72,7 +72,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnalysis:
-    """All figures of a load. None stands for figures that the load does not contain."""
+    """All figures of a load. None means that the load lacks the data for a figure."""
 
     sample: RequestSample
     block_size: int
@@ -85,7 +85,7 @@ class LoadAnalysis:
 
 
 def analyse(sample: RequestSample, block_size: int) -> LoadAnalysis:
-    """Return all figures of a load, with the prefix cache's blocks of `block_size` tokens."""
+    """Return all figures of a load, for a prefix cache with blocks of `block_size` tokens."""
     pairs = list(zip(sample.inputs, sample.outputs, strict=True))
     prefixes = shared_prefixes(sample, block_size)
     return LoadAnalysis(
@@ -101,7 +101,7 @@ def analyse(sample: RequestSample, block_size: int) -> LoadAnalysis:
 
 
 def length_figures(lengths: Sequence[int]) -> LengthFigures | None:
-    """Return the figures of lengths in tokens; None if there are none, or only zeros."""
+    """Return the figures of lengths in tokens; None if there are no lengths but 0."""
     if not any(lengths):
         return None
     values = np.asarray(lengths)
@@ -125,7 +125,7 @@ def arrival_figures(offsets: Sequence[float]) -> ArrivalFigures:
 
 
 def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
-    """Return the settings for a load. A request whose answer's length is not stated counts with its prompt alone."""
+    """Return the settings for a load. If a request's answer length is unknown, only its prompt counts."""
     pairs = list(zip(sample.inputs, sample.outputs, strict=True))
     totals = [prompt + (answer or 0) for prompt, answer in pairs]
     longest = max(1, math.ceil(max(totals) / _ROUND)) * _ROUND
@@ -139,7 +139,7 @@ def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
 
 
 def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
-    """Return the share of KV blocks to keep free while `running` requests of such (prompt, output) lengths share them.
+    """Return the share of KV blocks to keep free for `running` requests, given (prompt, output) lengths.
 
     Admission knows the prompts and expects outputs of mean length. In 1 % of cases, the outputs of n independent
     requests exceed that by z sigma sqrt(n) tokens or more (normal approximation). The headroom is this excess as a
@@ -155,7 +155,7 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
 
 
 def held(lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the mean tokens held by a running request of such (prompt, output) lengths.
+    """Return the mean number of tokens that a running request holds, given (prompt, output) lengths.
 
     A request of p prompt and o output tokens runs for o steps and holds p + o / 2 tokens on average. So the result is
     the mean of o (p + o / 2) over requests, divided by the mean of o.

@@ -15,9 +15,9 @@ class RequestSample:
     """Requests of a load in the order of their times.
 
     `inputs` and `outputs` are lengths in tokens, None if not stated. `offsets` are in seconds, None if the load has no
-    times. Each of the `prompts` is a row of units; a unit stands for `unit` tokens, the last one for as many or fewer,
-    and equal units stand for equal tokens. It is None if the prompts are unknown. `texts` are the prompts as text, if
-    they are text. `tokens` says in words what counts as a token.
+    times. Each of `prompts` is a sequence of ids. An id stands for `unit` tokens (the last id for `unit` or fewer), and
+    equal ids for equal tokens. `prompts` is None if unknown. `texts` are the prompts as text, if they are text.
+    `tokens` describes what counts as a token.
     """
 
     name: str
@@ -45,7 +45,7 @@ class _WordIds:
 
 
 def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None) -> RequestSample:
-    """Return the requests of a trace; texts are encoded with `encode`, named `tokenizer`, or split into words."""
+    """Return the requests of a trace. Texts are encoded by `encode`, named `tokenizer`, else split into words."""
     inputs: Sequence[int] = [request.input_len or 0 for request in trace.requests]
     prompts: Sequence[Sequence[int]] = [request.hash_ids for request in trace.requests]
     encoder = encode or _WordIds()
@@ -54,7 +54,7 @@ def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None
         contents = [request.content for request in trace.requests if request.content is not None]
         prompts = [encoder.prompt(content) for content in contents]
         inputs, texts = [len(prompt) for prompt in prompts], [content.text for content in contents]
-        tokens = "words (name a model with --tokenizer for its tokens)" if encode is None else f"of {tokenizer}"
+        tokens = "one per word; --tokenizer MODEL counts a model's tokens" if encode is None else f"of {tokenizer}"
     return RequestSample(
         name=trace.name,
         format=trace.format,

@@ -11,7 +11,7 @@ from llmsched.cli.workload.request_sample import RequestSample
 #: Lengths in tokens for which the most frequent prefix is counted.
 PREFIX_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-#: The least share of requests that a prefix must have to be recommended for pinning.
+#: Lowest share of requests with a prefix for which pinning it is recommended.
 PIN_SHARE = 0.05
 
 
@@ -19,8 +19,8 @@ PIN_SHARE = 0.05
 class Coverage:
     """The share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If the trace's blocks are longer than that, it is not `exact`: it counts prompts that share a whole block, and the
-    true share may be larger.
+    If `exact` is false, the trace's blocks are longer: `share` counts prompts that share a whole block, and the true
+    share may be larger.
     """
 
     tokens: int
@@ -91,7 +91,7 @@ class _Tree:
         self.tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
 
     def add(self, pieces: Sequence[Piece]) -> int:
-        """Add a prompt and return how many of its first tokens were already in the tree."""
+        """Add a prompt; return the number of its first tokens that were already in the tree."""
         node, matched = 0, 0
         self._count[0] += 1
         for key, tokens in pieces:

@@ -88,7 +88,7 @@ def test_an_unknown_request_ends_with_one_line(command: CommandLine, server: Scr
     outcome = command("explain", name, "--url", server.url)
     assert (outcome.code, outcome.out) == (2, "")
     (line,) = outcome.err.splitlines()
-    assert "is not known here" in line or "Not Found" in line
+    assert "is unknown" in line or "Not Found" in line
 
 
 def test_a_wrong_key_or_server_ends_with_one_line(command: CommandLine, server: ScriptedServer) -> None:
@@ -166,7 +166,7 @@ def test_each_decision_has_its_words(what: str) -> None:
 def test_words_of_swaps() -> None:
     details = {"reason": "class", "how": "swap", "swapped_blocks": 6, "cost_ms": 1.25, "free_blocks": 0, "running": 1}
     assert told({"what": "preempted", "count": 1, "details": details}) == (
-        "a request of higher priority needed its place; 6 blocks swapped to host memory, about 1.25 ms out and back"
+        "a request of higher priority needed its room; 6 blocks swapped to host memory, about 1.25 ms out and back"
     )
     details = {"running": 0, "cached_tokens": 95, "tokens": 96, "restored_blocks": 6}
     assert told({"what": "admitted", "count": 1, "details": details}) == (
@@ -189,7 +189,8 @@ def test_words_of_waiting_reasons() -> None:
         "waited_for_slot_ms": 20.0,
     }
     assert told({"what": "admitted", "count": 1, "details": details}) == (
-        "waited 20.0 ms for a running place (max_num_seqs), 1.25 s for memory; 0 of 9 tokens cached, 1 running"
+        "waited 20.0 ms for room among the running requests (max_num_seqs), "
+        "1.25 s for memory; 0 of 9 tokens cached, 1 running"
     )
     assert set(_WAITED_FOR) == set(WaitReason)
 
@@ -234,7 +235,7 @@ def test_every_decision_of_the_scheduler_has_words() -> None:
     assert "twin0 (priority 0) goes first; overtaken once so far" in noted["passed"]
     assert any("blocks short at the running requests' predicted peak" in words for words in noted["does not fit"])
     assert any("blocks swapped to host memory" in words for words in noted["preempted"])
-    assert any("a request of higher priority needed its place" in words for words in noted["preempted"])
+    assert any("a request of higher priority needed its room" in words for words in noted["preempted"])
 
 
 def test_summary_of_a_request_that_still_waits() -> None:

@@ -97,6 +97,13 @@ def test_help_explains_every_option(command: CommandLine, name: str) -> None:
         assert parameter.help, f"{name}: {parameter.opts} has no help"
 
 
+@pytest.mark.parametrize("port", ["99999", "-1", "x"])
+def test_a_port_out_of_range_is_refused_with_both_bounds(command: CommandLine, port: str) -> None:
+    outcome = command("serve", "--port", port)
+    assert outcome.code == 2
+    assert outcome.err == f"error: Invalid value for '--port': '{port}'; allowed is 0 to 65535\n"
+
+
 def test_help_states_the_default_model(command: CommandLine) -> None:
     for name in ("serve", "bench", "kv-budget", "tune", "calibrate", "verify"):
         assert re.search(r"default:\s+\(?\$?LLMSCHED_MODEL,\s+else\s+demo", command(name, "--help").out), name

@@ -156,9 +156,15 @@ def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        ({"max_num_seqs": 5}, "at most 5 requests (max_num_seqs), 9 waiting"),
-        ({"max_num_seqs": 500, "max_num_batched_tokens": 4}, "at most 4 requests (max_num_batched_tokens), 9 waiting"),
-        ({"scheduling_policy": "serial"}, "at most 1 requests (scheduling_policy serial), 9 waiting"),
+        ({"max_num_seqs": 5}, "at most 5 requests (max_num_seqs); up to 9 more may wait (max_queue_size)"),
+        (
+            {"max_num_seqs": 500, "max_num_batched_tokens": 4},
+            "at most 4 requests (max_num_batched_tokens); up to 9 more may wait (max_queue_size)",
+        ),
+        (
+            {"scheduling_policy": "serial"},
+            "at most 1 requests (scheduling_policy serial); up to 9 more may wait (max_queue_size)",
+        ),
     ],
 )
 def test_what_limits_how_many_run_is_told(make_server: Any, knobs: dict[str, Any], told: str) -> None:

@@ -45,6 +45,12 @@ def _lives_on(http: httpx.Client) -> Iterator[None]:
     [
         (COMPLETIONS, "n", 0),
         (COMPLETIONS, "n", 3_000_000),
+        (COMPLETIONS, "n", 10**400),
+        (COMPLETIONS, "seed", -(10**400)),
+        (COMPLETIONS, "priority", 10**400),
+        (COMPLETIONS, "temperature", 10**400),
+        (COMPLETIONS, "prompt", [10**400]),
+        (COMPLETIONS, "logit_bias", {"1": 10**400}),
         (COMPLETIONS, "temperature", -0.1),
         (COMPLETIONS, "temperature", 2.1),
         (COMPLETIONS, "top_p", 1.5),

@@ -38,7 +38,7 @@ _ROLES = {
 }
 
 #: Lower-case names of columns and keys in the traces of Azure, Mooncake, BurstGPT and Vidur, in OpenAI's usage and in
-#: benchmarks. A total counts only if there is no prompt length.
+#: benchmarks. A total is used only if there is no prompt length.
 _PROMPT = (
     *("contexttokens", "input_length", "request tokens", "num_prefill_tokens"),
     *("prompt_tokens", "prompt_len", "input_len"),
@@ -57,7 +57,7 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """Options of some formats: turns of a conversation that become requests, and tokens of a block."""
+    """Options of some formats: the turns per conversation that become requests, and the tokens per block."""
 
     turns: int
     block_tokens: int
@@ -68,8 +68,8 @@ class Format:
     """A file format.
 
     `rows` reads the records of a file. `requests` makes the requests of a record, with offset 0. `time` returns the
-    name of the field that holds the record's timestamp, or None; `unit` is the unit of numbers in it. All of them raise
-    TraceError.
+    name of the field that holds the record's timestamp, or None; `unit` is the unit of numbers in it. The functions may
+    raise TraceError.
     """
 
     rows: Callable[[Path], Iterator[Row]]
@@ -114,7 +114,7 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
-    """Return the fields by the names that they are read from; empty if no name is a length of prompts or a total."""
+    """Return the column or key for INPUT, and for OUTPUT if there is one; {} if none is a prompt length or a total."""
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
         if name in names:
@@ -148,7 +148,7 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request for each of the first user messages that have an answer, with all messages before it."""
+    """Return a request per answered user message, at most `options.turns`, each with all messages before it."""
     field = "items" if "items" in row.values and "conversations" not in row.values else "conversations"
     said = row.values.get(field)
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
@@ -165,7 +165,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request that a record holds: the body of an OpenAI API request, or an object with it as `body`."""
+    """Return the request in a record: the body of an OpenAI API request, or an object whose `body` is one."""
     body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
     limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)
     answer = None if limit is None else body.length(limit)

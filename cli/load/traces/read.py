@@ -1,4 +1,4 @@
-"""Reading of a trace file: recognise its format, check its records, sort its requests by time."""
+"""Reader of trace files: detects the format, checks the records, sorts the requests by time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def read_trace(
     limit: int | None = None,
     name: str | None = None,
 ) -> Trace:
-    """Return the trace in a file, which may be packed with gzip. Without `trace_format`, recognise the format.
+    """Return the trace in a file, which may be gzipped. If `trace_format` is None, the format is detected.
 
     Requests are sorted by time; equal times keep the file's order; `limit` keeps the first requests. `timestamp_unit`
-    is the unit of numeric timestamps. `turns` is how many turns of a conversation become requests (default 1), and
-    `trace_block_size` the tokens of one of Mooncake's blocks (default 512); other formats refuse them.
+    is the unit of numeric timestamps. `turns` is for ShareGPT: how many turns of a conversation become requests
+    (default 1). `trace_block_size` is for Mooncake: the tokens per block (default 512).
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
-    not a number, or if a unit is ambiguous.
+    not a number, if the unit of the timestamps is ambiguous, or if an option does not fit the format.
     """
     trace_format = trace_format or detect(path)
     file_format = FORMATS[trace_format]
@@ -82,7 +82,7 @@ def _entries(
 
 
 def detect(path: Path) -> TraceFormat:
-    """Return the format that a file's header, or the fields of its first object, belong to. Raises TraceError."""
+    """Return the format of a file, judged by its header or the fields of its first object. Raises TraceError."""
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")

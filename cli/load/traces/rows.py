@@ -1,4 +1,4 @@
-"""Reading of a trace file record by record, with errors that name the line."""
+"""Reader of the records of a trace file, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _CHUNK = 1 << 20
 
 #: Text between the elements of a JSON array.
 _BETWEEN = re.compile(r"[\s,]*")
-#: Characters of the longest JSON token that can be cut in two (-Infinity, a pair of \u escapes).
+#: Length of the longest JSON token that the end of a chunk can split (-Infinity, a pair of \u escapes).
 _LONGEST_WORD = 12
 
 
 class TraceError(LlmschedError):
-    """A trace cannot be read or used. The message names the file and, if possible, the line."""
+    """Unreadable or unusable trace. The message names the file and, if possible, the line."""
 
 
 class Row:
-    """One record of a trace: its fields by name, and its place in the file."""
+    """Record of a trace: its fields by name, and its line (or entry) in the file."""
 
     def __init__(self, path: Path, line: int, values: Mapping[str, Any], word: str = "line") -> None:
         self.line = line
@@ -40,7 +40,7 @@ class Row:
         self._where = f"{path}, {word} {line}"
 
     def inside(self, values: Mapping[str, Any]) -> Row:
-        """Return a record with other values at the same place, such as an object nested in this one."""
+        """Return a record on the same line with other values, such as those of a nested object."""
         inner = copy(self)
         inner.values = values
         return inner
@@ -50,7 +50,7 @@ class Row:
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """Return the field `name` as tokens. Raises TraceError unless it is an integer from 0 to MOST_TOKENS."""
+        """Return the field `name`, a number of tokens. Raises TraceError unless it is from 0 to MOST_TOKENS."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
@@ -72,7 +72,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a file as text, unpacked if it is gzip, without a byte order mark. Turns all errors into TraceError."""
+    """Open a UTF-8 file as text, gunzipped if needed, without its byte order mark. Errors become TraceError."""
     try:
         if path.is_char_device():
             raise TraceError(f"{path} is a device, not a file")
@@ -142,7 +142,7 @@ def json_objects(path: Path) -> Iterator[Row]:
 
 
 def _elements(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON array, and read the file only as far as needed for them."""
+    """Yield the objects of a JSON array, reading the file in chunks as they are needed."""
     decoder = json.JSONDecoder()
     with open_text(path) as text:
         waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK
@@ -157,7 +157,7 @@ def _elements(path: Path) -> Iterator[Row]:
             try:
                 value, at = decoder.raw_decode(waiting, at)
             except (ValueError, RecursionError) as problem:
-                # More text cannot help unless the fault is near the end of the text, or is an unclosed string.
+                # Reading on helps only if the error is near the end of the chunk, or is an unclosed string.
                 mended = isinstance(problem, json.JSONDecodeError) and (
                     problem.msg.startswith("Unterminated") or problem.pos >= len(waiting) - _LONGEST_WORD
                 )
@@ -175,5 +175,5 @@ def _elements(path: Path) -> Iterator[Row]:
 
 
 def _reason(problem: Exception) -> str:
-    """Return what is wrong with JSON, without the decoder's position, which counts from the current chunk."""
+    """Return the JSON decoder's message without its position, which is relative to the current chunk."""
     return problem.msg if isinstance(problem, json.JSONDecodeError) else str(problem)

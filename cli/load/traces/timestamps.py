@@ -1,8 +1,8 @@
 """Timestamps of traces: their unit, and the seconds from the first request to each.
 
-The unit of a number is that of `--timestamp-unit`, else the format's own, unless the size of the number shows another:
-times since 1970, between 2001 and 2100, in seconds, milliseconds, microseconds and nanoseconds are a factor of 1000
-apart, so they do not overlap.
+Numbers are in the unit of `--timestamp-unit`, else in the format's unit, unless they look like Unix timestamps in
+another unit. Unix timestamps of 2001 to 2099 in seconds, milliseconds, microseconds and nanoseconds do not overlap,
+because they are a factor of 1000 apart.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
 
 
 def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
-    """Return seconds after the earliest stamp. `unit` is the user's, if given, and `stated` the format's.
+    """Return seconds after the earliest stamp. `unit` is the user's choice, if any, `stated` the format's unit.
 
     Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
     """
@@ -63,12 +63,12 @@ def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: Tim
     if dates and unit is not None:
         raise TraceError(f"{where}: {setting('timestamp_unit')} {unit} is given, but the timestamps are dates")
     low, high = min(values), max(values)
-    # The stated unit, or a finer one if the numbers are dates since 1970 in it.
+    # The unit in which the numbers are Unix timestamps, else the stated unit.
     seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), stated)
     if unit is None and not dates and UNITS[seen] < UNITS[stated]:
         raise TraceError(
             f"{where}: timestamps from {low:.15g} to {high:.15g} are in {stated} in this format, but look like {seen} "
-            f"since 1970; say which with {setting('timestamp_unit')} s, ms, us or ns"
+            f"since 1970; give {setting('timestamp_unit')} s, ms, us or ns"
         )
     per_second = UNITS["us" if dates else unit or seen]
     return [(value - low) / per_second for value in values]

@@ -1,4 +1,4 @@
-"""A trace in memory, in the same form for all file formats."""
+"""Trace in memory, in the same form for all file formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A prompt as text: the messages of a chat, or only `text` if `messages` is None."""
+    """Prompt as text: the messages of a chat, or only `text` if `messages` is None."""
 
     text: str
     messages: tuple[Message, ...] | None = None
@@ -35,8 +35,8 @@ class TraceRequest:
     """One request of a trace, from line (or entry) `line` of its file.
 
     `offset` is in seconds after the first request, 0 if the trace is not timed. The prompt is either `content`, or
-    `input_len` tokens; `hash_ids` then name its blocks, if the trace has any. The length of the answer is `output_len`,
-    else that of the text `answer`. If both are None, the trace does not state it.
+    `input_len` tokens whose blocks are named by `hash_ids`, if the trace has blocks. The length of the answer is
+    `output_len`, else the length of the text `answer`; if both are None, it is unknown.
     """
 
     line: int
@@ -49,7 +49,7 @@ class TraceRequest:
 
     @property
     def words_in(self) -> int:
-        """Tokens of the prompt, counting a word of text as one."""
+        """Length of the prompt in tokens; each word of a text counts as one token."""
         return len(self.content.words) if self.content is not None else self.input_len or 0
 
     def answer_len(self, count: Callable[[str], int] = lambda text: len(text.split())) -> int | None:
@@ -61,7 +61,7 @@ class TraceRequest:
 class Trace:
     """The requests of a file in the order of their offsets; `timed` says whether the file states their times.
 
-    `block_tokens` is the number of tokens of a block named in `hash_ids`. The last block of a prompt may be shorter.
+    `block_tokens` is the number of tokens per entry of `hash_ids`. The last block of a prompt may be shorter.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Requests per second from the first request to the last; 0 if all come at one time."""
+        """Requests per second from the first request to the last; 0 if all have the same time."""
         span = self.requests[-1].offset - self.requests[0].offset
         return (len(self.requests) - 1) / span if span > 0 else 0.0
 

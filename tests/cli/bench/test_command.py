@@ -165,8 +165,8 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("http://x", "--timeout", "5"), "needs a unit"),
         (("http://x", "--arrivals", "tidal"), "tidal"),
         (("http://x", "--input-len", "64-128"), "--input-len: '64-128'"),
-        (("http://x", "--arrivals", "constant"), "--arrivals: the shape of a schedule"),
-        (("http://x", "--burstiness", "2"), "--burstiness: the shape of a schedule"),
+        (("http://x", "--arrivals", "constant"), "--arrivals: only has an effect with a finite"),
+        (("http://x", "--burstiness", "2"), "--burstiness: only has an effect with a finite"),
         (
             ("http://x", "--max-concurrency", "9" * 20),
             "--max-concurrency: 99999999999999999999 is out of range; allowed is 1 to 1000",

@@ -242,6 +242,6 @@ def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, Any]
     ],
 )
 def test_a_shape_needs_a_rate(settings: dict[str, Any], names: str) -> None:
-    with pytest.raises(LlmschedError, match=f"^{names}: the shape of a schedule"):
+    with pytest.raises(LlmschedError, match=f"^{names}: only has an effect with a finite"):
         SyntheticLoad(**settings).check_shape()
     SyntheticLoad(**settings).at_rate(1.0).check_shape()

@@ -47,5 +47,5 @@ def test_lognormal_is_clipped_to_one_and_max() -> None:
     ],
 )
 def test_an_invalid_length_is_refused_with_the_syntax(text: str) -> None:
-    with pytest.raises(LlmschedError, match=r"input_len: .* allowed are tokens, 1 to 16777216: 128, 64\.\.512"):
+    with pytest.raises(LlmschedError, match=r"input_len: .* allowed are 1 to 16777216 tokens: 128, 64\.\.512"):
         parse_lengths(text, "input_len")

@@ -77,8 +77,8 @@ def test_the_load_in_words() -> None:
     )
     assert load(request_rate=3).describe() == "over 1 s at the trace's own times, scaled to 3 requests/s"
     assert load(ignore_timestamps=True, request_rate=3).describe() == "poisson arrivals at 3 requests/s"
-    assert load().describe_requests() == "4 requests of t.csv (mean 652 tokens in, 4 out, 2 of 0 sent as 1)"
-    assert load(max_input_len=700).describe_requests().endswith("2 of 0 sent as 1, 1 cut)")
+    assert load().describe_requests() == "4 requests of t.csv (mean 652 tokens in, 4 out, 2 of length 0 sent as 1)"
+    assert load(max_input_len=700).describe_requests().endswith("2 of length 0 sent as 1, 1 cut)")
 
 
 def test_lengths_are_those_of_the_trace() -> None:
@@ -194,12 +194,12 @@ def test_settings_without_effect_are_not_reported() -> None:
         ({"speedup": 0.0}, "speedup: 0"),
         ({"speedup": float("nan")}, "speedup: nan"),
         ({"speedup": 2.0, "request_rate": 1.0}, "give one of them"),
-        ({"arrivals": "constant"}, "arrivals: t.csv has its own times"),
-        ({"request_rate": 3.0, "burstiness": 0.5}, "burstiness: t.csv has its own times"),
+        ({"arrivals": "constant"}, "arrivals: t.csv has recorded times"),
+        ({"request_rate": 3.0, "burstiness": 0.5}, "burstiness: t.csv has recorded times"),
         ({"max_input_len": 0}, "max_input_len: 0"),
         ({"duration": 0.0}, "duration: 0"),
-        ({"timed": False}, "t.csv has no timestamps to go by"),
-        ({"ignore_timestamps": True}, "t.csv has no timestamps to go by"),
+        ({"timed": False}, "no timestamps of t.csv are used"),
+        ({"ignore_timestamps": True}, "no timestamps of t.csv are used"),
         ({"timed": False, "speedup": 2.0, "max_concurrency": 1}, "speedup: 2 has no effect: no timestamps"),
         ({"request_rate": float("inf"), "duration": 4.0}, "duration: has no effect when"),
     ],
@@ -211,7 +211,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 def test_a_trace_of_one_time_cannot_be_scaled() -> None:
     at_once = Trace("t", "azure", trace().requests[1:3], timed=True)
-    with pytest.raises(LlmschedError, match="all of it comes at one time"):
+    with pytest.raises(LlmschedError, match="all its requests have the same time"):
         TraceLoad(trace=at_once, request_rate=2.0)
 
 

@@ -189,8 +189,8 @@ def test_the_value_of_a_setting_is_read_as_its_flag_reads_it(name: str, text: st
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("max_num_seq", "4", "max_num_seq: is no setting of the engine; settings are max_num_seqs"),
-        ("model", "x", "model: is no setting"),
+        ("max_num_seq", "4", "max_num_seq: is not an engine setting; did you mean max_num_seqs"),
+        ("model", "x", "model: is not an engine setting"),
         ("max_num_seqs", "4.5", "max_num_seqs: '4.5' is not a whole number"),
         ("max_num_seqs", "0", "max_num_seqs: 0 is out of range; allowed is from 1 to 65536"),
         ("headroom", "nan", "headroom: 'nan' is not a share"),

@@ -100,8 +100,14 @@ def test_a_shipped_shape_can_be_changed() -> None:
         ),
         ({"ignore_timestamps": True, "turns": 2}, "--turns, --ignore-timestamps: only has an effect with --trace"),
         ({"request_rate": 0.0}, r"--request-rate: 0 is out of range; allowed is 1e-09 or more requests per second"),
-        ({"request_rate": 1.0, "day_period": 5.0}, "--arrivals: --day-period and --day-amplitude shape daynight"),
-        ({"request_rate": 1.0, "day_amplitude": 0.5}, "--arrivals: --day-period and --day-amplitude shape daynight"),
+        (
+            {"request_rate": 1.0, "day_period": 5.0},
+            "--arrivals: --day-period and --day-amplitude have an effect only with daynight",
+        ),
+        (
+            {"request_rate": 1.0, "day_amplitude": 0.5},
+            "--arrivals: --day-period and --day-amplitude have an effect only with daynight",
+        ),
         ({"trace": Path("/no/input_len/file")}, r"/no/input_len/file: No such file"),
     ],
 )
@@ -112,7 +118,9 @@ def test_flags_that_contradict_each_other_are_refused(flags: dict[str, Any], mes
 
 
 def test_a_trace_without_times_needs_a_rate_or_concurrency(lengths: Path, timed: Path) -> None:
-    with pytest.raises(LlmschedError, match=r"lengths.csv has no timestamps .* request_rate .* or max_concurrency"):
+    with pytest.raises(
+        LlmschedError, match=r"no timestamps of lengths.csv are used.* request_rate .* or max_concurrency"
+    ):
         make(trace=lengths)
-    with pytest.raises(LlmschedError, match=r"input_len.jsonl has no timestamps to go by"):
+    with pytest.raises(LlmschedError, match=r"no timestamps of input_len.jsonl are used"):
         make(trace=timed, ignore_timestamps=True)

@@ -146,7 +146,7 @@ def test_the_sweep_ends_at_what_fits(
             "'--min-num-batched-tokens': '99999999999999999999'; allowed is 1048576 or less",
         ),
         (("--output", "/dev/null/p.toml"), "--output: no profile can be written in /dev/null"),
-        (("--arrivals", "constant"), "--arrivals: the shape of a schedule"),
+        (("--arrivals", "constant"), "--arrivals: only has an effect with a finite"),
         (("--resume",), "there is no unfinished search at"),
         (("--maximize", "luck"), "luck"),
         (("--scheduling-policy", "static"), "--scheduling-policy static is a baseline"),

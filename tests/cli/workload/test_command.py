@@ -32,7 +32,7 @@ def test_a_log_of_texts_in_words(command: CommandLine, log: Path) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     report = outcome.json
     assert (report["requests"], report["format"]) == (10, "log")
-    assert report["tokens"].startswith("words")
+    assert report["tokens"].startswith("one per word")
     assert report["input_len"]["mean"] == 42
     assert report["output_len"]["mean"] == 14.5
     assert report["arrivals"] == {"duration_s": 9, "rate": 1, "gap_cv": 0, "peak_over_mean": None}
@@ -75,7 +75,7 @@ def test_shipped_ones(command: CommandLine) -> None:
     assert mooncake["prefixes"]["hit_rate"] == pytest.approx(0.43, abs=0.02)
     agent = command("workload", "agent", "--json").json
     assert (agent["requests"], agent["arrivals"]) == (1000, None)
-    assert "does not say what its prompts share" in command("workload", "azure-code").out
+    assert "does not state which prefixes its prompts share" in command("workload", "azure-code").out
     assert "not worthwhile" in command("workload", "batch").out
 
 

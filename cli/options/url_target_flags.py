@@ -17,8 +17,8 @@ from llmsched.engine.errors import LlmschedError
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFlags:
-    """Flags that apply only to a URL. None and False stand for flags that were not given."""
+class UrlTargetFlags:
+    """Flags that apply only to a URL. None and False mean that a flag was not given."""
 
     endpoint: Annotated[
         Endpoint | None, typer.Option(show_default="completions", help="API endpoint to send requests to.")
@@ -46,19 +46,24 @@ class ServerFlags:
         ),
     ] = False
     stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="Do not send ignore_eos, for servers that refuse it.")
+        bool,
+        typer.Option(
+            "--stop-at-eos",
+            help="Let answers end at end-of-sequence (do not send ignore_eos), for servers that reject that field.",
+        ),
     ] = False
     no_usage: Annotated[
         bool,
         typer.Option(
             "--no-usage",
-            help="Do not ask for token counts (stream_options), for servers that refuse it. --tokenizer then counts.",
+            help="Do not ask for token counts (stream_options), for servers that reject that field. Tokens are then "
+            "counted with --tokenizer.",
         ),
     ] = False
 
 
-def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for talking to the server. Raises LlmschedError for a bad URL and for engine flags."""
+def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
+    """Return the settings for talking to the server. Raises LlmschedError for an invalid URL or for engine flags."""
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
@@ -73,7 +78,7 @@ def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: En
     if parsed.userinfo:
         raise LlmschedError("a user or password in the URL is not supported; --api-key sends a key")
     if parsed.query or parsed.fragment:
-        raise LlmschedError(f"{url!r} has a query or a fragment; name the URL up to /v1")
+        raise LlmschedError(f"{url!r} has a query or a fragment; give the URL up to /v1")
     if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
         raise LlmschedError("--api-key may contain only printable ASCII, because it is sent in an HTTP header")
     return HttpOptions(
@@ -90,12 +95,12 @@ def http_options(url: str, plan: RunPlan, flags: ServerFlags, engine_options: En
     )
 
 
-def refuse_server_flags(typed: Sequence[str]) -> None:
+def refuse_url_target_flags(typed: Sequence[str]) -> None:
     """Raise LlmschedError if flags that apply only to a URL are among the `typed` ones.
 
     OPENAI_API_KEY may be set for other reasons, so a key from the environment is not a mistake.
     """
-    useless = {flag(f.name) for f in fields(ServerFlags)}
+    useless = {flag(f.name) for f in fields(UrlTargetFlags)}
     if given := [name for name in typed if name in useless]:
         raise LlmschedError(
             f"{', '.join(given)}: only has an effect with the URL of a server; the target is a model in this process"
