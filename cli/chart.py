@@ -58,7 +58,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     def place(self, value: float) -> float:
-        """Return a value's position as a share of the axis: 0 to 1, or outside if it is beyond the ends."""
+        """Return a value's position as a share of the axis: 0 to 1 within the axis, less or more beyond its ends."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)

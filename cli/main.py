@@ -131,7 +131,7 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 for success, 1 if the command's answer is no, 2 for bad input (one line on stderr) or output that
+    Exit codes: 0 for success, 1 if the result is negative, 2 for bad input (one line on stderr) or output that
     cannot be written, 130 if interrupted. If the reader of the output has closed it (`| head`), the code is 1.
     """
     for name in ("stdout", "stderr"):

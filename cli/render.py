@@ -86,7 +86,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     console = stdout()
     look = box.SIMPLE_HEAD if console.is_terminal else None
     wide = sum(max(len(cell) for cell in cells) + 2 for cells in zip(columns, *rows, strict=True))
-    narrow = wide > console.width  # then break the column names at blanks, not within words
+    narrow = wide > console.width  # then break the column names at spaces, not within words
     drawn = Table(
         box=look,
         pad_edge=False,

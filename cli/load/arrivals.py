@@ -32,7 +32,7 @@ class Arrivals:
     """Schedule of random arrivals. `rate` is finite, in requests per second: the mean, or the start of a ramp.
 
     `burstiness` is the shape of the gamma distribution of the gaps, whose coefficient of variation is
-    1 / sqrt(burstiness): 1 is Poisson, below is burstier, above steadier. `ramp_to` is the rate at the end of a ramp.
+    1 / sqrt(burstiness): 1 is Poisson, less is burstier, more is steadier. `ramp_to` is the rate at the end of a ramp.
     daynight follows a cosine: rate x (1 - day_amplitude) at the start, rate x (1 + day_amplitude) after half a
     `day_period` (seconds), and back.
 

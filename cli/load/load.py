@@ -145,8 +145,8 @@ async def run_load(
         except RequestFailed as failure:
             record.failure = failure
         except TimeoutError:
-            record.failure = RequestFailed("timeout", f"no end after {timeout:g} s")
-        except Exception as problem:  # a fault here must not lose the figures of the other requests
+            record.failure = RequestFailed("timeout", f"not finished after {timeout:g} s")
+        except Exception as problem:  # an error here must not lose the figures of the other requests
             record.failure = RequestFailed("fault of the bench", f"{type(problem).__name__}: {problem}")
         finally:
             free.release()

@@ -1,4 +1,4 @@
-"""Prompts: random ones of an exact length, texts, and token ids.
+"""Prompts: random tokens or words of an exact length, given texts, or given token ids.
 
 Random prompts depend only on the seed; another seed gives prompts that no cache holds. A prompt is stored as positions
 in random sequences, and its tokens are drawn when it is sent. So loads of many millions of tokens need little memory.

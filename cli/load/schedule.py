@@ -59,7 +59,7 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if the schedule has a shape but no rate. Call it after any `at_rate`, which sets one."""
+        """Raise LlmschedError if the schedule has a shape but no rate. Call it after `at_rate`, which sets a rate."""
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"

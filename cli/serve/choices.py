@@ -72,7 +72,7 @@ class TokenWriter:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """Addition to one choice: a part of it in a stream, all of it in a whole answer."""
+    """Addition to a choice: a part of the choice in a stream, the entire choice in a whole answer."""
 
     index: int
     text: str

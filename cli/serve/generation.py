@@ -62,7 +62,7 @@ class Generation:
             stream.abort()
 
     async def whole(self) -> dict[str, Any]:
-        """Return the whole answer. Raise ApiError or EngineDeadError if the request does not finish."""
+        """Return the whole answer. Raises ApiError or EngineDeadError if the request does not finish."""
         choices: dict[int, ChoiceDelta] = {}
         try:
             async for delta in self._deltas():

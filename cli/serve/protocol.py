@@ -259,7 +259,7 @@ def _check_combinations(request: GenerationRequest) -> None:
     n = request.n or 1
     if isinstance(request, CompletionRequest):
         if request.best_of is not None and request.best_of != n:
-            raise RequestError("best_of", f"best_of is {request.best_of}; not supported unless equal to n ({n})")
+            raise RequestError("best_of", f"best_of is {request.best_of}; it must be equal to n ({n})")
         if len(request.prompt) * n > MAX_CHOICES:
             product = f"n ({n}) x {len(request.prompt)} prompts = {len(request.prompt) * n} choices"
             raise RequestError("n", f"{product}; at most {MAX_CHOICES} are allowed")

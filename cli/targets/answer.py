@@ -19,7 +19,7 @@ from llmsched.cli.targets.sse import Event, EventParser
 #: Seconds to wait after [DONE] for the response to end, so that its connection can be reused.
 _LINGER_S = 0.5
 
-#: Field that a server refuses -> flag that leaves the field out.
+#: Field that a server rejects -> flag that leaves the field out.
 _REFUSED_FIELDS = {
     "ignore_eos": "--stop-at-eos leaves it out",
     "stream_options": "--no-usage leaves it out",
@@ -149,7 +149,7 @@ def _note_content(content: dict[str, Any], said: str, record: RequestRecord, tim
     record.chunks.append(Chunk(time, _text(choice), counted))
     if isinstance(reason := choice.get("finish_reason"), str):
         record.finish_reason = reason
-        if reason in ("abort", "error"):  # the server did not serve it to its end
+        if reason in ("abort", "error"):  # the server did not complete the request
             raise RequestFailed(f"ended by {reason}", f"after {len(record.chunks)} chunks")
 
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 client for a load generator: little work per chunk, and the time at which each read was received.
+"""HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each read.
 
 httpx's own transport needs more time per chunk than parsing its JSON does. With some hundred streams, the benchmark
 would measure the client instead of the server.
@@ -89,7 +89,7 @@ class ResponseParser:
         self._content: list[bytes] = []
         self._overhead = 0
         self._parser = httptools.HttpResponseParser(self)
-        # A response with both lengths is chunked (RFC 9112, section 6.3).
+        # A response with a Content-Length and chunks is chunked (RFC 9112, section 6.3).
         self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def feed(self, received: bytes) -> bytes:

@@ -36,7 +36,7 @@ class Target(Protocol):
     meter: KVMeter | None
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
-        """Send a request and record its times, chunks and usage. Raises RequestFailed if it is not served."""
+        """Send a request and record its times, chunks and usage. Raises RequestFailed if the request fails."""
 
     async def preemptions(self) -> int | None:
         """Return the number of preemptions since the target started; None if unknown."""

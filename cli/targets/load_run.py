@@ -20,7 +20,7 @@ from llmsched.engine.progress import Progress
 #: Most samples of one run; beyond it, every second sample is dropped and the interval is doubled.
 MOST_SAMPLES = 4096
 
-#: Added to the seed for warm-up prompts, so that the run does not find its own prompts cached.
+#: Added to the seed for warm-up prompts, so that the warm-up does not put the run's prompts into a cache.
 _WARMUP_SEED_OFFSET = 1_000_003
 
 
@@ -36,7 +36,7 @@ async def run_workload(
     partial: bool = False,
     first: int | None = None,
 ) -> Measurement:
-    """Send a load to a target and measure it (see send_workload)."""
+    """Send a load to a target and return its figures; see send_workload for the parameters."""
     run = await send_workload(
         target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial, first=first
     )
@@ -76,7 +76,7 @@ async def send_workload(
 
     before = await target.preemptions()
     if target.meter is not None:
-        target.meter.take()  # discard what came before the load
+        target.meter.take()  # discard the steps before the load
     with settled_heap():
         async with loop_lags() as lags, _sampled(state, target.sample_interval) as samples:
             try:

@@ -16,7 +16,7 @@ from typing import Self
 from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.engine.memory.plan import MemoryParts
 
-#: Names without the server's prefix; the first one found counts.
+#: Names without the server's prefix; the first name that is found is used.
 _RUNNING = ("num_requests_running", "num_running_reqs", "requests_processing", "tgi_batch_current_size")
 _WAITING = ("num_requests_waiting", "num_queue_reqs", "requests_deferred", "tgi_queue_size")
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage", "kv_cache_usage_ratio")
@@ -41,7 +41,7 @@ class ServerMetrics:
         """Parse a Prometheus exposition; return None if the text is not one."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        # Parsing all of it would block the client's streams for some 10 ms.
+        # Parsing the whole text would block the client's streams for some 10 ms.
         known = "\n".join(line for line in text.split("\n") if _LINE.match(line))
         values: defaultdict[str, list[float]] = defaultdict(list)
         try:

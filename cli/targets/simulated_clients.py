@@ -127,7 +127,7 @@ class SimulatedClients:
             deadline, name = self._deadlines.popleft()
             if name in self._running:
                 self._engine.abort(self._running[name][1])
-                self._end(name, deadline, RequestFailed("timeout", f"no end after {self._timeout:g} s"))
+                self._end(name, deadline, RequestFailed("timeout", f"not finished after {self._timeout:g} s"))
 
     def _end(self, name: str, now: float, failure: RequestFailed | None) -> None:
         record, request = self._running.pop(name)

@@ -34,7 +34,7 @@ from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulated_engine import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.profiles.calibrated import LOCAL
 
-#: Called with a warning for the user.
+#: Callback for a warning to the user.
 Warn = Callable[[str], None]
 
 #: Seconds between two samples, until a run has more than MOST_SAMPLES.

@@ -11,13 +11,13 @@ import numpy as np
 from llmsched.cli.workload.request_sample import RequestSample
 from llmsched.cli.workload.shared_prefixes import SharedPrefixes, shared_prefixes
 
-#: The window, in seconds, in which arrivals are counted to find the busiest.
+#: Length in seconds of the windows among which the busiest is found.
 PEAK_WINDOW_S = 10.0
 
 #: The recommended max_model_len is a multiple of this many tokens.
 _ROUND = 256
 
-#: The least hit rate for which prefix caching is recommended.
+#: Lowest hit rate for which prefix caching is recommended.
 _WORTH = 0.01
 
 #: Numbers of running requests for which the headroom is computed. The middle one is recommended.

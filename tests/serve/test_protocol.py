@@ -103,7 +103,7 @@ def test_prompts_times_n_is_bounded() -> None:
     assert refusal(completion, prompt=["a"] * 100, n=128).param == "n"
 
 
-def test_best_of_is_taken_where_it_changes_nothing() -> None:
+def test_best_of_is_accepted_if_it_equals_n() -> None:
     assert completion(n=2, best_of=2).n == 2
 
 

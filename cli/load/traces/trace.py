@@ -53,7 +53,7 @@ class TraceRequest:
         return len(self.content.words) if self.content is not None else self.input_len or 0
 
     def answer_len(self, count: Callable[[str], int] = lambda text: len(text.split())) -> int | None:
-        """Return the tokens of the answer, using `count` for a text; None if the trace does not state it."""
+        """Return the answer's length in tokens, of a text with `count`; None if the trace does not state it."""
         return self.output_len if self.output_len is not None or self.answer is None else count(self.answer)
 
 
