@@ -143,7 +143,7 @@ def test_the_sweep_ends_at_what_fits(
         (("--knobs", "target_itl", "--target-itl", "50ms"), "--knobs target_itl: --target-itl 0.05 fixes it"),
         (
             ("--min-num-batched-tokens", "9" * 20),
-            "'--min-num-batched-tokens': '99999999999999999999'; allowed is 1048576 or less",
+            "'--min-num-batched-tokens': '99999999999999999999'; allowed is 1 to 1048576",
         ),
         (("--output", "/dev/null/p.toml"), "--output: no profile can be written in /dev/null"),
         (("--arrivals", "constant"), "--arrivals: only has an effect with a finite"),

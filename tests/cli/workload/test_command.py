@@ -88,7 +88,7 @@ def test_shipped_ones(command: CommandLine) -> None:
         (("azure-code", "--turns", "2"), "--turns 2 is given, but azure traces have no conversations"),
         (("azure-code", "--timestamp-unit", "s"), "the timestamps are dates"),
         (("azure-code", "--block-size", "0"), "--block-size"),
-        (("azure-code", "--block-size", "257"), "'--block-size': '257'; allowed is 256 or less"),
+        (("azure-code", "--block-size", "257"), "'--block-size': '257'; allowed is 1 to 256"),
         (
             ("azure-code", "--tokenizer", "demo"),
             "--tokenizer: demo has no effect: azure-code states lengths",
