@@ -123,7 +123,7 @@ def test_prompts_are_found_only_by_those_who_have_their_salt(http: httpx.Client)
     assert cached(http, plain) == 0
     assert cached(http, plain, cache_salt="a") == 0
     assert cached(http, plain) == 48
-    assert cached(http, plain, cache_salt="") == 48  # the empty salt is none
+    assert cached(http, plain, cache_salt="") == 48  # an empty salt is the same as no salt
 
 
 def test_the_cap_is_told(http: httpx.Client) -> None:
@@ -208,7 +208,7 @@ def test_files_are_pinned_at_the_start(engine: Engine, http: httpx.Client, tmp_p
     text.write_text("All that glitters is not gold. ")
     chat.write_text(json.dumps({"messages": MESSAGES, "ttl": 60}))
     files = read_prefixes([text, chat])
-    pin_prefixes(engine, files[:1])  # the server is idle: nobody else steps the engine now
+    pin_prefixes(engine, files[:1])  # the server is idle: no other thread steps the engine now
     assert [state["expires_in"] for state in http.get("/v1/prefixes").json()["data"]] == [None]
     pin_prefixes(engine, files[1:])
     assert len(http.get("/v1/prefixes").json()["data"]) == 2
