@@ -1,4 +1,4 @@
-"""Calibrations: costs of steps that `llmsched calibrate` measured on a device, in TOML files beside the profiles.
+"""Calibrations: step costs that `llmsched calibrate` measured, as TOML files inside the profiles directory.
 
 created = 2026-01-31T12:00:00+00:00
 error = 0.031                    median relative error on steps left out of the fit
@@ -23,7 +23,7 @@ import tomli_w
 from llmsched.profiles.toml_files import ProfileError, Scalar, created_in, names_in, now, read_toml, write_file
 from llmsched.profiles.tuned import profile_dir
 
-#: Value of --simulate that means this machine's device.
+#: Value of --simulate that selects this machine's device.
 LOCAL = "local"
 
 _TABLES = ("cost", "model", "device", "engine", "versions")
@@ -37,10 +37,10 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients of a step's cost, and what they were measured on.
+    """Coefficients of a step's cost, and the model, device and engine that they were measured on.
 
-    `error` is a share, `steps` has one mapping for each measured step. `model` has at least name and digest, `device`
-    kind and name, `engine` dtype and kv_cache_dtype. `created` is in UTC.
+    `error` is a share (0.03 is 3 %); `steps` has one mapping for each measured step. `model` has at least name and
+    digest, `device` has kind and name, `engine` has dtype and kv_cache_dtype. `created` is in UTC.
     """
 
     cost: Mapping[str, float]
@@ -60,12 +60,12 @@ class Calibration:
 
 
 def calibration_dir() -> Path:
-    """Return the directory of calibrations, inside that of the profiles."""
+    """Return the directory of calibrations, inside the profiles directory."""
     return profile_dir() / "calibrated"
 
 
 def calibration_name(model: str, device: str, dtype: str, kv_dtype: str) -> str:
-    """Return the name of the calibration for a model, a device, a type of weights and a type of KV."""
+    """Return the name of the calibration for a model, a device, a dtype and a type of the KV cache."""
     kinds = dtype if kv_dtype == dtype else f"{dtype}-{kv_dtype}"
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{Path(model).name}-{device}-{kinds}").strip("-.")
 
@@ -76,7 +76,7 @@ def list_calibrations() -> list[str]:
 
 
 def load_calibration(name: str) -> Calibration | None:
-    """Read the calibration `name`; None if there is none. Raises ProfileError for a file that is not a calibration."""
+    """Return the calibration `name`, or None if its file is missing. Raises ProfileError if the file is not valid."""
     path = calibration_dir() / f"{name}.toml"
     try:
         return _validated(path, read_toml(path, "calibration"))
@@ -85,7 +85,7 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its name, replacing an older one, and return its path. Raises ProfileError."""
+    """Write a calibration under its name, replacing any older one; return its path. Raises ProfileError on failure."""
     path = calibration_dir() / f"{calibration.name}.toml"
     content: dict[str, Any] = {
         name: getattr(calibration, name) for name in ("created", "error", "swap_seconds_per_byte")

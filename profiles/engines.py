@@ -1,4 +1,4 @@
-"""Classes of engines, from engines.toml: shares of a GPU's figures that they reach, and costs of their steps."""
+"""Classes of engines, from engines.toml: shares of a GPU's figures that they reach, and fixed costs of their steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches; engines.toml says of which figures.
+    """Shares of a GPU's datasheet figures that an engine reaches; engines.toml explains each share.
 
     `error` is the median relative error of TPOT on published results left out of the fit; None if there were none.
     """
@@ -31,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A class of engines: seconds per step, per layer and per row of a step, and shares by GPU or architecture."""
+    """Class of engines: seconds per step, per layer and per row of a step, and shares by GPU or architecture."""
 
     key: str
     step_seconds: float
@@ -40,7 +40,7 @@ class EngineSpec:
     shares: Mapping[str, Efficiency]
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """Return the shares for this GPU, or else for its architecture, or else the default shares."""
+        """Return the shares for this GPU; without these, the shares for its architecture; else the default shares."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 
@@ -53,15 +53,15 @@ def engines() -> dict[str, EngineSpec]:
 
 
 def find_engine(name: str) -> EngineSpec:
-    """Return the engine class called `name`, in any case. Raises UnknownNameError."""
+    """Return the engine class called `name`, ignoring case. Raises UnknownNameError if there is no such class."""
     return find_entry(engines(), name.lower(), "engine class")
 
 
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
     """Build a class from its table in engines.toml, which states only what differs from the `default` class.
 
-    The most specific share applies: the GPU's own before its architecture's before the typical ones, and at each of
-    these levels the class's before the default class's. Their error is from the class's own table.
+    The most specific share applies: first the GPU's, then its architecture's, then the typical one; at each level,
+    first this class's share, then that of the `default` class. `error` comes only from this class's table.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}

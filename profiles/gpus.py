@@ -1,4 +1,4 @@
-"""GPUs by name, from gpus.toml: memory, bandwidth and arithmetic."""
+"""GPUs by name, from gpus.toml: memory, bandwidth and arithmetic rates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llmsched.profiles.toml_files import UnknownNameError, shipped_table
 class GpuSpec:
     """One GPU: `memory` in bytes that CUDA offers, bandwidths in bytes/s, rates in FLOP/s (dense, summed in float32).
 
-    `driver_name` is its name in the driver, `architecture` its generation in lower case ("hopper"), `host_bandwidth`
-    that of the link to host memory in one direction. fp8_flops is 0 if it has no fp8 units. `sustained` is the share of
-    the tensor cores' rate that the card's power limit allows in continuous use.
+    `driver_name` is the name that the driver reports, `architecture` the generation in lower case ("hopper"),
+    `host_bandwidth` the bandwidth of the link to host memory in one direction. `fp8_flops` is 0 for a GPU without fp8
+    units. `sustained` is the share of the tensor cores' rate that the power limit allows in continuous use.
     """
 
     key: str
@@ -57,9 +57,9 @@ def gpus() -> dict[str, GpuSpec]:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the GPU that `name` means, whatever its case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
+    """Return the GPU called `name`, ignoring case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
 
-    Raises UnknownNameError, also for a name that fits several ("a100").
+    Raises UnknownNameError for an unknown name, and for a name that fits several GPUs ("a100").
     """
     wanted = _bare(name)
     listed = {_bare(key): spec for key, spec in gpus().items()}
@@ -74,7 +74,7 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return whether two device names are equal, or are the listed name and the driver's name of one GPU."""
+    """Return whether two device names are equal, or are the listed name and the driver's name of the same GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 

@@ -13,7 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """A workload: the `file` of a trace, or if that is None the `settings` by the names of flags."""
+    """Workload: the `file` of a trace or, if that is None, the `settings` of a synthetic load by flag name."""
 
     name: str
     about: str
@@ -32,5 +32,5 @@ def workloads() -> Mapping[str, ShippedWorkload]:
 
 
 def find_workload(name: str) -> ShippedWorkload:
-    """Return the workload called `name`. Raises UnknownNameError."""
+    """Return the workload called `name`. Raises UnknownNameError if there is no such workload."""
     return find_entry(workloads(), name, "workload")

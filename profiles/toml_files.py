@@ -17,20 +17,22 @@ Entry = TypeVar("Entry")
 
 
 class UnknownNameError(LookupError):
-    """A name is in no shipped table; the message lists the names that are."""
+    """Error for a name that is in no shipped table. The message lists the known names."""
 
 
 class ProfileError(ValueError):
-    """A profile cannot be found, read or written; the message is one line for a person."""
+    """Error for a profile that cannot be found, read or written. The message is one line for the user."""
 
 
 def shipped_table(name: str) -> dict[str, Any]:
-    """Read a TOML file of this package."""
+    """Return the content of a TOML file in this package."""
     return tomllib.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry called `name`. Raises UnknownNameError, which calls the entry a `kind`."""
+    """Return the entry called `name`. Raises UnknownNameError for a name that is not in `entries`, which are called
+    `kind`.
+    """
     if name not in entries:
         raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
     return entries[name]
@@ -42,7 +44,9 @@ def names_in(directory: Path) -> list[str]:
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Read a file, called a `kind` in messages. Raises FileNotFoundError and, for all other failures, ProfileError."""
+    """Return the content of a file, which messages call a `kind`. Raises FileNotFoundError or, on other failures,
+    ProfileError.
+    """
     try:
         return tomllib.loads(read_file(path))
     except FileNotFoundError:
@@ -52,16 +56,16 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def check_table(where: str, table: Any) -> None:
-    """Raise ProfileError unless `table` maps names to texts, numbers and booleans. `where` begins the message."""
+    """Raise ProfileError unless `table` maps names to strings, numbers and booleans. `where` begins the message."""
     if not isinstance(table, dict):
         raise ProfileError(f"{where} is not a table")
     for key, value in table.items():
         if not isinstance(value, Scalar):
-            raise ProfileError(f"{where}.{key} must be a text, a number, true or false")
+            raise ProfileError(f"{where}.{key} must be a string, a number, true or false")
 
 
 def created_in(where: str, content: Mapping[str, Any]) -> datetime:
-    """Return the time at which a file says it was created, 1970 if it does not say. Raises ProfileError."""
+    """Return the time of creation that a file states, 1970 without one. Raises ProfileError if it is not a time."""
     created = content.get("created", datetime.fromtimestamp(0, UTC))
     if not isinstance(created, datetime):
         raise ProfileError(f"{where}: created is not a date and time such as 2026-01-31T12:00:00Z")
@@ -69,17 +73,17 @@ def created_in(where: str, content: Mapping[str, Any]) -> datetime:
 
 
 def now() -> datetime:
-    """Return the time in UTC, in whole seconds."""
+    """Return the current time in UTC, in whole seconds."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
 def check_directory(path: Path) -> None:
-    """Create a directory. Raises ProfileError if no file can be written in it."""
+    """Create a directory. Raises ProfileError if that fails, or if no file can be written in the directory."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as problem:
-        raise ProfileError(f"no profile can be written in {path}: {problem.strerror}") from problem
+        raise ProfileError(f"profiles cannot be written in {path}: {problem.strerror}") from problem
 
 
 def check_writable(path: Path) -> None:
@@ -89,14 +93,14 @@ def check_writable(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a regular file. Raises OSError for pipes and devices too, whose content may have no end."""
+    """Return the text of a regular file. Raises OSError, also for pipes and devices, whose content may be endless."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
     return path.read_text(encoding="utf-8")
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, replacing an older one completely or not at all. Raises ProfileError."""
+    """Write a file, replacing any older one completely or not at all. Raises ProfileError on failure."""
     _check_regular(path)
     try:
         replace_file(path, text)
@@ -105,7 +109,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file beside `path` and rename it, so that readers see the old or the new text. Raises OSError."""
+    """Write a file beside `path` and rename it, so readers see the old or the new text. Raises OSError on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
         try:
@@ -119,7 +123,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ProfileError if `path` is there and is not a regular file: replacing a device would remove it."""
+    """Raise ProfileError if `path` exists and is not a regular file, because replacing a device would remove it."""
     try:
         if path.exists() and not path.is_file():
             raise ProfileError(f"profile {path} cannot be written: it is not a regular file")

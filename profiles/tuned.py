@@ -1,4 +1,4 @@
-"""Tuned profiles: settings that `tune` found, in TOML files that `serve --profile` loads.
+"""Tuned profiles: settings that `tune` found, as TOML files that `serve --profile` loads.
 
 created = 2026-01-31T12:00:00+00:00
 measured = true            false: found by simulation
@@ -68,7 +68,7 @@ class TunedProfile:
 
 
 def profile_dir() -> Path:
-    """Return the directory of profiles that have a name: $LLMSCHED_PROFILES, or else one in the user's config."""
+    """Return the directory of named profiles: $LLMSCHED_PROFILES, or else one in the user's config directory."""
     if given := os.environ.get("LLMSCHED_PROFILES"):
         return Path(os.path.expanduser(given))
     return Path(platformdirs.user_config_dir("llmsched")) / "profiles"
@@ -77,7 +77,7 @@ def profile_dir() -> Path:
 def profile_path(name_or_path: str) -> Path:
     """Return the file of a profile: a path if it has a slash or ends in .toml, else a name in profile_dir().
 
-    Raises ProfileError for a name with other characters than a file name may have.
+    Raises ProfileError for a name with characters other than letters, digits, ".", "_" and "-".
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(os.path.expanduser(name_or_path))
@@ -92,13 +92,13 @@ def list_profiles() -> list[str]:
 
 
 def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return whether two tables [model] mean the same model: by the digest of its config.json, or else by its name."""
+    """Return whether two [model] tables describe the same model: by the digest of config.json, or else by the name."""
     key = "digest" if "digest" in one and "digest" in other else "name"
     return one.get(key) == other.get(key)
 
 
 def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return whether two tables [device] mean the same device; the number of cores matters only on a CPU."""
+    """Return whether two [device] tables describe the same device. The number of cores matters only for a CPU."""
     keys = ("kind", "cores") if one.get("kind") == "cpu" else ("kind",)
     return all(one.get(key) == other.get(key) for key in keys) and same_gpu(
         str(one.get("name")), str(other.get("name"))
@@ -108,7 +108,7 @@ def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
     """Return the newest profile in profile_dir() for this model and device, with its name; None if there is none.
 
-    Files that are not profiles are skipped.
+    Files that are not valid profiles are skipped.
     """
     found = []
     for name in list_profiles():
@@ -122,7 +122,7 @@ def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) ->
 
 
 def load_profile(name_or_path: str) -> TunedProfile:
-    """Read a profile. Raises ProfileError if the file is missing or not a profile, naming the wrong key."""
+    """Return a profile. Raises ProfileError if the file is missing or not valid; the message names the wrong key."""
     path = profile_path(name_or_path)
     try:
         return _validated(path, read_toml(path, "profile"))
@@ -132,7 +132,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, replacing an older one, and return its path. Raises ProfileError."""
+    """Write a profile, replacing any older one, and return its path. Raises ProfileError on failure."""
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
@@ -142,9 +142,9 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
 
 
 def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
-    """Replace the table [memory] in the file of a profile and keep everything else, comments included.
+    """Replace the table [memory] in the file of a profile; keep everything else, comments included.
 
-    Raises ProfileError.
+    Raises ProfileError if the file cannot be read or written.
     """
     path, present = profile_path(name_or_path), load_profile(name_or_path).memory
     if present == memory:
@@ -173,7 +173,7 @@ def _validated(path: Path, content: Mapping[str, Any]) -> TunedProfile:
     for index, trial in enumerate(trials):
         check_table(f"{where}: trials[{index}]", trial)
     if not isinstance(reason, str):
-        raise ProfileError(f"{where}: reason is not a text")
+        raise ProfileError(f"{where}: reason is not a string")
     if not isinstance(measured, bool):
         raise ProfileError(f"{where}: measured is neither true nor false")
     created = created_in(where, content)

@@ -1,4 +1,4 @@
-"""Fitting a FittedCost to measured steps: least squares of relative errors, no coefficient below 0."""
+"""Fit of a FittedCost to measured steps: least squares of relative errors, with no coefficient below 0."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, terms
 
 Array = npt.NDArray[np.float64]
 
-#: Knees to try, in tokens; 0 means a straight line.
+#: Values of FittedCost.knee to try, in tokens; 0 makes the time linear in the tokens.
 KNEES = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class MeasuredStep(NamedTuple):
-    """A step and the median of its times."""
+    """A step and the median of its measured times."""
 
     shape: StepShape
     seconds: float
@@ -28,8 +28,9 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted cost. `errors` are (predicted - measured) / measured of each step, `left_out` the same for a prediction
-    that is fitted to all other steps.
+    """Fitted cost and its relative errors (predicted - measured) / measured at each step.
+
+    `errors` are those of `cost`. For `left_out`, each step is predicted by a fit to all other steps.
     """
 
     cost: FittedCost
@@ -38,12 +39,12 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Median absolute error on steps left out of the fit."""
+        """Median absolute value of `left_out`."""
         return float(np.median(np.abs(self.left_out)))
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a cost with each knee; return the one with the least mean error on steps left out of the fit."""
+    """Fit a cost with each of KNEES; return the fit with the smallest mean absolute `left_out` error."""
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 
@@ -63,7 +64,8 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 def non_negative(matrix: Array) -> Array:
     """Return the x >= 0 that minimises |matrix @ x - 1|.
 
-    Exact: the solution is the unconstrained one for the columns that it uses, and all subsets of columns are tried.
+    The result is exact: it is the unconstrained solution for the columns that it uses, and all subsets of columns are
+    tried.
     """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale
@@ -76,7 +78,7 @@ def non_negative(matrix: Array) -> Array:
             try:
                 solution = np.linalg.solve(gram[np.ix_(some, some)], moment[some])
             except np.linalg.LinAlgError:
-                continue  # equal columns: each of them is tried alone as well
+                continue  # some columns are equal; each is also tried without the others
             residual = len(matrix) - float(moment[some] @ solution)
             if solution.min() >= 0 and residual < least - 1e-12:
                 best, least = np.zeros(matrix.shape[1]), residual

@@ -1,4 +1,4 @@
-"""Timing of a device: choice and times of its steps, the overhead of serving, and copies to host memory."""
+"""Timing of a device: its steps, the overhead of serving, and copies to host memory."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from llmsched.engine.service import AsyncEngine
 if TYPE_CHECKING:
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
-#: Rows of a step: (context, new tokens) each.
+#: Rows of a step, each a pair (context, new tokens).
 Rows = tuple[tuple[int, int], ...]
 
-#: Contexts in tokens, each up to a share of the longest sequence.
+#: Contexts to time: pairs of tokens, and the largest share of max_model_len that they may take.
 _CONTEXTS = ((64, 1 / 8), (512, 1 / 4), (2048, 1 / 2))
 #: Fewest steps from which the coefficients can be fitted.
 MIN_STEPS = 12
-#: Numbers of sequences served together to measure the overhead, tokens of each, and repeats.
+#: For the overhead of serving: numbers of sequences served together, output tokens of each, and repeats.
 _SERVED = (1, 8, 32)
 _SERVED_TOKENS = 12
 _REPEATS = 3
-#: Host memory for the measured copies if the config has none, and the most blocks copied in one step.
+#: Settings to measure copies if the config has no swap space, and the most blocks copied in one step.
 _SWAPPING: Mapping[str, Any] = {"swap_space": 256 << 20, "preemption_mode": "auto"}
 _MAX_SWAPPED = 64
 
 
 class StepLimits(NamedTuple):
-    """Limits of an engine: tokens and sequences in a step, tokens in a sequence and in all blocks."""
+    """Limits of an engine: tokens and sequences per step, tokens per sequence, and tokens in all KV blocks."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -66,7 +66,7 @@ class StepLimits(NamedTuple):
 
 
 def choose_steps(limits: StepLimits) -> dict[str, Rows]:
-    """Return about twenty steps by name, fewer where the limits are tight."""
+    """Return about twenty steps to time, by name; fewer if the limits are tight."""
     short, middle, long = (max(1, min(tokens, int(share * limits.max_model_len))) for tokens, share in _CONTEXTS)
     most, largest = limits.max_rows, limits.max_num_batched_tokens
     quarter = max(1, largest // 4)
@@ -83,7 +83,7 @@ def choose_steps(limits: StepLimits) -> dict[str, Rows]:
 
 
 def describe(rows: Rows) -> str:
-    """Name a step, for example "4 decodes of 512 + prefill of 124 after 0"."""
+    """Return the name of a step, for example "4 decodes of 512 + prefill of 124 after 0"."""
     decodes = [context for context, tokens in rows if tokens == 1]
     prefills = [row for row in rows if row[1] > 1]
     parts = []
@@ -98,8 +98,8 @@ def describe(rows: Rows) -> str:
 class ServingOverhead(NamedTuple):
     """Overhead of serving while `num_seqs` sequences decode.
 
-    `between` is the time in seconds from the end of a step to the start of the next. `slowdown` is the time of a step
-    divided by that of the same step alone: other threads compete for the interpreter.
+    `between` is the time in seconds from the end of a step to the start of the next step. `slowdown` is the time of a
+    step divided by the time of the same step alone; other threads compete for the Python interpreter.
     """
 
     num_seqs: int
@@ -111,8 +111,8 @@ class ServingOverhead(NamedTuple):
 class DeviceTimings:
     """Timings of `engine` on its device.
 
-    `fit` is the cost of the `steps` alone, `cost` includes the overhead of serving. `swap_seconds_per_byte` is for
-    copying KV in one direction.
+    `fit` is the cost of the `steps` when run alone; `cost` includes the overhead of serving. `swap_seconds_per_byte` is
+    the time to copy KV in one direction.
     """
 
     engine: Engine
@@ -126,14 +126,14 @@ class DeviceTimings:
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
     """Load the model and time its steps. The steps take turns, so that other load on the machine affects all alike.
 
-    Raises ModelError, and ConfigError if the engine's limits allow too few different steps.
+    Raises ModelError if the model cannot be loaded, and ConfigError if the limits allow too few different steps.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
     return measure_engine(engine, repeats, progress)
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Time the steps of an engine, as measure_device does. Afterwards it may be used only through `engine_beside`."""
+    """Time the steps of an engine, as measure_device does. Afterwards, use the engine only with `engine_beside`."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window
@@ -174,7 +174,7 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _RecordingExecutor:
-    """Executor that records each step: number of rows and of tokens, start and end in seconds."""
+    """Executor that records each step: number of rows, number of tokens, start and end in seconds."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -188,10 +188,10 @@ class _RecordingExecutor:
 
 
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
-    """Measure what scheduling, detokenising and streaming add to steps, for several numbers of sequences.
+    """Measure how much longer steps take while serving, for several numbers of sequences.
 
-    The sequences are served and the same steps run alone, in turns; medians are compared. Numbers of which no two
-    consecutive steps had all the sequences are left out.
+    Serving and the same steps alone take turns, and their medians are compared. A number of sequences is left out if no
+    two consecutive steps had all the sequences.
     """
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})
@@ -205,7 +205,7 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
             recorder = beside.executor = _RecordingExecutor(executor)
             asyncio.run(_serve(AsyncEngine(beside), num_seqs, num_tokens))
             for before, after in pairwise(recorder.steps):
-                if before[:2] == after[:2] == (num_seqs, num_seqs):  # decodes of all, followed by decodes of all
+                if before[:2] == after[:2] == (num_seqs, num_seqs):  # all sequences decode in both steps
                     served.append(before[3] - before[2])
                     gaps.append(after[2] - before[3])
             alone += [executor.execute(plan).elapsed for _ in range(num_tokens)]
@@ -220,7 +220,7 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
 
 
 async def _serve(engine: AsyncEngine, num_seqs: int, num_tokens: int) -> None:
-    """Serve `num_seqs` requests together, each with its own reader."""
+    """Serve `num_seqs` requests together, with one reader for each request."""
     engine.start()
 
     async def read(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Cases of the comparison: ways of scheduling, and prompts whose lengths lie around the edges of blocks."""
+"""Cases of the parity check: ways of scheduling, and prompts whose lengths lie around block boundaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.prefix_cache import MIN_COPIED
 from llmsched.engine.text.tokenizer import Tokenizer
 
-#: Sources of prompts that are text: prose, code, numbers, other scripts.
+#: Texts from which prompts are made: prose, code, numbers, other scripts.
 _TEXTS = (
     "The first thing she noticed was the silence. No birds, no wind, only the slow ticking of the cooling engine. ",
     "def merge(left, right):\n    while left and right:\n        yield min(left, right).pop(0)\n",
@@ -32,9 +32,9 @@ class ParityPrompt:
 class PromptSet:
     """Prompts of all cases.
 
-    `general` prompts have varied lengths; the first is exactly 3 blocks long. Each of the `edges` begins with tokens of
-    that first prompt; `shared` says with how many: 1 and 2 blocks, each -1, +0 and +1 token. The first four `edges` are
-    two blocks long, so that each needs another block for its second output token.
+    `general` prompts have varied lengths; the first is exactly 3 blocks long. Each `edges` prompt begins with the first
+    tokens of that prompt; `shared` has their numbers: 1 and 2 blocks, each -1, +0 and +1 token. The first four `edges`
+    are two blocks long, so that each needs another block for its second output token.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -47,7 +47,7 @@ class PromptSet:
 
 
 def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_size: int, seed: int) -> PromptSet:
-    """Make `count` general prompts and six at block edges; equal arguments make equal prompts."""
+    """Make `count` general prompts and six `edges` prompts. Equal arguments make equal prompts."""
     generator, id_limit = random.Random(seed), min(vocab_size, tokenizer.vocab_size)
 
     def text(length: int) -> tuple[int, ...]:
@@ -85,10 +85,11 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """One engine, and the prompts it gets: all of a wave together, once the wave before has finished.
+    """One engine and its prompts. The prompts of a wave are added together, once the previous wave has finished.
 
-    `token_budget` and `num_blocks` are the engine's, `num_tokens` is the length of each output. `cached_tokens` are the
-    prefix hits that the prompts of the last wave must have. `preempted` is how at least one request must be preempted.
+    `token_budget` and `num_blocks` configure the engine; `num_tokens` is the length of each output. `cached_tokens` are
+    the prefix hits that the prompts of the last wave must have. `preempted` is the way in which a request must be
+    preempted at least once.
     """
 
     name: str
@@ -102,11 +103,11 @@ class ParityCase:
 
 
 def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
-    """Yield cases of requests alone, in a mixed batch, in chunks, with prefix hits and with preemption."""
+    """Yield cases with single requests, a mixed batch, chunked prefills, prefix hits, and preemption."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     block_size = layout.block_size
     width = sum(layout.width(len(prompt.token_ids) + num_tokens) for prompt in prompts.all)
-    # Twice as many, because a wave leaves its blocks cached, those outside the windows included.
+    # Twice as many, because finished waves leave blocks in the cache, even blocks outside the sliding windows.
     plenty = 2 * layout.num_groups * (width + 1)
     one_by_one = tuple((prompt,) for prompt in prompts.general)
     yield ParityCase("alone", one_by_one, longest, plenty, num_tokens)
@@ -115,18 +116,20 @@ def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterato
     for size in sorted({1, 7, block_size, block_size + 1}):
         yield ParityCase(f"chunks of {size}", (prompts.general,), size, plenty, num_tokens)
 
-    # The first prompt, followed by the same prompt beside prompts that share a beginning with it. Hits count single
-    # tokens where that is worth a copy, and leave at least the last token to compute.
+    # The first prompt; then the same prompt again, in one batch with prompts that begin like it. A hit includes a part
+    # of a block if the part is worth a copy, but never the prompt's last token.
     again = (prompts.general[0], *prompts.edges)
     shared = (len(prompts.general[0].token_ids), *prompts.shared)
     known = (min(length, len(prompt.token_ids) - 1) for length, prompt in zip(shared, again, strict=True))
     hits = tuple(num if num % block_size >= MIN_COPIED else num // block_size * block_size for num in known)
-    budget = sum(len(prompt.token_ids) for prompt in again)  # one step for all: no prompt finds another's blocks
+    budget = sum(
+        len(prompt.token_ids) for prompt in again
+    )  # one step for all, so that no prompt finds blocks of another
     waves = (again[:1], again)
     yield ParityCase("prefix hits", waves, budget, plenty, num_tokens, caching=True, cached_tokens=hits)
 
-    # Four prompts of two blocks in a pool of eight blocks (per group of layers). Each needs a third block for its
-    # second token, so that a request must be preempted. With prefix caching, preempted requests find some of their
+    # Four prompts of two blocks in a pool of eight blocks (per group of layers). Each prompt needs a third block for
+    # its second token, so a request must be preempted. With prefix caching, preempted requests find some of their
     # blocks again; with swap, their blocks are copied back.
     wave, length = (prompts.edges[:4],), 2 * block_size
     pool, budget = 4 * layout.num_blocks(length), 4 * length

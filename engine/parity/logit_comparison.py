@@ -1,4 +1,4 @@
-"""Comparing the engine's tokens and logits with those of plain transformers."""
+"""Comparison of the engine's tokens and logits with those of plain transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.architecture.fields import read_fields
 from llmsched.engine.model.probe import set_attention
 from llmsched.engine.parity.cases import ParityPrompt
 
-#: The only implementation that supports everything models need: windows, sinks, soft-capping.
+#: The only attention implementation that supports all features of models: windows, sinks, soft-capping.
 IMPLEMENTATION = "eager"
 
 
@@ -21,8 +21,8 @@ IMPLEMENTATION = "eager"
 class Continuation:
     """Greedy output of transformers' `generate`: `token_ids` [n], and their `logits` [n, V] from one full pass.
 
-    `spread` is the largest difference between these logits and those of `generate`, which computes token by token with
-    its own KV cache: how much two correct computations of transformers differ.
+    `spread` is the largest difference between these logits and the logits of `generate`, which computes token by token
+    with a KV cache. It shows how much two correct computations of transformers differ.
     """
 
     token_ids: tuple[int, ...]
@@ -31,7 +31,7 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers: runs `model` with eager attention, one prompt at a time. The attention stays set."""
+    """Plain transformers, which run `model` with eager attention, one prompt at a time, and leave it set to eager."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class Reference:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        # generate adds settings of the model's own generation_config (penalties, end of sequence), so it is cleared.
+        # `generate` also applies the model's generation_config (penalties, end of sequence), so clear it.
         own, model.generation_config = model.generation_config, make_settings()
         try:
             with torch.inference_mode():
@@ -62,7 +62,7 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Compute logits [len(token_ids) - start, V] that predict token_ids[start:], in one full pass; on the CPU."""
+        """Return logits [len(token_ids) - start, V] that predict token_ids[start:], from one full pass, on the CPU."""
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -71,20 +71,20 @@ class Reference:
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return max |one - other| over the last dimension, in float64; equal infinities differ by 0, NaN gives NaN."""
+    """Return max |one - other| over the last dimension, in float64. Equal infinities differ by 0; NaN gives NaN."""
     return torch.where(one == other, 0.0, (one.double() - other.double()).abs()).amax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest difference of logits that counts as correct, for one model.
+    """Largest difference of logits that counts as correct for one model.
 
-    The order of a floating-point sum depends on the shape of the batch, so correct computations differ in proportion to
-    the size of the logits. On SmolLM2-135M, whose largest logits are about 40, transformers' cached generation differs
-    from its full pass by up to 8e-5 in float32 and 0.75 in bfloat16.
+    The order of a floating-point sum depends on the shape of the batch, so the logits of correct computations differ in
+    proportion to their size. On SmolLM2-135M, whose largest logits are about 40, transformers' cached generation
+    differs from its full pass by up to 8e-5 in float32 and 0.75 in bfloat16.
 
     `routed` marks a mixture of experts, where rounding may select another expert and change logits abruptly. In types
-    shorter than float32 only the median position of such a model must be within the limit.
+    shorter than float32, only the median position of such a model must be within the limit.
     """
 
     dtype: torch.dtype
@@ -101,13 +101,13 @@ class Tolerance:
         return cls(dtype, routed=(fields.num_experts or fields.get("moe_num_experts", default=0)) > 1)
 
     def limit(self, largest_logit: float) -> float:
-        """Return the limit for logits of which the largest is `largest_logit`."""
+        """Return the limit for logits whose largest absolute value is `largest_logit`."""
         if self.dtype == torch.float32:
             return max(self.FLOAT32, self.FLOAT32_SHARE * largest_logit)
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return, of the differences [n] at a case's positions, the one that must be within the limit."""
+        """Return the difference that must be within the limit, from the differences [n] at a case's positions."""
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
@@ -125,7 +125,7 @@ class Tolerance:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """The engine's output for one prompt: n tokens, and the logits [V] behind each, on the CPU."""
+    """The engine's output for one prompt: n tokens, and the logits [V] that each was chosen from, on the CPU."""
 
     prompt: ParityPrompt
     token_ids: list[int] = field(default_factory=list)
@@ -136,10 +136,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First output token of `prompt` that differs, at `position`.
+    """First output token of `prompt` that differs from the reference, at `position`.
 
-    `margin` is the reference's logit of its own token (`expected`) minus that of the engine's token (`got`).
-    `explained` says that the logits of the two computations differ enough at this position to reverse the order.
+    `margin` is the reference's logit of its own token (`expected`) minus the reference's logit of the engine's token
+    (`got`). `explained` means that the two computations' logits at this position differ enough to swap these tokens.
     """
 
     prompt: str
@@ -155,7 +155,8 @@ class CaseResult:
     """Result of comparing one case. `differences` has the largest difference of logits at each position.
 
     `judged_logit_diff` must be within `tolerance` (see Tolerance.judged); it is None if nothing could be compared.
-    `problems` are other faults: the engine raised, or what the case is about did not happen.
+    `problems` are other faults: the engine failed, or the preemptions or prefix hits that the case tests did not
+    happen.
     """
 
     name: str
@@ -176,14 +177,14 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        """Whether logits are within tolerance, tokens are equal or diverge at a near tie, and there are no problems."""
+        """True if logits are within tolerance, tokens are equal or diverge at a near tie, and there are no problems."""
         within = self.judged_logit_diff is not None and self.judged_logit_diff <= self.tolerance
         return within and not self.problems and all(divergence.explained for divergence in self.divergences)
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model, and the largest `spread` of a continuation."""
+    """Results of all cases of one model, and the largest `spread` of all continuations."""
 
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
@@ -199,8 +200,8 @@ def compare(
 ) -> None:
     """Compare the engine's output with the reference's continuation of the same prompt; add the outcome to `result`.
 
-    If tokens diverge, the reference computes logits for the engine's tokens, so that logits are always compared after
-    the same history.
+    If the tokens diverge, the reference computes logits for the engine's tokens, so that the compared logits always
+    follow the same tokens.
     """
     name, prompt, tokens = output.prompt.name, output.prompt.token_ids, output.token_ids
     if output.error is not None or not tokens or len(tokens) != len(output.logits):
@@ -223,7 +224,7 @@ def compare(
 
 
 def _divergence(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Divergence:
-    """Judge a divergence: logits that differ by at most d can reverse the order of tokens up to a margin of 2 d."""
+    """Return the divergence at `position`. Logits that differ by at most d can swap tokens up to 2 d apart."""
     wanted, own = expected.logits[position].double(), expected.token_ids[position]
     margin = float(wanted[own] - wanted[got])
     explained = margin <= 2 * float(differences(logits.double(), wanted))

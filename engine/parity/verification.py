@@ -1,4 +1,4 @@
-"""Comparison of the engine with plain transformers: references first, then one engine for each case."""
+"""Parity check: outputs of plain transformers as references, then one engine for each case."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from llmsched.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-#: Host memory that the logits kept for comparison may take.
+#: Most host memory, in bytes, for the logits that are kept for comparison.
 MAX_LOGIT_BYTES = 4 << 30
 
 
@@ -53,12 +53,12 @@ class LoadedModel:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the KV cache for a long context."""
+        """Layout of the engine's KV cache, whatever the length of the context."""
         return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 
 def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
-    """Load `config.model` on the device and in the type that serving would use. Raises ModelError and ConfigError."""
+    """Load `config.model` on the device and in the dtype that `serve` would use. Raises ModelError and ConfigError."""
     opened = open_model(config, progress)
     model = opened.load(progress)
     return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
@@ -69,7 +69,7 @@ def check_parity(
 ) -> ParityReport:
     """Compare the engine with plain transformers over `num_tokens` greedy tokens of each prompt.
 
-    Raises ConfigError if the model's context or the host's memory is too small for that.
+    Raises ConfigError if the model's context or the host memory is too small.
     """
     prompts = make_prompts(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
@@ -100,7 +100,7 @@ def check_parity(
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
-    """Raise ConfigError if the prompts with their outputs exceed the model's context or the host's memory."""
+    """Raise ConfigError if prompts with outputs exceed the model's context, or their logits the host memory."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -119,7 +119,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Describe in `result` the preemptions and prefix hits of a case, and whether those that it is about happened."""
+    """Describe the case's preemptions and prefix hits in `result`; add a problem if the expected ones are missing."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:
@@ -149,10 +149,10 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
         max_num_batched_tokens=case.token_budget,
         block_size=loaded.block_size,
         enable_prefix_caching=case.caching,
-        output_prediction="none",  # so that the requests fill the pool, which is too small for them
+        output_prediction="none",  # admit all requests, although the pool is too small for their outputs
         headroom=0.0,
         preemption_mode=case.preempted or "auto",
-        swap_space=swap.num_blocks,  # any size above 0: the number of host blocks is given already
+        swap_space=swap.num_blocks,  # any value above 0: the number of host blocks is already given
     )
     executor = TorchExecutor(
         loaded.model,
@@ -171,7 +171,7 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
 def _run_wave(
     engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
 ) -> list[EngineOutput]:
-    """Add all prompts as requests and step until they have finished."""
+    """Add all prompts as requests, step until they have finished, and return their outputs."""
     outputs = {prompt.name: EngineOutput(prompt) for prompt in prompts}
     by_sequence = {f"{name}/0": output for name, output in outputs.items()}
 
