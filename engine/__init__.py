@@ -1,4 +1,4 @@
-"""The serving engine: Engine (synchronous), AsyncEngine (in a thread), their settings, requests and outputs."""
+"""Serving engine: Engine (synchronous), AsyncEngine (in a thread), their settings, requests and outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "bu
 
 
 def __getattr__(name: str) -> Any:
-    """Import the parts that serve at first use: planning and parsing need none of them."""
+    """Import the serving parts at first use, because planning and parsing do not need them."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

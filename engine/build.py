@@ -1,4 +1,4 @@
-"""Building an engine from its configuration: plan memory, load the weights, reserve KV blocks, warm up."""
+"""Construction of an engine from its configuration: plan memory, load the weights, reserve KV blocks, warm up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
-#: Knobs that decide what is loaded and reserved; all others only affect scheduling.
+#: Knobs that determine what is loaded and reserved; all others only affect scheduling.
 RESERVING = frozenset(
     {
         *("model", "dtype", "kv_cache_dtype", "device", "max_model_len", "block_size", "gpu_memory_utilization"),
@@ -35,16 +35,16 @@ RESERVING = frozenset(
     }
 )
 
-#: What torch's messages contain if it has no exception type for it: its allocators of CPU and pinned memory.
+#: Words by which to recognise torch's messages about CPU and pinned memory, for which it has no exception type.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory")
 #: The knob that limits the memory of KV blocks, by kind of device.
 _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
-    """Load `config.model` and reserve its memory.
+    """Load `config.model`, reserve its memory and return the engine.
 
-    Raises ModelError and ConfigError, if possible before the weights are read.
+    Raises ModelError and ConfigError, before the weights are read if possible.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -69,11 +69,11 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
     """Return an engine with other settings and an empty cache that takes over the executor of `engine`.
 
-    `engine` must not be used afterwards. Raises ConfigError for a knob of RESERVING, and for a limit above what memory
-    is reserved for.
+    `engine` must not be used afterwards. Raises ConfigError for a knob of RESERVING, and for a limit above the one for
+    which memory was reserved.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
-        raise ConfigError(wrong[0], "decides what is loaded and reserved; that takes an engine built anew")
+        raise ConfigError(wrong[0], "determines what is loaded and reserved; build a new engine to change it")
     check_limits(engine.config, knobs)
     config = replace(engine.config, **{name: value for name, value in knobs.items() if name not in LIMITS or value})
     old = engine.scheduler.kv
@@ -84,12 +84,14 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Return the executor, warmed up, and the plan with the memory that was really taken."""
+    """Return the warmed-up executor, and the plan with the memory that was measured."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
-    with _within_memory(plan, "loading the weights", "free memory that others use, or choose a smaller model or dtype"):
+    with _within_memory(
+        plan, "loading the weights", "free memory that other programs use, or choose a smaller model or dtype"
+    ):
         model = opened.load(progress)
     with _within_memory(
         plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or {setting('swap_space')})"
@@ -120,7 +122,7 @@ def _load(
 
 @contextmanager
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
-    """Turn a failed allocation into a ModelError that names what was planned and the `remedy`."""
+    """Turn a failed allocation into a ModelError that states the planned memory and the `remedy`."""
     import torch
 
     try:

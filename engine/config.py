@@ -1,6 +1,6 @@
 """Settings of the engine ("knobs"): name, unit, default, allowed range and help text of each.
 
-The command line, profiles and error messages are generated from these fields: add a knob here and nowhere else.
+The command line, profiles and error messages are generated from these fields, so a new knob is added only here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
 
 
-#: Knobs that memory is reserved for, and that may be lowered afterwards.
+#: Knobs for which memory is reserved. They may be lowered afterwards, but not raised.
 LIMITS = ("max_num_batched_tokens", "max_num_seqs")
 
 
@@ -48,7 +48,7 @@ def knob(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine as the user gives them. None is chosen by planning and printed at the start.
+    """Settings of one engine as the user gives them. Planning replaces None by a value, which is printed at the start.
 
     Raises ConfigError if a value is out of range or has no effect in combination with another.
     """
@@ -61,12 +61,14 @@ class EngineConfig:
     )
     kv_cache_dtype: KVDType = knob(
         "auto",
-        "type of the KV cache; auto is dtype, or what the checkpoint asks for; fp8 can be planned for, but not served",
+        "type of the KV cache; auto is dtype, or what the checkpoint asks for; fp8 can only be planned for, not served",
         choices=get_args(KVDType),
     )
-    device: Device = knob("auto", "auto uses the GPU if there is one", choices=get_args(Device))
+    device: Device = knob(
+        "auto", "device that runs the model; auto is the GPU if there is one", choices=get_args(Device)
+    )
     max_model_len: int | None = knob(
-        None, "longest prompt and output of one request together; default: the model's limit", unit="tokens", low=1
+        None, "most tokens in one request, prompt plus output; default: the model's limit", unit="tokens", low=1
     )
     max_num_seqs: int = knob(128, "most requests that run at the same time", low=1, high=65536)
     max_num_batched_tokens: int | None = knob(
@@ -95,21 +97,22 @@ class EngineConfig:
     )
     max_pinned_share: float = knob(
         0.25,
-        "largest share of blocks that pinned prefixes take; it leaves room for the longest request",
+        "largest share of KV blocks that pinned prefixes may take; lowered if needed so that the longest "
+        "request still fits",
         low=0,
         high=0.9,
     )
     preemption_mode: PreemptionMode = knob(
         "auto",
-        "KV of a preempted request: recompute drops it, swap copies it to host memory while swap_space lasts, auto "
-        "does what is predicted to take less time",
+        "what happens to the KV of a preempted request: recompute drops it, swap copies it to host memory while "
+        "swap_space lasts, auto does what is predicted to take less time",
         choices=get_args(PreemptionMode),
     )
     swap_space: int = knob(
         0, "host memory for the KV of preempted requests; 0 turns swapping off", unit="bytes", low=0, high=1 << 44
     )
-    max_queue_size: int = knob(2048, "most waiting requests; further ones are refused with HTTP 429", low=1)
-    seed: int | None = knob(None, "seed of requests without one; default: a random seed per request", low=0)
+    max_queue_size: int = knob(2048, "most waiting requests; more are refused with HTTP 429", low=1)
+    seed: int | None = knob(None, "seed for requests that give none; default: a random seed per request", low=0)
     scheduling_policy: Policy = knob(
         "fair",
         "fair: all features; baselines to compare with: fcfs (continuous batching in order of arrival), sptf (shortest "
@@ -118,16 +121,24 @@ class EngineConfig:
     )
     priority_step: float = knob(
         10.0,
-        "waiting time that one priority level is worth; 0 ignores priorities; no request waits forever",
+        "head start in the queue, as seconds of waiting, per priority level; 0 ignores priorities; no request waits "
+        "forever",
         unit="seconds",
         low=0,
         high=1e6,
     )
     cache_bonus: float = knob(
-        2.0, "waiting time that a prefix hit of 512 tokens or more is worth", unit="seconds", low=0, high=1e6
+        2.0,
+        "head start in the queue, as seconds of waiting, for a prefix hit of 512 tokens or more",
+        unit="seconds",
+        low=0,
+        high=1e6,
     )
     fast_lane_share: float = knob(
-        0.3, "share of a step's prefill tokens reserved for short requests; others get what they leave", low=0, high=0.9
+        0.3,
+        "share of a step's prefill tokens that short requests get first; the unused part goes to all requests",
+        low=0,
+        high=0.9,
     )
     fast_lane_prompt: int = knob(256, "longest uncached prompt of a request that counts as short", unit="tokens", low=1)
     fast_lane_output: int = knob(512, "largest max_tokens of a request that counts as short", unit="tokens", low=1)
@@ -141,10 +152,10 @@ class EngineConfig:
         "free now)",
         choices=get_args(Prediction),
     )
-    max_passes: int = knob(16, "later requests that may be admitted before one that does not fit yet", low=0)
+    max_passes: int = knob(16, "most later requests that may overtake a request that does not fit yet", low=0)
     target_itl: float | None = knob(
         None,
-        "target for the gap between tokens; steps are sized to meet it while requests decode",
+        "target for the gap between tokens (ITL); steps in which requests decode are kept small enough to meet it",
         unit="seconds",
         low=1e-4,
         high=60,
@@ -156,7 +167,9 @@ class EngineConfig:
         low=0,
         high=10,
     )
-    min_schedule_batch: int = knob(1, "waiting requests with which an idle engine starts at once", low=1)
+    min_schedule_batch: int = knob(
+        1, "number of waiting requests at which an idle engine starts without waiting longer", low=1
+    )
 
     def __post_init__(self) -> None:
         for f in fields(EngineConfig):
@@ -185,13 +198,13 @@ class EngineConfig:
 
     @staticmethod
     def knob_rule(name: str) -> Mapping[str, Any]:
-        """Return the documentation and range of the knob `name`."""
+        """Return the help text, unit, range and choices of the knob `name`."""
         return next(f.metadata for f in fields(EngineConfig) if f.name == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """Settings of a planned engine: each knob that planning chooses has its value (see `MemoryPlan.resolve`)."""
+    """Settings of a planned engine: every knob that planning chooses has a value (see `MemoryPlan.resolve`)."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -200,7 +213,7 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int
 
 
-#: Values of the knobs that the baselines (every scheduling_policy but fair) turn off.
+#: Values with which the baselines (every scheduling_policy but fair) turn knobs off.
 BASELINE: Mapping[str, Any] = {
     "cache_bonus": 0.0,
     "fast_lane_share": 0.0,
@@ -212,7 +225,7 @@ BASELINE: Mapping[str, Any] = {
     "target_itl": None,
 }
 
-#: Knobs that have no effect with this value of another knob.
+#: Knobs that have no effect if another knob has the given value.
 _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
     ("enable_prefix_caching", False): ("cache_bonus", "max_pinned_share"),
     ("fast_lane_share", 0.0): ("fast_lane_prompt", "fast_lane_output"),
@@ -222,7 +235,7 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the settings `given` by the user has no effect because of another one."""
+    """Raise ConfigError if a setting in `given`, which the user gave, has no effect because of another setting."""
     policy = given.get("scheduling_policy", "fair")
     if policy != "fair":
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}

@@ -33,8 +33,8 @@ DEFINITIONS: Mapping[str, str] = {
     "P99 interval": "95 % bootstrap interval over whole requests; with few requests its upper end is too low",
     "steady": (
         "rates in the steady state (ramp-up and ramp-down excluded): from one median E2E after the start of the run to "
-        "the first completion after the last request was sent; if that is too short, from the first token (completion) "
-        "to the end of the run"
+        "the first completion after the last request was sent; if that is too short, from the first token (for "
+        "requests/s: the first completion) to the end of the run"
     ),
 }
 

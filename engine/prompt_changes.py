@@ -1,4 +1,4 @@
-"""Warnings about prompts that differ at one early token, which defeats the prefix cache."""
+"""Warnings about prompts that differ at the same early token, which defeats the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Admitted requests between two checks; a check takes milliseconds.
+#: Number of admitted requests between two checks; a check takes milliseconds.
 CHECK_EVERY = WINDOW // 2
 
 
 class Example(NamedTuple):
-    """Text of one prompt around the position: the part `before` it that others share, and the part `after`."""
+    """Text of a prompt around the token where the prompts differ: the shared part `before` it and the part `after`."""
 
     before: str
     after: str
@@ -29,8 +29,8 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    The prefix cache cannot reuse what follows the position. `private`: an example came with a cache_salt, so only the
-    operator may see its text.
+    The prefix cache cannot reuse what follows the position. `private` means that an example has a cache_salt, so only
+    the operator may see its text.
     """
 
     position: int
@@ -44,12 +44,12 @@ class PromptChange:
         return (
             f"prompts change at token {self.position}: {self.count} of the last {self.window} requests differ there "
             f"and are alike after it, so the prefix cache cannot reuse what follows; move the part that changes (a "
-            f"time, an id) behind the part that does not. Two of them: {one} and {two}"
+            f"time, an id) behind the part that does not. Two examples: {one} and {two}"
         )
 
 
 class PromptChanges:
-    """Checks for changing prompts from time to time, and logs each new position."""
+    """Periodic check for changing prompts, which logs each new position."""
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
         self._watch = watch
@@ -59,7 +59,7 @@ class PromptChanges:
         self._logged = -SPREAD
 
     def update(self) -> None:
-        """Check if enough requests have been admitted since the last check."""
+        """Check again if CHECK_EVERY requests have been admitted since the last check."""
         if self._watch.num_seen >= self._next_check:
             self.check()
 

@@ -1,4 +1,4 @@
-"""The engine in a thread, for callers on an event loop."""
+"""Engine in a thread, for callers on an event loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_IDLE_SECONDS = 3600.0
 
 
 class AsyncEngine:
-    """Runs an Engine in a thread: the event loop never waits for a step, and the engine never for a reader.
+    """Wrapper that runs an Engine in a thread.
 
-    `core` is the engine. Other threads read only its `config`, `model`, `tokenizer`, `plan` and `metrics`; everything
-    else goes through `call`. `start` binds the engine to the running event loop; all methods but `stats` and all
-    streams belong to that loop.
+    The event loop never waits for a step, and the engine never waits for a reader. `core` is the engine. Other threads
+    read only its `config`, `model`, `tokenizer`, `plan` and `metrics`; everything else goes through `call`. `start`
+    binds the engine to the running event loop; all methods except `stats`, and all streams, belong to that loop.
     """
 
     def __init__(self, core: Engine) -> None:
@@ -106,7 +106,7 @@ class AsyncEngine:
         return stream
 
     async def call(self, action: Callable[[Engine], T]) -> T:
-        """Run `action` in the engine's thread between two steps and return its result, or raise its LlmschedError.
+        """Run `action` in the engine's thread between two steps; return its result or raise its LlmschedError.
 
         Raises EngineDeadError if the engine has stopped, or stops before it runs the action.
         """
@@ -131,7 +131,7 @@ class AsyncEngine:
             self._calls.discard(done)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the open ones; return whether all ended in time."""
+        """Refuse new requests and wait for the open ones; return whether all ended within `timeout_s` seconds."""
         self.draining = True
         try:
             await asyncio.wait_for(self._streams.idle.wait(), timeout_s)

@@ -1,6 +1,6 @@
-"""The engine without a model and text, on a virtual clock: its steps take the time that a cost model says.
+"""Engine without a model and text, on a virtual clock: its steps take the time that a cost model predicts.
 
-Scheduling and KV memory are decided by the same code as in `Engine`. Output lengths are given by max_tokens. Blueprint
+Scheduling and KV memory are decided by the same code as in `Engine`. Every output has max_tokens tokens. A Blueprint
 holds the memory plan and the step times of an engine that is not built.
 """
 
@@ -77,7 +77,7 @@ class SimulatedEngine(StepLoop):
         self.clock.now = max(self.clock.now, time)
 
     def step(self) -> list[Update]:
-        """Compute one step, which advances the clock, and return what each request gained."""
+        """Compute one step, which advances the clock, and return each request's update."""
         return self.run_step()[1]
 
 

@@ -84,7 +84,7 @@ def test_engine_beside_changes_settings_and_shares_the_executor(tiny_model: Any)
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"block_size": 8}, "block_size: decides what is loaded and reserved"),
+        ({"block_size": 8}, "block_size: determines what is loaded and reserved"),
         ({"max_num_seqs": 129}, "max_num_seqs: 129 is out of range; allowed is from 1 to 128"),
     ],
 )
