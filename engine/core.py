@@ -1,4 +1,4 @@
-"""The engine: serves a model, one step at a time, in one thread."""
+"""Engine that serves a model, one step at a time, in one thread."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Timeline:
 
 
 class Engine(StepLoop):
-    """A model being served: takes requests, and computes one step of them with each call of `step`.
+    """Engine that serves a model: it takes requests, and each call of `step` computes one step of them.
 
-    Not thread-safe; AsyncEngine runs it in a thread. Any thread may read what never changes: `config`, `model`,
-    `tokenizer`, `plan` and `metrics`. The limits of `config` are within what `plan` reserved memory for.
+    Not thread-safe; AsyncEngine runs it in a thread. Any thread may read the attributes that never change: `config`,
+    `model`, `tokenizer`, `plan` and `metrics`. The limits of `config` are within what `plan` reserved memory for.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Engine(StepLoop):
                 token_ids=list(prompt_token_ids),
                 num_prompt_tokens=len(prompt_token_ids),
                 sampling=sampling,
-                # The first choice has the request's own seed, so that n does not change it.
+                # The first choice uses the request's seed unchanged, so that its output does not depend on n.
                 seed=(seed + index * _GOLDEN_RATIO) & _SEED_MASK,
                 stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
                 arrival_time=arrival,
@@ -141,7 +141,7 @@ class Engine(StepLoop):
         self.recorder.update()
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request in any state and return its last outputs; ignore an unknown or finished one."""
+        """End a request in any state and return its last outputs; do nothing if it is unknown or has finished."""
         outputs = []
         for name in list(self.open_sequences.get(request_id, ())):
             stream = self._streams[name]
@@ -152,7 +152,7 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the seconds until the queue moves by one place, at the rate at which requests finished lately."""
+        """Return the estimated seconds until the queue moves by one request, from the rate of recent finishes."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -161,10 +161,10 @@ class Engine(StepLoop):
     # -- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return what each request gained.
+        """Compute one step and return the new output of each request.
 
-        Does nothing while the scheduler waits for more requests (see `idle_until`). An exception means that the engine
-        cannot go on; an error in the text of one output ends only that output.
+        Does nothing while the scheduler waits for more requests (see `idle_until`). After an exception the engine
+        cannot continue; an error in the text of one output ends only that output.
         """
         if self.idle_until() is not None:
             return []
@@ -218,7 +218,7 @@ class Engine(StepLoop):
         self.recorder.update()
 
     def explain(self, request_id: str) -> list[Timeline]:
-        """Return what the scheduler decided about each sequence of a request; empty if it is unknown or too old."""
+        """Return the scheduler's decisions about each sequence of a request; empty if it is unknown or too old."""
         timelines = []
         for index in range(MAX_N):
             entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
@@ -235,7 +235,7 @@ class Engine(StepLoop):
 
 
 class PrefixAdmin:
-    """Administration of an engine's prefix cache: pins, reset, and why prompts miss it. Runs in the engine's thread."""
+    """Administration of an engine's prefix cache: pins, reset, reasons for misses. For the engine's thread only."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -243,15 +243,15 @@ class PrefixAdmin:
         self.changes = PromptChanges(self._kv.prefix_cache.misses.watch, engine.tokenizer, engine.metrics)
 
     def reset(self) -> None:
-        """Forget the KV of all prompts that are neither running nor pinned."""
+        """Drop the cached KV of all prompts that are neither running nor pinned."""
         self._kv.pool.drop_cached()
         self._engine.recorder.update()
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
         """Compute and keep the KV of the whole blocks of a prefix for `ttl` seconds (None: until unpinned).
 
-        The part that is not cached is computed as a request, which max_queue_size does not limit. Raises RequestError
-        if the prefix has no whole block, if there is no room for it, or if prefix caching is off.
+        Tokens that are not cached are computed as a request, to which max_queue_size does not apply. Raises
+        RequestError if the prefix has no whole block, if there is no room for the pin, or if prefix caching is off.
         """
         engine = self._engine
         if not engine.config.enable_prefix_caching:
@@ -267,12 +267,12 @@ class PrefixAdmin:
         return pin
 
     def unpin(self, pin_id: str) -> None:
-        """Release a pinned prefix. Raises RequestError if there is no pin of that id."""
+        """Release a pinned prefix. Raises RequestError if no pin has this id."""
         self._engine.scheduler.unpin(pin_id)
         self._engine.recorder.update()
 
     def expire(self) -> float | None:
-        """Release the pins whose time is over; return when the next one expires, by the engine's clock."""
+        """Release expired pins; return when the next pin expires (engine's clock), or None if no pin will."""
         self._engine.scheduler.expire_pins()
         self._engine.recorder.update()
         return self._kv.pins.next_expiry()

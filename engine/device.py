@@ -1,4 +1,4 @@
-"""Devices and their memory: the GPU's from NVML, the machine's from the kernel, without importing torch."""
+"""Devices and their memory, read without importing torch: a GPU's from NVML, the machine's from the kernel."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class DeviceMemory:
     """Memory of one device in bytes.
 
     `total` is what programs can allocate, `used_by_others` what other programs hold (on a CPU: what is not available
-    without swapping), `holders` the processes that hold it, if the driver names them. `computes_bf16` decides what
-    dtype auto means.
+    without swapping), `holders` the processes that hold it, if the driver names them. `computes_bf16` determines which
+    dtype auto selects.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -79,7 +79,7 @@ def computes_bf16(device: str) -> bool:
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
-    """Return the memory of the device that `auto`, `cuda` or `cpu` means on this machine.
+    """Return the memory of the device that `auto`, `cuda` or `cpu` selects on this machine.
 
     Raises ConfigError if cuda is requested without an NVIDIA driver or GPU.
     """
@@ -90,20 +90,20 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """Return the memory of a GPU from the list, used by no other program."""
+    """Return the memory of a listed GPU that no other program uses."""
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0)
 
 
 def gpu_memory() -> DeviceMemory | None:
-    """Return the memory of the first GPU of CUDA_VISIBLE_DEVICES; None without driver or GPU.
+    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES; None without a driver or GPU.
 
-    Raises ConfigError if the driver of the GPU does not report its memory.
+    Raises ConfigError if the driver does not report the GPU's memory.
     """
     with _nvml() as nvml:
         if nvml is None or (handle := _visible_gpu(nvml)) is None:
             return None
         try:
-            # Version 2 reports the driver's reserve separately; CUDA cannot allocate it.
+            # Version 2 reports separately the memory reserved by the driver, which CUDA cannot allocate.
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
             total, used = int(memory.total) - int(memory.reserved), int(memory.used)
         except nvml.NVMLError as problem:
@@ -133,7 +133,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _visible_gpu(nvml: Any) -> Any:
-    """Return the NVML handle of the first visible GPU or MIG slice, None if there is none."""
+    """Return the NVML handle of the first visible GPU or MIG slice, or None if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = "0" if visible is None else visible.split(",")[0].strip()
     try:
@@ -163,7 +163,7 @@ def _holders(nvml: Any, handle: Any) -> list[Holder]:
 
 
 def cpu_memory() -> DeviceMemory:
-    """Return the memory of this machine, or of its container if that has less."""
+    """Return the memory of this machine, or of its container if the container has less."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -175,7 +175,7 @@ def cpu_memory() -> DeviceMemory:
 
 
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
-    """Return (limit, used) in bytes of every cgroup (v1 or v2) of this process that has a memory limit.
+    """Return (limit, used) in bytes for each cgroup (v1 or v2) of this process that has a memory limit.
 
     Page cache that the kernel can reclaim (inactive_file) does not count as used.
     """
@@ -200,7 +200,7 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgr
 
 
 def _read(file: Path) -> str:
-    """Return the text of a file of the kernel; "" if it is missing."""
+    """Return the text of a kernel file, or "" if the file is missing."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -55,8 +55,8 @@ class RequestLatency:
     """Latencies in seconds of a request that received at least one token.
 
     `itl` has one sample per token after the first arrival: the gap before its arrival, divided equally among the tokens
-    that arrived together. `worst_stall` is the longest gap between two arrivals, None
-    for a single arrival. `tpot` is None for a single token.
+    that arrived together. `worst_stall` is the longest gap between two arrivals, None for a single arrival. `tpot` is
+    None for a single token.
     """
 
     ttft: float
@@ -95,7 +95,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the first longest gap between two arrivals of tokens; None for fewer than two arrivals."""
+    """Return the longest gap between two arrivals of tokens (the first if equal); None for fewer than two arrivals."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [
@@ -111,10 +111,10 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 
 
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
-    """Return how long, in seconds, a reader of that speed waited for each late token.
+    """Return the seconds that a reader of this speed waited for each late token.
 
-    The reader starts a token as soon as it has arrived and the one before is read. Waiting delays all further reading,
-    so one stall makes one token late, not all that follow.
+    The reader starts a token as soon as it has arrived and the previous token is read. A wait delays all further
+    reading, so one stall makes one token late, not all that follow.
     """
     waits: list[float] = []
     free = math.inf
@@ -204,7 +204,9 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return whether a request met each target. Undefined figures, such as ITL of one token, meet it."""
+        """Return for each target whether the request met it. Undefined figures, such as ITL of one token, meet their
+        target.
+        """
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
@@ -214,8 +216,8 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `attainment` is the share of requests that met each target, and under "all" of those that met every one. `missed`
-    counts the served requests that missed each target, `missed_alone` those that missed only that target.
+    `attainment` is the share of requests that met each target; its entry "all" is the share that met every target.
+    `missed` counts the served requests that missed each target, `missed_alone` those that missed only that target.
     """
 
     requests_per_s: float
@@ -227,7 +229,7 @@ class Goodput:
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
     """Return the goodput of a run that took `duration` seconds; failed requests count in every denominator.
 
-    None without targets, without requests, or if requests met all targets but `duration` is 0.
+    Return None without targets, without requests, or if requests met all targets but `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:
@@ -243,10 +245,10 @@ def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, durati
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Return tokens (or completions) per second from the first arrival to the last, without those of the first moment.
+    """Return tokens (or completions) per second from the first arrival to the last, without the first arrival's.
 
     For n single tokens that is (n - 1) / (last - first). `end` extends the interval to a time until which more tokens
-    could have arrived. None for an interval of length 0.
+    could have arrived. Return None for an interval of length 0.
     """
     if not arrivals:
         return None

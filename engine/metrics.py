@@ -1,4 +1,4 @@
-"""Prometheus metrics of one engine, under the names of vLLM's dashboards.
+"""Prometheus metrics of one engine, with the names that vLLM's dashboards use.
 
 Times are in seconds, counted from the arrival of a request at the engine. All methods may be called from any thread.
 """
@@ -46,7 +46,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 
 #: Help text by name; /metrics appends _total to the name.
 _COUNTERS: Mapping[str, str] = {
-    "num_preemptions": "Running requests whose blocks were taken for others.",
+    "num_preemptions": "Preemptions of running requests, whose blocks went to other requests.",
     "recomputed_tokens": "Tokens computed again after a preemption.",
     "num_swapped_out": "Preempted requests whose KV was copied to host memory.",
     "num_swapped_in": "Preempted requests whose KV was copied back from host memory.",
@@ -78,7 +78,7 @@ _GAUGES: Mapping[str, str] = {
 class EngineMetrics:
     """Counters, gauges and histograms of one engine. Each instance has its own registry.
 
-    Raises ConfigError if metric names cannot start with `prefix`.
+    Raises ConfigError if `prefix` cannot begin a metric name.
     """
 
     def __init__(self, model_name: str, block_size: int, num_blocks: int, prefix: str = "llmsched") -> None:
@@ -98,7 +98,7 @@ class EngineMetrics:
         misses = self._metric(
             Counter,
             "prefix_cache_misses",
-            "Requests by the reason why not more of their prompt was found in the prefix cache.",
+            "Requests by the reason why the rest of their prompt was not found in the prefix cache.",
             "kind",
         )
         self._misses = {
@@ -148,7 +148,7 @@ class EngineMetrics:
             field: self._labelled(Gauge, name, help_text)
             for field, name, help_text in (
                 ("held", "kv_cache_used_bytes", "KV memory in blocks that requests or pins hold."),
-                ("empty", "kv_cache_empty_bytes", "The part of kv_cache_used_bytes that has no KV in it."),
+                ("empty", "kv_cache_empty_bytes", "Part of kv_cache_used_bytes that holds no KV yet."),
                 ("cached", "kv_cache_cached_bytes", "KV memory in blocks that only the prefix cache keeps."),
             )
         }
@@ -156,7 +156,7 @@ class EngineMetrics:
         self.kv_usage(usage)
 
     def kv_usage(self, usage: KVUsage) -> None:
-        """Set the gauges of KV memory in bytes; without effect before `add_memory`."""
+        """Set the gauges of KV memory in bytes; do nothing before `add_memory`."""
         for field, gauge in self._kv_bytes.items():
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 
@@ -172,6 +172,6 @@ class EngineMetrics:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise ConfigError unless metric names can start with `prefix`."""
+    """Raise ConfigError unless `prefix` can begin a metric name."""
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise ConfigError("metrics_prefix", f"{prefix!r} is not a metric prefix; letters, digits and _ are allowed")

@@ -1,4 +1,4 @@
-"""Output of a sequence: turns sampled tokens into text, applies stop strings, records latencies."""
+"""Output of a sequence: text of the sampled tokens, stop strings, and latencies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the tokens and latencies of the whole sequence; a request's prompt counts once for all choices."""
+        """Record the tokens and latencies of the whole sequence. The choices of a request count its prompt once."""
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:

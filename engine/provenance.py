@@ -1,4 +1,4 @@
-"""Origin of a report's figures: measured or simulated, and how far a simulation can be trusted."""
+"""Origin of a report's figures: measured or simulated, and the accuracy of a simulation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 class Provenance:
     """Origin of figures. `where` is "in process", a URL, or the simulated device.
 
-    The other fields describe a simulation. `calibration_error` is the relative error of step times fitted to a device
-    (`calibrated`: when), `published_error` the median relative error of a roofline's TPOT against published
-    measurements; None if unknown. `refused_by_serve` says why `serve` would refuse the model, None if it would not.
+    The other fields describe a simulation. `calibration_error` is the median relative error of step times fitted to a
+    device at the time `calibrated`; `published_error` is the median relative error of a roofline's TPOT against
+    published measurements; None if unknown. `refused_by_serve` is the reason for which `serve` would refuse the model,
+    or None.
     """
 
     where: str
@@ -25,11 +26,11 @@ class Provenance:
 
     @property
     def label(self) -> str:
-        """The first word of every report: MEASURED or SIMULATED."""
+        """First word of every report: MEASURED or SIMULATED."""
         return "MEASURED" if self.measured else "SIMULATED"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields that every JSON report has."""
+        """Return the fields that every JSON report contains."""
         names = ("measured", "calibration_error", "published_error", "refused_by_serve", "where")
         return {name: getattr(self, name) for name in names}
 

@@ -79,7 +79,7 @@ class SamplingParams:
 
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    """Raise RequestError unless low <= value <= high, also for NaN."""
+    """Raise RequestError unless low <= value <= high. NaN is refused too."""
     if math.isnan(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")
@@ -108,12 +108,12 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens of one output and how to sample the next one: the part of a request that executors see.
+    """Tokens of one output and its sampling parameters: the part of a request that executors see.
 
     `token_ids` is the prompt followed by the output. It never shrinks, not even by preemption, so the generated tokens
     (for penalties, min_tokens and random numbers) always start at `num_prompt_tokens`. `stop_ids` end the sequence:
-    the end-of-sequence ids unless ignored, and stop_token_ids. The sampler excludes them until min_tokens are reached.
-    `seed` combines the request's seed and the index of the choice.
+    stop_token_ids and, unless ignored, the end-of-sequence ids. The sampler excludes them until min_tokens are
+    generated. `seed` combines the request's seed and the index of the choice.
     """
 
     request_id: str
@@ -134,11 +134,11 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request(Sequence):
-    """Sequence with its scheduling state. An API request with n > 1 becomes n of these.
+    """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
     Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens. Steps
     compute the tokens from num_computed_tokens to num_tokens; the step that reaches the end samples a new one. Times
-    are seconds of the engine's clock. `rank` is the place in the queue (smaller is earlier). `num_passed` counts
+    are seconds of the engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts
     requests that were admitted while this one was first. `num_lost_tokens` had been computed at its last preemption.
     While it waits, the KV manager uses `swapped` (its KV in host memory) and `encoded` (its token ids as bytes).
     """

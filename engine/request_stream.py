@@ -10,16 +10,15 @@ from contextlib import AbstractAsyncContextManager
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import RequestOutput
 
-#: Unread outputs of a request, beyond which new ones are merged into the last of their choice.
+#: Most unread outputs of a request; beyond that, new outputs are merged into the last one of their choice.
 MAX_PENDING_OUTPUTS = 256
 
 
 class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
-    """Asynchronous iterator over the outputs of one request; ends when all its choices have ended.
+    """Asynchronous iterator over the outputs of one request; it ends when all choices have ended.
 
     Raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
-    after `submit` returned. Leaving its `async with` block early aborts the request. Used on the event
-    loop only.
+    after `submit` returned. Leaving its `async with` block early aborts the request. For use on the event loop only.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
@@ -73,7 +72,7 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
 
 
 class OpenStreams(dict[str, RequestStream]):
-    """Streams of the requests that have not ended, by request id. Used on the event loop only."""
+    """Streams of the requests that have not ended, by request id. For use on the event loop only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class OpenStreams(dict[str, RequestStream]):
         self.idle.clear()
 
     def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Give each output to the stream of its request, if that is still open."""
+        """Give each output to the stream of its request, if the stream is still open."""
         for output in outputs:
             if (stream := self.get(output.request_id)) is not None:
                 stream.deliver(output)

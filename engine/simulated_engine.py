@@ -57,7 +57,7 @@ class SimulatedEngine(StepLoop):
         self.check_queue(len(self.scheduler.waiting), 1)
         request = Request(
             request_id=request_id,
-            # Four bytes a token instead of forty: a queue of long prompts holds tens of millions.
+            # Four bytes a token instead of forty: a queue of long prompts holds tens of millions of tokens.
             token_ids=cast("list[int]", array("i", prompt)),
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
@@ -83,11 +83,11 @@ class SimulatedEngine(StepLoop):
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Engine that `build_engine` would build for `config`, without model and device.
+    """Description of the engine that `build_engine` would build for `config`, without model and device.
 
     `cost` is the time of a step; `swap_seconds` returns the time to copy that many bytes of KV to or from host memory.
-    `provenance` names the device, the engine whose step times are simulated if it is not this one, and the errors of
-    `cost`. `notes` are warnings for the user.
+    `provenance` names the device, the engine class whose step times are simulated if it is not this engine, and the
+    errors of `cost`. `notes` are warnings for the user.
     """
 
     config: ResolvedConfig
@@ -111,9 +111,9 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    "h100" has the step times of this engine, "h100:vllm" those of an engine in profiles/engines.toml; both use our
-    scheduler. Raises ConfigError for an unknown GPU or engine, for settings that the GPU does not support, and if the
-    model does not fit.
+    "h100" has the step times of this engine, "h100:vllm" those of an engine class in profiles/engines.toml; both use
+    this engine's scheduler. Raises ConfigError for an unknown GPU or engine class, for settings that the GPU does not
+    support, and if the model does not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:
@@ -121,7 +121,7 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     except UnknownNameError as unknown:
         raise ConfigError("simulate", str(unknown)) from unknown
     if config.device == "cpu":
-        raise ConfigError("device", f"cpu is asked for, and {gpu.key} is to be simulated; leave out one of them")
+        raise ConfigError("device", f"cpu is requested, but {gpu.key} is to be simulated; leave out one of them")
     device = gpu_device(gpu)
     resolved, plan = planner.resolve(config, device)
     work = model_flops(
@@ -160,7 +160,7 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     except (ProfileError, TypeError) as problem:
         raise unusable(str(problem)) from problem
     if found.model["digest"] != planner.digest:
-        raise unusable(f"calibration {name} is of another model of this name")
+        raise unusable(f"calibration {name} belongs to another model of the same name")
     per_byte = found.swap_seconds_per_byte
     notes = []
     if device.kind == "cpu":

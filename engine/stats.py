@@ -1,4 +1,4 @@
-"""Statistics of an engine: its current state, totals since the start, and the metrics that follow them."""
+"""Statistics of an engine: its current state, its totals, and the metrics that are updated from both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineStats(SchedulerCounters):
     `headroom` is the share of blocks that admission keeps free and `max_running` the concurrency limit; preemptions
     changed them `num_headroom_changes` times. `prefix_misses` counts requests by the reason why their prefix hit ended.
     `max_blocks_pinned` is the limit of `blocks_pinned`. A preempted request counts as swapped out if its KV was copied
-    to host memory, and as swapped in if it was copied back.
+    to host memory, and as swapped in if its KV was copied back.
     """
 
     num_running: int
@@ -58,7 +58,7 @@ class EngineStats(SchedulerCounters):
 
 
 class StatsRecorder:
-    """Totals that the engine counts, and updates of the metrics from these and the scheduler's counters."""
+    """Recorder of the engine's totals, which updates the metrics from them and from the scheduler's counters."""
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0

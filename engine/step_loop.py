@@ -1,4 +1,4 @@
-"""The step loop that the real and the simulated engine share: schedule, execute, observe, update."""
+"""Step loop of the real and the simulated engine: schedule, execute, observe, update."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class StepLoop:
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
-        """Return the time until which the engine waits for more requests to batch (see schedule_window), if it does."""
+        """Return the time until which the engine waits for more requests (see schedule_window), None if it does not."""
         return self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits of a step while no request runs.
 
-        Raises ConfigError while requests run, and for limits above those that memory was reserved for.
+        Raises ConfigError while requests run, and for limits above those for which memory was reserved.
         """
         if self.scheduler.running:
             raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
@@ -47,7 +47,7 @@ class StepLoop:
         self.scheduler.configure(**limits)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise RequestError for a request that exceeds the context length or all KV blocks together."""
+        """Raise RequestError if a request exceeds the context length or needs more than all KV blocks."""
         asked = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}"
         if num_prompt_tokens + max_tokens > self.config.max_model_len:
             raise RequestError(
@@ -76,7 +76,7 @@ class StepLoop:
         return 1.0
 
     def run_step(self) -> tuple[StepPlan, list[Update]]:
-        """Schedule a step, compute it and update the scheduler; return the plan and what each request gained."""
+        """Schedule a step, compute it and update the scheduler; return the plan and each request's update."""
         plan = self.scheduler.schedule()
         if not plan.rows:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")

@@ -84,7 +84,7 @@ def test_a_calibration_of_another_model_is_not_taken(command: CommandLine, model
     (other / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 9}))
     outcome = command("bench", str(other), *QUICK, "--simulate", "local", *LOAD)
     assert outcome.code == 2
-    assert "is of another model of this name" in outcome.err
+    assert "belongs to another model of the same name" in outcome.err
 
 
 def test_another_number_of_threads_is_told(command: CommandLine, model: str) -> None:

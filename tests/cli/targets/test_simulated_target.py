@@ -154,7 +154,7 @@ def test_prompts_with_a_common_prefix_are_served_from_the_cache(command: Command
     [
         (("--simulate", "h1000"), "'h1000' is not a known GPU; did you mean h100"),
         (("--simulate", "h100", "--warmup", "3"), "--warmup 3: there is nothing to warm up on a virtual clock"),
-        (("--simulate", "h100", "--device", "cpu"), "cpu is asked for, and h100 is to be simulated"),
+        (("--simulate", "h100", "--device", "cpu"), "cpu is requested, but h100 is to be simulated"),
         (("--simulate", "h100", "--text-prompts"), "--text-prompts: only has an effect with the URL of a server"),
         (("--simulate", "t4"), "weights"),
         (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "Tesla V100 SXM2 32GB cannot multiply bfloat16"),
