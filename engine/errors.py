@@ -16,7 +16,7 @@ def setting(name: str) -> str:
 
 
 def spell(message: str, naming: Callable[[str], str] = str) -> str:
-    """Return the message with each name that `setting` marked converted by `naming`; by default, names are unchanged."""
+    """Return the message with each name that `setting` marked converted by `naming`; by default, unchanged."""
     parts = message.split(_MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)

@@ -39,7 +39,7 @@ class Backfill:
         """Return whether max_passes and the reservation allow the request to be admitted now."""
         first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
-            reason = "the first in the queue has already been passed max_passes times"
+            reason = "the first request in the queue has already been overtaken max_passes times"
         elif reserved is None or request.rank <= reserved.rank:
             return True
         else:
