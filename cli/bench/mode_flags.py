@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli.bench.compare.variants import SYNTAX
+from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
 from llmsched.cli.options.flags import typed
 from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
@@ -55,7 +56,7 @@ class ModeFlags:
         typer.Option(
             parser=typed(fraction),
             metavar="SHARE",
-            show_default="90%",
+            show_default=f"{ATTAINMENT:.0%}",
             help="Share of requests that must meet every SLO.",
         ),
     ] = None
@@ -64,7 +65,7 @@ class ModeFlags:
         typer.Option(
             parser=typed(fraction),
             metavar="SHARE",
-            show_default="10%",
+            show_default=f"{TOLERANCE:.0%}",
             help="Stop when the rates just below and above the knee differ by at most this share.",
         ),
     ] = None

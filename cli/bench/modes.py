@@ -12,6 +12,7 @@ from llmsched.cli.bench.compare.variant_engines import VariantEngines, simulated
 from llmsched.cli.bench.compare.variants import check_given, configure, parse_variants
 from llmsched.cli.bench.knee.knee_exploration import KneeLimits, check, explore
 from llmsched.cli.bench.knee.knee_report import knee_content, knee_json
+from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
 from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.report.run_report import run_content
@@ -94,8 +95,8 @@ async def _bench_knee(opening: Opening, modes: ModeFlags, plan: RunPlan, progres
     """Open a target and search for its knee. Raises LlmschedError if it is unreachable or serves no request."""
     limits = KneeLimits(
         modes.max_request_rate,
-        0.9 if modes.knee_attainment is None else modes.knee_attainment,
-        0.1 if modes.knee_tolerance is None else modes.knee_tolerance,
+        ATTAINMENT if modes.knee_attainment is None else modes.knee_attainment,
+        TOLERANCE if modes.knee_tolerance is None else modes.knee_tolerance,
     )
     check(plan.workload, limits)
     try:

@@ -38,7 +38,7 @@ class Rates:
 
 
 def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> Rates:
-    """Compute the rates of a run whose served requests are `done`."""
+    """Compute the rates of a run; `done` are its served requests."""
     tokens = [arrival for one in done for arrival in one.arrivals]
     completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
     sent = [Arrival(record.sent, 1) for record in run.records if record.sent is not None]

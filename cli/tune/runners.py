@@ -145,7 +145,10 @@ class SimulatedRunner:
 
 
 def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work: TrialLoad) -> TrialRun:
-    """Simulate the first `requests` requests of the load with a setting, on a new engine. Raises ConfigError."""
+    """Simulate the first `requests` requests of the load with a setting. `engine` must be unused.
+
+    Raises ConfigError for a setting above the limits that the engine's memory was planned for.
+    """
     start = time.perf_counter()
     engine.reconfigure(**asdict(setting))
     meter, peak_running = KVMeter(), 0

@@ -49,7 +49,7 @@ class Family:
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
-    """Return the parts of a decoder in which `switch` adds a bias to every projection."""
+    """Return the parts of a decoder whose projections all have a bias if `switch` says so."""
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 

@@ -1,4 +1,4 @@
-"""Location of a model on disk: demo, a Hugging Face directory, a .gguf file, or a hub id, which is downloaded."""
+"""Search for a model's files by its name: demo, a Hugging Face directory, a .gguf file, or a hub id (downloaded)."""
 
 from __future__ import annotations
 

@@ -107,7 +107,10 @@ class Tolerance:
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the difference that must be within the limit, from the differences [n] at a case's positions."""
+        """Return the figure that the limit is for: the largest of the differences [n] at a case's positions.
+
+        For a routed model in 16 bits it is their median.
+        """
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property

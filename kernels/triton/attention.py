@@ -34,6 +34,25 @@ def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr)
 
 
 @triton.jit
+def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
+    """Return the tile's sequence, that one's first token and number of queries, and the tile's first query in it."""
+    sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
+    first_token = tl.load(cu_seqlens_q + sequence)
+    q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token
+    return sequence, first_token, q_len, (tile - (first_token // TILE_QUERIES + sequence)) * TILE_QUERIES
+
+
+@triton.jit
+def split_range(first_position, num_queries, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the first key of a split and the end of its keys, for consecutive queries from `first_position` on."""
+    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    end_key = first_position + num_queries
+    length = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), splits) * BLOCK_N
+    begin = first_key + split * length
+    return begin, tl.minimum(begin + length, end_key)
+
+
+@triton.jit
 def begin_softmax(sinks, heads, real, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
     """Return the maximum and the total of each row before the first key. A sink counts as a key without a value."""
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -43,6 +62,35 @@ def begin_softmax(sinks, heads, real, split, BLOCK_M: tl.constexpr, SINKS: tl.co
             maximum = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
     return maximum, total
+
+
+@triton.jit
+def score_keys(
+    query,
+    key,
+    positions,
+    keys,
+    inside,
+    scale,
+    softcap,
+    slopes,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the scores of a tile of keys in units of log2 e; -inf for a key that a row does not see, if MASKED."""
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    if SOFTCAP:  # softcap * tanh(score / softcap)
+        scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
+    if SLOPES:
+        scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+    if MASKED:
+        visible = inside[None, :] & (keys[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            visible &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
@@ -75,8 +123,7 @@ def visit_keys(
 ):
     """Continue the online softmax over keys begin..end - 1.
 
-    Unless MASKED, every row sees all these keys, and they fill whole tiles. Scores are in units of log2 e, for exp2.
-    `scale` contains that factor unless there is a softcap.
+    Unless MASKED, every row sees all these keys, and they fill whole tiles. `scale` contains log2 e without a softcap.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
@@ -89,16 +136,9 @@ def visit_keys(
             mask=(dims < HEAD_DIM)[:, None] & inside[None, :],
             other=0.0,
         ).to(query.dtype)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if SOFTCAP:  # softcap * tanh(score / softcap)
-            scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
-        if SLOPES:
-            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
-        if MASKED:
-            visible = inside[None, :] & (keys[None, :] <= positions[:, None])
-            if WINDOW > 0:
-                visible &= keys[None, :] > positions[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
+        scores = score_keys(
+            query, key, positions, keys, inside, scale, softcap, slopes, WINDOW, SOFTCAP, SLOPES, MASKED
+        )
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # A row that has seen no key yet has no maximum; any finite base works.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -114,6 +154,95 @@ def visit_keys(
         accumulator = tl.dot(weights.to(query.dtype), value, accumulator, input_precision="ieee")
         maximum = new_maximum
     return accumulator, maximum, total
+
+
+@triton.jit
+def attend_keys(
+    query,
+    query_stride,
+    head_stride,
+    tokens,
+    heads,
+    real,
+    positions,
+    key_cache,
+    value_cache,
+    table,
+    kv_head,
+    split,
+    sinks,
+    slopes,
+    begin,
+    end,
+    first_position,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
+):
+    """Return accumulator, maximum and total of each row after keys begin..end - 1, whole visible tiles unmasked."""
+    dims = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
+        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    maximum, total = begin_softmax(sinks, heads, real, split, BLOCK_M, SINKS)
+    falling = maximum
+    if SLOPES:
+        falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    masked_from = begin
+    if WINDOW == 0:  # every query sees the keys up to the first query's position
+        masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
+        accumulator, maximum, total = visit_keys(
+            accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
+            scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
+            WINDOW, SOFTCAP, SLOPES, MASKED=False,
+        )  # fmt: skip
+    accumulator, maximum, total = visit_keys(
+        accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, masked_from, end,
+        scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
+        WINDOW, SOFTCAP, SLOPES, MASKED=True,
+    )  # fmt: skip
+    return accumulator, maximum, total
+
+
+@triton.jit
+def store_rows(
+    output,
+    stats,
+    accumulator,
+    maximum,
+    total,
+    lines,
+    real,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Store the output of each real row in its line; if SPLIT, unscaled and with the statistics that joining needs."""
+    value_dims = tl.arange(0, BLOCK_V)
+    if SPLIT:
+        tl.store(stats + lines * 2, maximum, mask=real)
+        tl.store(stats + lines * 2 + 1, total, mask=real)
+    else:
+        accumulator = accumulator / total[:, None]
+    tl.store(
+        output + lines[:, None] * VALUE_DIM + value_dims[None, :],
+        accumulator.to(output.dtype.element_ty),
+        mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
 
 
 # Arguments that change from batch to batch must not cause new compilations.
@@ -157,10 +286,7 @@ def attend_kernel(
     """Compute program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head."""
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
-    first_token = tl.load(cu_seqlens_q + sequence)
-    q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    tile_start = (tile - (first_token // TILE_QUERIES + sequence)) * TILE_QUERIES
+    sequence, first_token, q_len, tile_start = locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
     if tile_start >= q_len:
         return
 
@@ -169,51 +295,18 @@ def attend_kernel(
     real = (queries < q_len) & (rows < TILE_QUERIES * GROUP)
     heads = kv_head * GROUP + rows % GROUP
     tokens = (first_token + queries).to(tl.int64)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    q = tl.load(
-        query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
-        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
     first_position = tl.load(context_lens + sequence) - q_len + tile_start
     positions = first_position + rows // GROUP
-    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    end_key = first_position + tl.minimum(TILE_QUERIES, q_len - tile_start)
-    split_length = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), splits) * BLOCK_N
-    begin = first_key + split * split_length
-    end = tl.minimum(begin + split_length, end_key)
-
-    accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    maximum, total = begin_softmax(sinks, heads, real, split, BLOCK_M, SINKS)
-    falling = maximum
-    if SLOPES:
-        falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    num_queries = tl.minimum(TILE_QUERIES, q_len - tile_start)
+    begin, end = split_range(first_position, num_queries, split, splits, BLOCK_N, WINDOW)
     table = block_tables + sequence.to(tl.int64) * max_blocks
-    masked_from = begin
-    if WINDOW == 0:  # every query sees the keys up to the first query's position
-        masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
-        accumulator, maximum, total = visit_keys(
-            accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
-            scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
-            WINDOW, SOFTCAP, SLOPES, MASKED=False,
-        )  # fmt: skip
-    accumulator, maximum, total = visit_keys(
-        accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, masked_from, end,
-        scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
-        WINDOW, SOFTCAP, SLOPES, MASKED=True,
+    accumulator, maximum, total = attend_keys(
+        query, query_stride, head_stride, tokens, heads, real, positions, key_cache, value_cache, table, kv_head, split,
+        sinks, slopes, begin, end, first_position, scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M,
+        BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP, SINKS, SLOPES,
     )  # fmt: skip
-
     lines = (tokens * KV_HEADS * GROUP + heads) * splits + split
-    if SPLIT:
-        tl.store(stats + lines * 2, maximum, mask=real)
-        tl.store(stats + lines * 2 + 1, total, mask=real)
-    else:
-        accumulator = accumulator / total[:, None]
-    tl.store(
-        output + lines[:, None] * VALUE_DIM + value_dims[None, :],
-        accumulator.to(output.dtype.element_ty),
-        mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
+    store_rows(output, stats, accumulator, maximum, total, lines, real, VALUE_DIM, BLOCK_V, SPLIT)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -14,6 +14,8 @@ Verdict = Literal["found", "always met", "never met"]
 
 #: Maximum number of attempts; searching a range of 1 to 1,000 takes about 16.
 MAX_ATTEMPTS = 32
+#: Defaults of --knee-attainment and --knee-tolerance (shares).
+ATTAINMENT, TOLERANCE = 0.9, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class KneeGoal:
 
     low: float
     high: float
-    attainment: float = 0.9
-    tolerance: float = 0.1
+    attainment: float = ATTAINMENT
+    tolerance: float = TOLERANCE
     start: float | None = None
 
     def __post_init__(self) -> None:

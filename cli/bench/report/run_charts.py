@@ -48,7 +48,10 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
-    """Return a chart of the cumulative distribution of each name's samples, in seconds and grouped by request."""
+    """Return a chart of cumulative distributions in ms, one line per name.
+
+    `samples` has the samples of each request in seconds, by name.
+    """
     lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
     return Chart(title, "ms, logarithmic", "% of samples at or below", tuple(lines), log_x=True)
 
