@@ -164,7 +164,7 @@ class PrefixCache:
             return self.misses.skipped()
         return self.misses.classify(request, hit, self.num_coming(request, hit), self.now)
 
-    # -- insertion and eviction -------------------------------------------------------------------------------
+    # -- insertion -------------------------------------------------------------------------------------------
 
     def insert(self, request: Request, num_whole: int) -> None:
         """Make the first `num_whole` blocks of a running request findable.

@@ -118,7 +118,7 @@ def test_a_context_that_does_not_fit_proposes_one(command: CommandLine) -> None:
         (("--gpu-memory", "-24GiB"), "not above zero"),
         (("--gpu-memory-utilization", "1.3"), "1.3 is out of range; allowed is from 0.01 to 1"),
         (("--block-size", "0"), "allowed is from 1 to 256"),
-        (("--mean-len", "0"), "1 or more"),
+        (("--mean-len", "0"), "1 to 16777216"),
         (("--max-model-len", "200000"), "--max-model-len: 200000 is beyond the 131072 positions"),
         (("--mean-len", "9000", "--max-model-len", "8192"), "9000 is beyond --max-model-len 8192"),
         (("--enable-prefix-caching",), "--enable-prefix-caching"),

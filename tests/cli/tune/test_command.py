@@ -145,7 +145,7 @@ def test_the_sweep_ends_at_what_fits(
             ("--min-num-batched-tokens", "9" * 20),
             "'--min-num-batched-tokens': '99999999999999999999'; allowed is 1 to 1048576",
         ),
-        (("--output", "/dev/null/p.toml"), "--output: no profile can be written in /dev/null"),
+        (("--output", "/dev/null/p.toml"), "--output: profiles cannot be written in /dev/null"),
         (("--arrivals", "constant"), "--arrivals: only has an effect with a finite"),
         (("--resume",), "there is no unfinished search at"),
         (("--maximize", "luck"), "luck"),
