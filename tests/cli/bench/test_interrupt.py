@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,14 @@ from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.latency import Slo
 from llmsched.engine.progress import silent
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Handle SIGINT as in a terminal; shells let commands in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(after: float, *, partial: bool) -> Measurement:
