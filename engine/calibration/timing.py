@@ -133,7 +133,7 @@ def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = 
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Time the steps of an engine, as measure_device does. Afterwards, only pass the engine to `engine_beside`."""
+    """Time the steps of an engine, as measure_device does. Afterwards, use the engine only to call `engine_beside`."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window

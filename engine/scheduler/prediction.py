@@ -94,7 +94,7 @@ class OutputPredictor:
         return max(1, limit - done)
 
     def outlook(self, requests: Sequence[Request]) -> Outlook:
-        """Return the lengths of the requests, and the finished outputs from which to predict them."""
+        """Return the requests' lengths so far and limits, and finished output lengths to predict the rest from."""
         num_tokens = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
         done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))

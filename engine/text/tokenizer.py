@@ -72,7 +72,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be special; b"" for an id without a token.
 
-        Byte-level tokenizers decode added tokens with the byte alphabet too, unless they have a character outside it.
+        Byte-level tokenizers: added tokens go through the byte alphabet too, or UTF-8 if a character is not in it.
         """
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:

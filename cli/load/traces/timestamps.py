@@ -1,8 +1,8 @@
 """Timestamps of traces: their unit, and the seconds from the first request to each.
 
-Numbers are in the unit of `--timestamp-unit`, else in the format's unit, unless they look like Unix timestamps in
-another unit. Unix timestamps of 2001 to 2099 in seconds, milliseconds, microseconds and nanoseconds do not overlap,
-because they are a factor of 1000 apart.
+Numbers are in the unit of `--timestamp-unit` if given. Else they are in the format's unit, or in a finer one if they
+look like Unix timestamps in that; a coarser one is an error. Unix timestamps of 2001 to 2099 in seconds, milliseconds,
+microseconds and nanoseconds do not overlap, because those units are a factor of 1000 apart.
 """
 
 from __future__ import annotations
