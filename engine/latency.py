@@ -1,4 +1,4 @@
-"""Definitions of TTFT, ITL, TPOT, E2E, percentiles and goodput, for server metrics, bench and tune alike.
+"""Definitions of TTFT, ITL, TPOT, E2E and stalls, for server metrics, bench and tune alike.
 
 All times are seconds of one clock. A figure that is undefined for lack of data is None, never 0.
 """
@@ -6,15 +6,10 @@ All times are seconds of one clock. A figure that is undefined for lack of data 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
-
-import numpy as np
-
-from llmsched.engine.errors import LlmschedError, check_range
 
 #: Definition of each figure, printed with it.
 DEFINITIONS: Mapping[str, str] = {
@@ -126,122 +121,6 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
             waits.append(time - free)
         free = (time if free == math.inf else max(time, free)) + tokens / tokens_per_s
     return waits
-
-
-_PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Statistics of a distribution, in the unit of its samples; all but `count` are None without samples.
-
-    Reports get their statistics and headings from these fields. To add a percentile, add a field of its name.
-    """
-
-    count: int = 0
-    mean: float | None = None
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-    max: float | None = None
-
-
-#: Names of the percentiles in a Summary.
-PERCENTILES = tuple(f.name for f in fields(Summary) if _PERCENTILE.fullmatch(f.name))
-
-
-def summarise(samples: Sequence[float]) -> Summary:
-    """Return mean, maximum and percentiles (linear interpolation, type 7 of Hyndman and Fan)."""
-    if not samples:
-        return Summary()
-    values = np.asarray(samples, dtype=np.float64)
-    found = np.percentile(values, [float(name[1:]) for name in PERCENTILES], method="linear").tolist()
-    percentiles = dict(zip(PERCENTILES, found, strict=True))
-    return Summary(len(samples), float(values.mean()), max=float(values.max()), **percentiles)
-
-
-def statistic(samples: Sequence[float], name: str) -> float | None:
-    """Return "mean", "max" or a percentile such as "p50" or "p99.9" of the samples; None without samples.
-
-    Raises LlmschedError for another name.
-    """
-    match = _PERCENTILE.fullmatch(name)
-    if name not in ("mean", "max") and (match is None or not float(match[1])):
-        raise LlmschedError(f"{name!r} is not a statistic; allowed are mean, max and percentiles such as p50 or p99.9")
-    if not samples:
-        return None
-    if match is None:
-        return max(samples) if name == "max" else sum(samples) / len(samples)
-    ordered = sorted(samples)
-    whole, part = divmod(float(match[1]) / 100 * (len(ordered) - 1), 1)
-    low, high = ordered[int(whole)], ordered[min(int(whole) + 1, len(ordered) - 1)]
-    return low + part * (high - low)
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Latency targets of a request in seconds; None for no target.
-
-    `itl` is the target for `itl_statistic` of the request's ITL samples. `reader_speed` (tokens per second) is not a
-    target; it decides which tokens count as late. Raises LlmschedError for an unknown statistic or a speed not above 0.
-    """
-
-    ttft: float | None = None
-    itl: float | None = None
-    tpot: float | None = None
-    e2e: float | None = None
-    itl_statistic: str = "p99"
-    reader_speed: float = READER_SPEED
-
-    def __post_init__(self) -> None:
-        statistic((), self.itl_statistic)
-        valid = 0 < self.reader_speed < math.inf
-        check_range("reader_speed", self.reader_speed, valid, "above 0 tokens per second, and finite")
-
-    def given(self) -> dict[str, float]:
-        """Return the targets that are not None, by name."""
-        names = ("ttft", "itl", "tpot", "e2e")
-        return {name: limit for name in names if (limit := getattr(self, name)) is not None}
-
-    def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return for each target whether the request met it. Undefined figures, such as ITL of one token, meet their
-        target.
-        """
-        itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
-        figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
-        return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """Goodput and SLO attainment of a run.
-
-    `attainment` is the share of requests that met each target; its entry "all" is the share that met every target.
-    `missed` counts the served requests that missed each target, `missed_alone` those that missed only that target.
-    """
-
-    requests_per_s: float
-    attainment: dict[str, float]
-    missed: dict[str, int] = field(default_factory=dict)
-    missed_alone: dict[str, int] = field(default_factory=dict)
-
-
-def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Return the goodput of a run that took `duration` seconds; failed requests count in every denominator.
-
-    Return None without targets, without requests, or if requests met all targets but `duration` is 0.
-    """
-    total = len(requests) + failed
-    if not slo.given() or not total:
-        return None
-    misses = [[name for name, met in slo.met_by(request).items() if not met] for request in requests]
-    good = sum(not missed for missed in misses)
-    if good and duration <= 0:
-        return None
-    missed = {name: sum(name in one for one in misses) for name in slo.given()}
-    attainment = {name: (len(requests) - count) / total for name, count in missed.items()}
-    alone = {name: sum(one == [name] for one in misses) for name in slo.given()}
-    return Goodput(good / duration if good else 0.0, {**attainment, "all": good / total}, missed, alone)
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:

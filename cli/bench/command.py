@@ -24,7 +24,7 @@ from llmsched.cli.targets.http_target import open_server
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import open_simulated
 from llmsched.engine.errors import ConfigError, LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 
 @with_engine_options(exclude=("seed",))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llmsched.cli.figures.record import LoopLag, RunRecord
 from llmsched.cli.figures.token_times import ServedRequest
-from llmsched.engine.latency import Summary, summarise
+from llmsched.engine.percentiles import Summary, summarise
 
 #: Seconds between two checks of the event loop.
 _INTERVAL_S = 0.02

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.load import Load
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.provenance import Provenance
 
 

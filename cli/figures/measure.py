@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from llmsched.cli.figures.client_lag import ClientLag, client_lag, judge_lag
 from llmsched.cli.figures.kv_memory import MemoryUsage, TargetState, memory_usage
-from llmsched.cli.figures.latency_summary import Latencies, ReadingPauses, latencies_of, reading_pauses
 from llmsched.cli.figures.record import RequestRecord, RunRecord
+from llmsched.cli.figures.run_latencies import Latencies, ReadingPauses, latencies_of, reading_pauses
 from llmsched.cli.figures.throughput import Rates, rates_of
 from llmsched.cli.figures.token_times import CHUNKS, RETOKENISED, CountTokens, ServedRequest, served, worst_source
 from llmsched.cli.load.load import Load
-from llmsched.engine.latency import Goodput, RequestLatency, Slo, goodput
+from llmsched.engine.goodput import Goodput, Slo, goodput
+from llmsched.engine.latency import RequestLatency
 
 #: Samples that must lie beyond a percentile for it to be reliable.
 _SAMPLES_BEYOND = 10

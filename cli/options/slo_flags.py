@@ -10,7 +10,8 @@ import typer
 
 from llmsched.cli.options.flags import duration_option, typed, with_options
 from llmsched.cli.values import duration
-from llmsched.engine.latency import READER_SPEED, Slo
+from llmsched.engine.goodput import Slo
+from llmsched.engine.latency import READER_SPEED
 
 R = TypeVar("R")
 

@@ -18,7 +18,7 @@ from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import EngineDeadError, LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance

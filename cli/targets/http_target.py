@@ -22,7 +22,7 @@ from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachabl
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.server_metrics import ServerMetrics
 from llmsched.cli.timeline import read_timeline
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance

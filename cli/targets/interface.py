@@ -12,7 +12,7 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
 from llmsched.cli.load.prompts import TextEncoder
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance

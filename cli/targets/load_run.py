@@ -14,7 +14,7 @@ from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.figures.token_times import CountTokens
 from llmsched.cli.load.load import Load, plan_first, run_load
 from llmsched.cli.targets.interface import Target
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import Progress
 
 #: Most samples of one run; beyond it, every second sample is dropped and the interval is doubled.

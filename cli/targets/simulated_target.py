@@ -28,7 +28,7 @@ from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, setting
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulated_engine import Blueprint, gpu_blueprint, local_blueprint

@@ -23,7 +23,7 @@ from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_si
 from llmsched.cli.values import duration
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.planner import model_name
 from llmsched.profiles.toml_files import ProfileError, check_writable
 from llmsched.profiles.tuned import profile_path, save_profile

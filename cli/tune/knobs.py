@@ -8,7 +8,7 @@ from typing import Any
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 _DEFAULT = EngineConfig()
 

@@ -24,9 +24,9 @@ from llmsched.cli.tune.trial_runs import TrialRun, run_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
+from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.pool import KVUsage
-from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulated_engine import Blueprint, SimulatedEngine
 

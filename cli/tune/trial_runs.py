@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.tune.knobs import PeakDemand, Setting
-from llmsched.engine.latency import Summary, statistic, summarise
+from llmsched.engine.percentiles import Summary, statistic, summarise
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
@@ -48,7 +48,7 @@ def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
 
 
 def pooled_statistic(parts: Sequence[ThinnedSamples], name: str) -> float | None:
-    """Return one statistic (see `latency.statistic`) of the samples of several runs; None without samples."""
+    """Return one statistic (see `percentiles.statistic`) of the samples of several runs; None without samples."""
     if name in ("mean", "max"):
         found: float | None = getattr(pooled(parts), name)
         return found

@@ -10,7 +10,8 @@ from typing import Literal
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.ranking import Ranking
 from llmsched.cli.tune.trial_runs import FIGURES, TrialRun, pooled, pooled_statistic
-from llmsched.engine.latency import Slo, Summary
+from llmsched.engine.goodput import Slo
+from llmsched.engine.percentiles import Summary
 from llmsched.engine.units import three_figures
 
 Goal = Literal["goodput", "throughput"]

@@ -24,7 +24,7 @@ from llmsched.cli.tune.trials import Goal, TrialHistory
 from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import ratios
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.engine.progress import Progress

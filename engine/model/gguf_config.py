@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf_file import GGUFFile, dequantized
+from llmsched.engine.model.gguf_dequantize import dequantized
+from llmsched.engine.model.gguf_file import GGUFFile
 from llmsched.engine.model.support import DECODERS
 
 if TYPE_CHECKING:

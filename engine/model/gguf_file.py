@@ -83,20 +83,6 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
     return file
 
 
-def dequantized(file: GGUFFile, name: str) -> Array:
-    """Return one tensor as float32 in a new array. Raises ModelError for a type that gguf-py does not know."""
-    tensor = file.tensors[name]
-    try:
-        values = dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise ModelError(
-            f"{file.path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
-            "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
-        ) from error
-    # float32 tensors are views of the read-only file, so they must be copied
-    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
-
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _FORMATS = {

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import SAFETENSORS, LazyTensor, StateDict, some
 from llmsched.engine.model.gguf_config import gguf_config, gguf_generation_config
-from llmsched.engine.model.gguf_file import Array, GGUFFile, dequantized, read_gguf
+from llmsched.engine.model.gguf_dequantize import dequantized
+from llmsched.engine.model.gguf_file import Array, GGUFFile, read_gguf
 from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
 from llmsched.engine.progress import Progress
 

@@ -23,7 +23,8 @@ from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import send_workload
-from llmsched.engine.latency import Slo, Summary, summarise
+from llmsched.engine.goodput import Slo
+from llmsched.engine.percentiles import Summary, summarise
 from llmsched.engine.progress import silent
 
 STREAMS = (16, 64, 128, 256, 512)

@@ -24,7 +24,7 @@ from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 
 LOAD = SyntheticLoad(

@@ -31,7 +31,7 @@ from llmsched.engine.calibration.fit import Fit, MeasuredStep, fit
 from llmsched.engine.calibration.timing import DeviceTimings, ServingOverhead, measure_engine, while_serving
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import Blueprint

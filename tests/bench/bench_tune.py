@@ -27,7 +27,7 @@ from llmsched.cli.tune.trials import Trial, TrialHistory
 from llmsched.cli.tune.tune_report import rate_in_words
 from llmsched.engine.calibration.timing import measure_device
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import Blueprint

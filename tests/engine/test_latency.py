@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 
 from llmsched.engine.errors import LlmschedError
+from llmsched.engine.goodput import Slo, goodput
 from llmsched.engine.latency import (
     Arrival,
     RequestLatency,
-    Slo,
     Stall,
-    goodput,
     reading_waits,
     request_latency,
-    statistic,
     steady_rate,
-    summarise,
     tpot,
     worst_stall,
 )
+from llmsched.engine.percentiles import statistic, summarise
 
 
 def stream(*arrivals: tuple[float, int]) -> list[Arrival]:

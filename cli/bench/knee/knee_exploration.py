@@ -13,7 +13,7 @@ from llmsched.cli.load.arrivals import LEAST_RATE
 from llmsched.cli.load.load import Load
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import Progress, silent
 
 #: Default SLOs: this many times the TTFT and TPOT of the idle target.

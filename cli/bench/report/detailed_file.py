@@ -15,7 +15,7 @@ from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import ServedRequest
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 #: Format marker in the first line of a file.
 FORMAT = "llmsched bench detailed 1"

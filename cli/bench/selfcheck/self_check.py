@@ -28,7 +28,9 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Arrival, Slo, request_latency, steady_rate, summarise
+from llmsched.engine.goodput import Slo
+from llmsched.engine.latency import Arrival, request_latency, steady_rate
+from llmsched.engine.percentiles import summarise
 from llmsched.engine.progress import Progress, silent
 
 #: Allowed errors of typical and of tail figures, in seconds: about the delay of a loaded machine's scheduler.

@@ -23,8 +23,8 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
+from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.pool import KVUsage
-from llmsched.engine.latency import Slo
 from llmsched.engine.progress import Progress, silent
 
 PLAN = RunPlan(SyntheticLoad(), Slo(), timeout=60, warmup=0)

@@ -21,7 +21,7 @@ from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.provenance import Provenance
 

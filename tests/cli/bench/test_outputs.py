@@ -25,7 +25,7 @@ from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.scheduler.ledger import Entry

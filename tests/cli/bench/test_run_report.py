@@ -25,8 +25,8 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.pool import KVUsage
-from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.provenance import Provenance
 

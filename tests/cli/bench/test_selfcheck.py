@@ -22,7 +22,7 @@ from llmsched.cli.bench.selfcheck.self_check import (
 )
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 BY_NAME = {probe.name: probe for probe in PROBES}
 

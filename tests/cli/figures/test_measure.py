@@ -16,7 +16,7 @@ from llmsched.cli.figures.record import Chunk, LoopLag, ReportedUsage, RequestFa
 from llmsched.cli.figures.throughput import steady_window
 from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, arrivals, served
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 
 def record(chunks: list[Chunk], usage: ReportedUsage | None = None, **times: float) -> RequestRecord:

@@ -19,7 +19,7 @@ from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import Chunk, RequestRecord, RunRecord
 from llmsched.cli.figures.registry import FIGURES, Figure, Place, as_json
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.provenance import Provenance
 

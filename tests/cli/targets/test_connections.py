@@ -15,7 +15,7 @@ from llmsched.cli.targets import http1
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 
 

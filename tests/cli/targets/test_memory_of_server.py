@@ -21,7 +21,7 @@ from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 

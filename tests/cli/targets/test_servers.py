@@ -23,8 +23,8 @@ from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.cli.targets.server_metrics import ServerMetrics
+from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.pool import KVUsage
-from llmsched.engine.latency import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.progress import silent

@@ -19,7 +19,7 @@ from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.provenance import Provenance
 from llmsched.profiles.engines import find_engine
 

@@ -18,7 +18,7 @@ from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.trace import Content, Trace, TraceRequest
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 
 CHAT = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hello you"})

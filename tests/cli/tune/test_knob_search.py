@@ -19,7 +19,7 @@ from llmsched.cli.tune.race import Race, rung_lengths
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
 from llmsched.cli.tune.tune_report import explain
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 BUDGETS = tuple(powers_of_two(32, 1024))
 SEQS = (2, 4, 8, 16)

@@ -18,7 +18,7 @@ from llmsched.cli.tune.knobs import (
     target_settings,
 )
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 
 @pytest.mark.parametrize(

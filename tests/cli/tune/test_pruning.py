@@ -11,7 +11,7 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.pruning import hopeless
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 A, B, C, D = (Setting(tokens, 8) for tokens in (32, 64, 128, 256))
 

@@ -17,7 +17,7 @@ from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 ABOUT = {"model": "m", "SLOs": {"itl": 0.05}}
 RATE = hill(128, 4, steep=0.15)

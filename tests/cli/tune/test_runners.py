@@ -15,7 +15,7 @@ from llmsched.cli.tune.runners import EngineRunner, StepWatch, TrialLoad
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 
 

@@ -18,7 +18,7 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.runners import SimulatedRunner, TrialLoad, simulated_run
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.simulated_engine import gpu_blueprint
 from llmsched.profiles.tuned import list_profiles, load_profile

@@ -13,7 +13,7 @@ from llmsched.cli.tune.trial_runs import (
     pooled_statistic,
     thinned,
 )
-from llmsched.engine.latency import statistic, summarise
+from llmsched.engine.percentiles import statistic, summarise
 
 
 def test_few_samples_are_all_kept() -> None:

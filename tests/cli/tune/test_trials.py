@@ -16,7 +16,7 @@ from llmsched.cli.tune.race import Race
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run, run_of
 from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, judge
 from llmsched.cli.tune.tune_report import explain
-from llmsched.engine.latency import Slo
+from llmsched.engine.goodput import Slo
 
 SLO = Slo(ttft=1.0, itl=0.2)
 A, B, C, D, E = (Setting(tokens, 8) for tokens in (32, 64, 128, 256, 512))
