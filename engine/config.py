@@ -121,7 +121,7 @@ class EngineConfig:
     )
     priority_step: float = knob(
         10.0,
-        "head start in the queue, as seconds of waiting, per priority level; 0 ignores priorities; no request waits "
+        "head start in the queue, as seconds of waiting, per priority level; 0 queues by arrival; no request waits "
         "forever",
         unit="seconds",
         low=0,
