@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and the HTTP status of each kind of error."""
+"""Errors in the JSON shape of OpenAI's API, and the HTTP status of each kind of error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullErro
 
 
 class ApiError(LlmschedError):
-    """Error with the HTTP status and the fields of its answer."""
+    """Error that the server answers with the HTTP status `status` and a JSON error object in OpenAI's shape."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ApiError(LlmschedError):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Return the error object for an answer, or for the last event of a stream."""
+        """Return the JSON error object: the body of an answer, or the last event of a stream that failed."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -48,7 +48,7 @@ _TYPES = {
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the ApiError for an exception. An unexpected exception becomes a 500 without internal details."""
+    """Return `error` as an ApiError. An exception of any other type becomes a 500 that hides internal details."""
     match error:
         case ApiError():
             return error
@@ -64,5 +64,5 @@ def api_error(error: Exception) -> ApiError:
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return `content` as strict JSON (no NaN or infinity)."""
+    """Return a JSON response. `content` must hold no NaN or infinity, which JSON does not have."""
     return Response(to_json(content), status, headers, "application/json")

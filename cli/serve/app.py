@@ -41,7 +41,10 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """Return the ASGI application that serves `engine` as `model_name`. Clients must send `api_key`, if given."""
+    """Return the ASGI application that serves `engine` as `model_name`.
+
+    If `api_key` is given, clients must send it, except to /health and /metrics.
+    """
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine))
     served = _ServedModel(engine, model_name)
@@ -54,20 +57,23 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
 
     @app.exception_handler(HTTPException)
     async def answer_http_error(request: Request, error: HTTPException) -> Response:
-        """Answer unknown routes and wrong methods in OpenAI's error shape."""
+        """Answer an unknown route or a wrong method in OpenAI's error shape."""
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientDisconnect)
     async def answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
-        """Answer with status 499, for the log only: the client has disconnected and will not read it."""
+        """Return an answer with status 499. It reaches no client, because the client has disconnected."""
         return Response(status_code=499)
 
     return app
 
 
 def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Return a dependency that raises ApiError 401 for a request without the key; None accepts every request."""
+    """Return a FastAPI dependency that raises ApiError 401 for a request without `api_key`.
+
+    If `api_key` is None, the dependency accepts every request.
+    """
 
     async def check(request: Request) -> None:
         if api_key is None:
@@ -148,7 +154,7 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
 
 class _ServedModel:
-    """The served model: its description, and the answers to generation requests."""
+    """Served model: its description for /v1/models, and the answers to generation requests."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.preparer = Preparer(engine.core)
@@ -183,7 +189,11 @@ class _ServedModel:
         prepare: Callable[[R], list[PreparedPrompt]],
         make_format: Callable[[R, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
-        """Read, check, tokenise and submit a request; return its answer. Errors are reported before a stream begins."""
+        """Read, check, tokenise and submit a request, and return its answer.
+
+        `schema` is the type of the request, `prepare` returns its tokenised prompts, and `make_format` returns the
+        format of its answer. A refused request gets an error status, even if it asks for a stream.
+        """
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         try:

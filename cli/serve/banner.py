@@ -11,7 +11,7 @@ from llmsched.engine.units import human_bytes
 
 
 def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
-    """Print the banner to stdout."""
+    """Print the banner. Warn if the server listens on all interfaces without an API key."""
     render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -25,7 +25,7 @@ def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_
 
 
 def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
-    """Return labels and values, in the order in which they are shown."""
+    """Return the rows of the banner's table, each with a label and a value."""
     config, model, stats = engine.config, engine.model, engine.stats()
     most, blocks = stats.max_running, stats.host_blocks_total
     limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
@@ -54,7 +54,7 @@ def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """Return rows with the planned size of each part of the memory, and with its measured size if known."""
+    """Return the rows about memory: the planned size of each part, and its measured size if there is one."""
     if plan.measured is None:
         parts = [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
     else:
@@ -72,7 +72,7 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def predicted_and_actual(part: Reconciled) -> str:
-    """Return the predicted and actual size of a part of the memory."""
+    """Return a text with the predicted and the actual size of one part of the memory."""
     predicted = f"{human_bytes(part.predicted)} predicted"
     if part.actual is None:
         return f"{predicted}, not counted on a CPU"

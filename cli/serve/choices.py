@@ -1,6 +1,6 @@
-"""Choices: how the engine's outputs are written in the answers of the two APIs.
+"""Choices of an answer: the formats in which completions and chat completions return the engine's outputs.
 
-A whole answer joins the same deltas that a stream would have sent, so the two cannot differ.
+A whole answer joins the deltas that a stream would send, so a stream and a whole answer cannot differ.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _finite(logprob: float) -> float:
 
 
 class TokenWriter:
-    """Writer of single tokens: their texts and bytes for log-probabilities, the pieces of an echoed prompt."""
+    """Converter of single tokens to text and bytes, for log-probabilities and for an echoed prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.text = lru_cache(maxsize=65536)(self._text)
 
     def _text(self, token_id: int) -> str:
-        """Return the token's text. A part of a character is written as OpenAI does, `bytes:\\xe2\\x82`."""
+        """Return the token's text, or OpenAI's notation `bytes:\\xe2\\x82` if its bytes are not valid UTF-8."""
         raw = self._tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
@@ -46,19 +46,20 @@ class TokenWriter:
         return list(self._tokenizer.token_bytes(token_id))
 
     def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
-        """Return the bytes that a generated token adds to the text; joined for all tokens, they decode to the text.
+        """Return the bytes that a generated token adds to the text. Joined for all tokens, they decode to the text.
 
-        For a byte-level tokenizer they are the token's own bytes. Otherwise they depend on the context (a leading space
-        is stripped, a run of byte-fallback tokens is one character) and come from `piece`, the text that was added.
+        With a byte-level tokenizer, these are the token's own bytes. With another tokenizer, the text that a token
+        adds depends on its context (a leading space is stripped, a run of byte-fallback tokens is one character), so
+        these are the bytes of `piece`, the text that the token added.
         """
         if skip_special_tokens and self._tokenizer.is_special(token_id):
             return []
         return self.raw(token_id) if self._tokenizer.byte_level else list(piece.encode())
 
     def prompt_pieces(self, prompt: PreparedPrompt) -> list[str]:
-        """Return the text that each prompt token adds, special tokens included.
+        """Return one string for each prompt token: the text that the token adds. Special tokens have text too.
 
-        A BOS token that the tokenizer put before a text adds no text.
+        A BOS token that the tokenizer put before the client's text adds "".
         """
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         first, text = prompt.token_ids[0], prompt.text
@@ -72,7 +73,7 @@ class TokenWriter:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """Addition to a choice: a part of the choice in a stream, the entire choice in a whole answer."""
+    """Part of a choice. Added up, the deltas of a choice are the choice of a whole answer."""
 
     index: int
     text: str
@@ -93,7 +94,7 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class ChoiceFormat(ABC):
-    """Answer format of one API, for the outputs of one HTTP request. Each prompt has `n` choices."""
+    """Format in which an API route answers one HTTP request. Each prompt has `n` choices."""
 
     request: GenerationRequest
     prompts: Sequence[PreparedPrompt]
@@ -105,11 +106,11 @@ class ChoiceFormat(ABC):
     chunk_object = ""
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """Yield the choices with which a stream begins, before any output."""
+        """Yield the choices that a stream sends before the first output, one per chunk."""
         return ()
 
     def delta(self, prompt_index: int, output: RequestOutput) -> ChoiceDelta:
-        """Return what `output` adds to its choice. Call it once for each output of the prompt, in order."""
+        """Return the delta that `output` adds to its choice. Call it once per output, in the engine's order."""
         delta = ChoiceDelta(
             index=prompt_index * (self.request.n or 1) + output.index,
             text=output.text,
@@ -126,10 +127,13 @@ class ChoiceFormat(ABC):
 
     @abstractmethod
     def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
-        """Add log-probabilities and the echo. `prompt` is None except for the first delta of a choice."""
+        """Add log-probabilities and the echoed prompt to `delta`.
+
+        `prompt` is the prompt of the choice for the first delta, and None for later deltas.
+        """
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """Return a choice for a chunk of a stream, or None if the delta has nothing to send."""
+        """Return the delta as a choice for a chunk of a stream, or None if it has nothing to send."""
         has_content = delta.text or delta.finish_reason or any((delta.logprobs or {}).values())
         if not has_content and not (self.request.return_token_ids and delta.token_ids):
             return None
@@ -137,10 +141,10 @@ class ChoiceFormat(ABC):
 
     @abstractmethod
     def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
-        """Return the part of a choice that carries the text."""
+        """Return the field of a choice that holds the text. `whole` is False for a chunk of a stream."""
 
     def choice(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
-        """Return a choice for a whole answer, or for a chunk of a stream."""
+        """Return the delta as a choice of a whole answer or, if `whole` is False, of a chunk of a stream."""
         choice = {"index": delta.index, **self.content(delta, whole), "logprobs": delta.logprobs}
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self.request.return_token_ids:
@@ -152,7 +156,10 @@ class ChoiceFormat(ABC):
 
 @dataclass(slots=True)
 class CompletionFormat(ChoiceFormat):
-    """Format of /v1/completions: plain text, after the prompt if `echo` asks for it; log-probabilities as lists."""
+    """Format of /v1/completions: plain text, and log-probabilities in parallel lists.
+
+    If the request sets `echo`, the text begins with the prompt.
+    """
 
     request: CompletionRequest
     offsets: dict[int, int] = field(default_factory=dict)
@@ -170,7 +177,7 @@ class CompletionFormat(ChoiceFormat):
         if prompt is not None and self.request.echo:
             if delta.logprobs is None and prompt.text is not None:
                 echo = prompt.text
-            else:  # with log-probabilities, exactly the joined texts of the prompt's tokens
+            else:  # log-probabilities need an echo that is exactly the joined texts of the prompt's tokens
                 pieces = self.writer.prompt_pieces(prompt)
                 echo = "".join(pieces)
                 if delta.logprobs is not None:
@@ -182,7 +189,10 @@ class CompletionFormat(ChoiceFormat):
     def _append(
         self, delta: ChoiceDelta, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]
     ) -> None:
-        """Append tokens to the lists; `text_offset` counts characters from the beginning of the choice's text."""
+        """Append an entry for each token to the lists.
+
+        `text_offset` is the number of characters before the token in the text of its choice.
+        """
         offset = self.offsets.get(delta.index, 0)
         for piece, entry in zip(pieces, entries, strict=True):
             best = None
@@ -199,7 +209,7 @@ class CompletionFormat(ChoiceFormat):
 
 @dataclass(slots=True)
 class ChatFormat(ChoiceFormat):
-    """Format of /v1/chat/completions: messages, log-probabilities as one object per token."""
+    """Format of /v1/chat/completions: messages, and log-probabilities as one object per token."""
 
     request: ChatRequest
 

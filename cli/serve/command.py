@@ -1,4 +1,4 @@
-"""`llmsched serve`."""
+"""`llmsched serve`: serve a model over an OpenAI-compatible HTTP API until a signal ends it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve(
         str | None,
         typer.Option(
             envvar="LLMSCHED_API_KEY",
-            help="Key that clients must send as 'Authorization: Bearer KEY'; /health and /metrics stay open.",
+            help="Key that clients must send as 'Authorization: Bearer KEY'; /health and /metrics need no key.",
         ),
     ] = None,
     served_model_name: Annotated[

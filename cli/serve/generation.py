@@ -1,4 +1,4 @@
-"""Generation: the run of one HTTP request on the engine, answered as a whole or as server-sent events."""
+"""Generation: the run of one HTTP request on the engine, with a whole answer or server-sent events."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
-    """Return the engine's request id for each prompt of the HTTP request `request_id`."""
+    """Return the ids of the engine's requests, one for each prompt of the HTTP request `request_id`."""
     return [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
 
 
 class Generation:
-    """All prompts of one HTTP request, submitted on construction. `whole` and `events` abort unfinished prompts.
+    """Run of one HTTP request on the engine, which has a request of its own for each prompt.
 
-    Raises RequestError, QueueFullError or EngineDeadError, after aborting the prompts already submitted.
+    The constructor submits all prompts. If the engine refuses one, the constructor aborts the others and raises
+    RequestError, QueueFullError or EngineDeadError. If `whole` or `events` is cancelled or fails, it aborts the
+    prompts that are still running.
     """
 
     def __init__(self, engine: AsyncEngine, choice_format: ChoiceFormat, model_name: str, priority: int = 0) -> None:
@@ -62,7 +64,7 @@ class Generation:
             stream.abort()
 
     async def whole(self) -> dict[str, Any]:
-        """Return the whole answer. Raises ApiError or EngineDeadError if the request does not finish."""
+        """Return the whole answer. Raises ApiError if a prompt fails, EngineDeadError if the engine does."""
         choices: dict[int, ChoiceDelta] = {}
         try:
             async for delta in self._deltas():
@@ -74,7 +76,7 @@ class Generation:
         return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events. After a failure, the last event is an error instead of [DONE]."""
+        """Yield the answer as server-sent events. If the request fails, the last event is an error, not [DONE]."""
         try:
             for choice in self._format.opening():
                 yield self._chunk([choice])
@@ -102,7 +104,7 @@ class Generation:
             yield self._format.delta(prompt_index, output)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the token counts so far. A prompt counts once, however many choices it has."""
+        """Return OpenAI's `usage` object with the token counts so far. A prompt with many choices counts once."""
         prompt = sum(len(prompt.token_ids) for prompt in self._format.prompts)
         completion = sum(output.num_output_tokens for output in self._latest.values())
         cached = sum(output.num_cached_tokens for (_, choice), output in self._latest.items() if choice == 0)

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests and answers: reading within bounds, server-sent events, and noticing a disconnect."""
+"""Bodies of HTTP requests and answers: the size limit, server-sent events, and disconnects of the client."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MAX_DISCARDED_BYTES = 64 << 20
 
 DONE = b"data: [DONE]\n\n"
 
-#: Some clients end a line of an event stream at these characters, so JSON must have them escaped.
+#: Some clients end a line of an event stream at these characters, so the JSON must escape them.
 _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")}
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the whole body. Raises ApiError 413 if it exceeds MAX_BODY_BYTES, without holding more in memory."""
+    """Return the whole body. Raises ApiError 413 for a body larger than MAX_BODY_BYTES, and never stores more."""
     length = request.headers.get("content-length", "")
     declared = int(length) if length.isdigit() else 0
     chunks, size = [], 0
@@ -51,7 +51,10 @@ async def read_body(request: Request) -> bytes:
 
 
 def event(content: Any) -> bytes:
-    """Return a server-sent event with `content` as strict JSON, on one line for every client."""
+    """Return a server-sent event whose data is `content` as JSON, on a single line.
+
+    The JSON escapes every character that some client takes for the end of a line.
+    """
     line = to_json(content)
     for char, escaped in _LINE_BREAKS.items():
         line = line.replace(char, escaped)
@@ -59,7 +62,7 @@ def event(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Answer that streams events. `close` is called when it ends, fails, or the client disconnects."""
+    """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(
@@ -86,7 +89,10 @@ class EventStream(Response):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; if the client disconnects, cancel it and raise ClientDisconnect. Call it after the body was read."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
+
+    Call this after the body was read, because it discards the messages that it receives from the client.
+    """
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -29,14 +29,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class PortInUseError(LlmschedError):
-    """Address that cannot be listened on."""
+    """Error for an address on which the server cannot listen."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address; port 0 picks any free port. Clients wait until `run` serves them.
+    """Return a socket that listens on the address. Port 0 picks any free port.
 
-    Raises PortInUseError if it cannot listen. Call it before the model is loaded, which takes minutes. Binding alone
-    would not reserve the address: several sockets may be bound to it as long as none listens.
+    Call this before the model is loaded, which takes minutes: clients can connect at once, and wait until `run` serves
+    them. A socket that is bound but does not listen would not reserve the address for this process.
+
+    Raises PortInUseError if the socket cannot listen.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -61,7 +63,7 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to `run` and calls `on_ready` when it accepts connections."""
+    """uvicorn server that installs no signal handlers, and calls `on_ready` when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], Any]) -> None:
         super().__init__(config)
@@ -86,10 +88,10 @@ async def run(
     on_drain: Callable[[], Any] = lambda: None,
     stop: asyncio.Event | None = None,
 ) -> int:
-    """Serve until a signal arrives, `stop` is set or the engine fails. Return the exit code of the process.
+    """Serve until a signal arrives, `stop` is set or the engine fails. Return the exit code for the process.
 
-    The first SIGTERM or SIGINT drains: /health fails, new requests get 503, running requests have `grace_s` seconds to
-    finish, and the rest end with an error. A second signal exits at once.
+    After the first SIGTERM or SIGINT, /health and new requests get 503. Running requests have `grace_s` seconds to
+    finish; those that take longer end with an error. A second signal ends the process at once.
 
     Raises PortInUseError, after stopping the engine, if `listener` cannot listen on its address.
     """
@@ -132,7 +134,7 @@ async def run(
 
 
 async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:
-    """Wait for `stop`, for the end of the server or for an engine failure. Return whether the engine failed."""
+    """Wait until `stop` is set, the server ends or the engine fails. Return True if the engine failed."""
     stopped = asyncio.create_task(stop.wait())
     try:
         while not (stopped.done() or serving.done()):
@@ -146,7 +148,10 @@ async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: as
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Let the first signal set `stop` and the second exit the process. Do nothing outside the main thread."""
+    """Make the first SIGTERM or SIGINT set `stop`, and the second end the process.
+
+    Do nothing where asyncio cannot handle signals: outside the main thread, and on Windows.
+    """
     loop = asyncio.get_running_loop()
 
     def handle(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Prefix cache over HTTP (statistics, pinned prefixes, reset) and `serve --pin-prefix FILE`."""
+"""HTTP routes of the prefix cache (statistics, pinned prefixes, reset), and `serve --pin-prefix FILE`."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return what the prefix cache holds, how often it was hit, and why it was missed.
+    """Return the body of GET /v1/cache: the cache's blocks, hits and misses, and `change` with its examples.
 
-    A prompt that is cached under another salt counts as cold: tenants must not learn what others have sent.
+    A miss of the kind OTHER_SALT counts as COLD here, because a tenant must not learn what other tenants have sent.
     """
     misses = dict(stats.prefix_misses)
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
@@ -103,7 +103,11 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:
-    """Return a pinned prefix as JSON: `tokens` in whole blocks, and the `written_tokens` that are cached so far."""
+    """Return a pinned prefix as JSON.
+
+    `tokens` is the length of the prefix in whole blocks, and `written_tokens` the part of it that is in the cache so
+    far. `expires_in` is in seconds.
+    """
     return {
         "id": pin.pin_id,
         "object": "prefix",
@@ -114,9 +118,10 @@ def _pin_body(pin: PinState) -> dict[str, Any]:
 
 
 def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
-    """Read prefix files: text files, or .json files with the body of a POST to /v1/prefixes.
+    """Read the files of --pin-prefix. A .json file holds the body of a POST to /v1/prefixes, any other file plain text.
 
-    Raises ConfigError if a file cannot be read. Call it before the model is loaded, which takes minutes.
+    Raises ConfigError if a file cannot be read or is not valid. Call this before the model is loaded, so that the
+    user learns of a bad file at once.
     """
     found = []
     for path in paths:
@@ -138,7 +143,10 @@ def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
 
 
 def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) -> None:
-    """Pin the prefixes; the engine computes them before other requests. Raises ConfigError if one cannot be pinned."""
+    """Pin the prefixes. The engine computes them before it computes requests.
+
+    Raises ConfigError if a prefix cannot be pinned.
+    """
     preparer = Preparer(engine)
     for path, request in files:
         try:

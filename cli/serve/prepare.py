@@ -1,4 +1,4 @@
-"""Preparation of validated requests: their token ids and sampling parameters for the engine."""
+"""Conversion of validated requests to token ids and sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 
-#: Default max_tokens of /v1/completions; less if the context has less room.
+#: Default max_tokens of /v1/completions. If less room is left in the context, that room is the default.
 DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Tokenised prompt. `text` is None if the client sent token ids or messages."""
+    """Tokenised prompt and its sampling parameters. `text` is None if the client sent token ids or messages."""
 
     token_ids: list[int]
     text: str | None
@@ -33,7 +33,10 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to tokens and sampling parameters. Call it in worker threads, off the event loop."""
+    """Converter of requests to token ids and sampling parameters.
+
+    Call its methods in worker threads: tokenising a long prompt would block the event loop.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
@@ -43,7 +46,10 @@ class Preparer:
         self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)
 
     def completion(self, request: CompletionRequest) -> list[PreparedPrompt]:
-        """Return one PreparedPrompt per prompt. Raises RequestError if a prompt is too long."""
+        """Return the tokenised prompts of a completion.
+
+        Raises RequestError for a bad parameter, or for a prompt that cannot fit the context.
+        """
         extra: dict[str, Any] = {"logprobs": request.logprobs}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
@@ -57,7 +63,11 @@ class Preparer:
         return prepared
 
     def chat(self, request: ChatRequest) -> list[PreparedPrompt]:
-        """Return the prompt of a chat. Without max_tokens, the answer may fill the context. Raises RequestError."""
+        """Return the one tokenised prompt of a chat, in a list. Without max_tokens, the answer may fill the context.
+
+        Raises RequestError for a bad parameter, for messages that the chat template refuses or that cannot fit the
+        context.
+        """
         messages = self._messages(request.messages)
         token_ids = render_chat(self._tokenizer, messages, **(request.chat_template_kwargs or {}))
         max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
@@ -67,10 +77,10 @@ class Preparer:
         return [PreparedPrompt(token_ids, None, self._sampling(request, max_tokens, extra))]
 
     def prefix(self, request: PrefixRequest) -> list[int]:
-        """Return the token ids of a prefix. Raises RequestError if it is too long or not valid.
+        """Return the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
 
-        Messages that end with a user turn give the prompt of that chat. Other messages give the common prefix of all
-        chats that continue with a user turn.
+        If the last message is a user's, the prefix is the whole prompt of the chat. Otherwise it is the part that all
+        chats share that begin with these messages and go on with a user's message.
         """
         if request.messages is None:
             assert request.prompt is not None
@@ -85,12 +95,12 @@ class Preparer:
         return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages for the chat template. Raises RequestError if they are certainly too long."""
+        """Return the messages as dicts for the chat template. Raises RequestError if they cannot fit the context."""
         characters = 0
         for message in messages:
             if isinstance(message.content, str):
                 characters += len(message.content)
-            else:  # parts that are not text are refused later
+            else:  # render_chat refuses parts that are not text
                 texts = [part.get("text") for part in message.content]
                 characters += sum(len(text) for text in texts if isinstance(text, str))
         self._refuse_surely_too_long(characters, "messages")
@@ -103,7 +113,7 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError if a text would exceed the context even if every token were the longest one."""
+        """Raise RequestError if `characters` characters exceed the context, even as the longest tokens there are."""
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(
@@ -114,5 +124,8 @@ class Preparer:
             )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
-        """Return the request's parameters; defaults are from generation_config.json, else from the API."""
+        """Return the sampling parameters of a request.
+
+        A field that the request leaves out has generation_config.json's value, else the API's default.
+        """
         return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})

@@ -1,7 +1,7 @@
 """Request schemas of the OpenAI API and the fields that llmsched adds to it.
 
-They are strict: true and "1.0" are not accepted as numbers, numbers are finite, and an unknown field is rejected by
-name. null is the same as leaving the field out. SamplingParams and the engine check the ranges.
+The schemas are strict: they do not accept true or "1.0" as a number, nor NaN or infinity, and refuse an unknown field
+by its name. A field that is null counts as left out. SamplingParams and the engine check the ranges of numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Raise an error for the first unknown field. pydantic's check would list every field of a hostile body."""
+        """Raise an error for the first unknown field. pydantic's own check would list every one of a hostile body."""
         if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
             raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
         return value
@@ -49,7 +49,10 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return a list of prompts, each a text or token ids. pydantic would report every element of a union."""
+    """Return a list of prompts, each a text or a list of token ids. Raises an error that covers the whole field.
+
+    pydantic's own check of such a union would report an error for each element.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -84,7 +87,7 @@ def _int64(value: int) -> int:
 
 
 def _token_biases(value: Any) -> dict[int, float]:
-    """Return logit_bias with integer token ids; as JSON keys they are strings."""
+    """Return logit_bias with token ids as integers. In JSON they are strings, because all keys are."""
     if not isinstance(value, dict):
         raise _wrong('must be an object such as {"464": -100}')
     biases = {}
@@ -235,7 +238,11 @@ def parse(schema: type[R], body: bytes) -> R:
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """Return the first error; for a union (str or list), the deepest error, from the branch that was meant."""
+    """Return the error of the first bad field.
+
+    If the field is a union (text or list), pydantic reports an error for each member. The most deeply nested error is
+    from the member that the client meant.
+    """
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]
     detail = max((d for d in details if d["loc"][:1] == first), key=lambda d: len(d["loc"]))
@@ -278,9 +285,9 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return the body's `priority`, else the priority of the class in the header, else that of interactive.
+    """Return a request's priority: `priority` of the body, else that of the class `class_name` from the header.
 
-    Raises RequestError for an unknown class.
+    Without either, the class is "interactive". Raises RequestError for an unknown class.
     """
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")
