@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
 from llmsched.engine.errors import ConfigError, setting
@@ -195,6 +195,10 @@ class EngineConfig:
                 "min_schedule_batch",
                 f"needs time to collect requests; set {setting('schedule_window')}, for example to 10ms",
             )
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the settings that have a value, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def knob_rule(name: str) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import typer
 
 from llmsched.cli.bench.compare.variants import SYNTAX
 from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
-from llmsched.cli.options.flags import typed
+from llmsched.cli.options.flags import flag, typed
 from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
 
@@ -93,5 +93,5 @@ class ModeFlags:
         needing = ("max_request_rate", "knee_attainment", "knee_tolerance")
         given = [name for name in needing if getattr(self, name) is not None]
         if given and not self.find_knee:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            names = ", ".join(map(flag, given))
             raise LlmschedError(f"{names}: applies only to --find-knee; leave it out, or add --find-knee")

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
@@ -124,8 +123,7 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
                 target, workload, slo, ids=ids, timeout=plan.timeout, progress=progress, partial=plan.partial
             )
 
-        settings = {name: value for name, value in asdict(engine.core.config).items() if value is not None}
-        yield OpenTarget(target.name, Provenance("in process"), warmup, measure, settings)
+        yield OpenTarget(target.name, Provenance("in process"), warmup, measure, engine.core.config.chosen())
 
 
 async def until_idle(engine: AsyncEngine) -> None:

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Unpack
@@ -178,5 +178,4 @@ async def open_simulated(
         run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=warn)
         return measure_run(run, workload, slo)
 
-    settings = {name: value for name, value in asdict(blueprint.config).items() if value is not None}
-    yield OpenTarget(config.model, blueprint.provenance, 0, measure, settings)
+    yield OpenTarget(config.model, blueprint.provenance, 0, measure, blueprint.config.chosen())

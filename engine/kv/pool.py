@@ -1,15 +1,11 @@
-"""Pool of fixed-size KV blocks: reference counts, free and cached blocks, eviction order."""
+"""Pool of fixed-size KV blocks: reference counts, free and cached blocks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-#: Largest share of the pool for cached shared blocks, which are evicted last. With 0.25 the Mooncake traces had more
-#: hits than with plain LRU at every pool size tried. Without a limit, unused prefixes displace conversation histories
-#: (as few as two thirds of LRU's hits).
-MAX_SHARED = 0.25
+from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
@@ -34,12 +30,9 @@ class BlockPool:
     - cached: ref_count 0, in the prefix tree, evictable;
     - free: ref_count 0, without useful content.
 
-    Private cached blocks (used only by the request that wrote them) are evicted before shared blocks, and within each
-    kind the least recently released block first. When shared blocks exceed MAX_SHARED of the pool, the least recently
-    used shared block becomes the newest private block (segmented LRU, Karedla et al. 1994).
-
-    Requests must release their last blocks first: then the end of a sequence is evicted before its beginning. (Blocks
-    that have left a sliding window may be evicted at any time.)
+    EvictionOrder decides which cached block is evicted next. Requests must release their last blocks first: then the
+    end of a sequence is evicted before its beginning. (Blocks that have left a sliding window may be evicted at any
+    time.)
 
     `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and the pool
     frees these too.
@@ -50,11 +43,8 @@ class BlockPool:
         self._on_evict = on_evict
         self._ref_count = [0] * num_blocks
         self._findable = bytearray(num_blocks)
-        self._is_shared = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._private: OrderedDict[int, None] = OrderedDict()
-        self._shared: OrderedDict[int, None] = OrderedDict()
-        self._max_shared = int(MAX_SHARED * num_blocks)
+        self._cached = EvictionOrder(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -62,7 +52,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._private) + len(self._shared)
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -71,7 +61,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Number of blocks that `allocate` can return: free and cached blocks."""
-        return len(self._free) + len(self._private) + len(self._shared)
+        return len(self._free) + len(self._cached)
 
     def ref_count(self, block: int) -> int:
         return self._ref_count[block]
@@ -93,13 +83,13 @@ class BlockPool:
 
         With `shared`, the blocks must be a whole prefix: no earlier block may be missing.
         """
-        ref_count, is_shared = self._ref_count, self._is_shared
+        blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
             if ref_count[block] == 0:
-                del self._rank_of(block)[block]
+                self._cached.remove(block)
             ref_count[block] += 1
-            if shared:
-                is_shared[block] = 1
+        if shared:
+            self._cached.mark_shared(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block, in the given order (end of the sequence first)."""
@@ -110,17 +100,13 @@ class BlockPool:
             if not self._findable[block]:
                 self._free.append(block)
                 continue
-            self._rank_of(block)[block] = None
-            if len(self._shared) > self._max_shared:
-                demoted, _ = self._shared.popitem(last=False)
-                self._is_shared[demoted] = 0
-                self._private[demoted] = None
+            self._cached.add(block)
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Make cached blocks the most recently used. References to all earlier blocks of the prefix must be held."""
         for block in blocks:
             if self._ref_count[block] == 0:
-                self._rank_of(block).move_to_end(block)
+                self._cached.touch(block)
 
     def set_findable(self, blocks: Iterable[int]) -> None:
         """Mark blocks as findable, that is, as blocks of a node in the prefix tree."""
@@ -129,7 +115,7 @@ class BlockPool:
 
     def drop_cached(self) -> None:
         """Evict every cached block."""
-        while self._private or self._shared:
+        while self._cached:
             self._free.append(self._evict())
 
     def count_cached(self, blocks: Iterable[int]) -> int:
@@ -137,27 +123,24 @@ class BlockPool:
         ref_count = self._ref_count
         return sum([ref_count[block] == 0 for block in blocks])
 
-    def _rank_of(self, block: int) -> OrderedDict[int, None]:
-        return self._shared if self._is_shared[block] else self._private
-
     def _evict(self) -> int:
-        block, _ = (self._private or self._shared).popitem(last=False)
-        self._findable[block] = self._is_shared[block] = 0
+        block = self._cached.pop()
+        self._findable[block] = 0
         for other in self._on_evict(block):
-            del self._rank_of(other)[other]
-            self._findable[other] = self._is_shared[other] = 0
+            self._cached.discard(other)
+            self._findable[other] = 0
             self._free.append(other)
         return block
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Raise AssertionError unless every block is in one state and has `held[block]` references."""
-        free, private, shared = set(self._free), set(self._private), set(self._shared)
+        free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        assert len(free | private | shared) == self.num_available, "a block is in two places"
         for block, count in enumerate(self._ref_count):
             assert count == held.get(block, 0), f"block {block}: ref_count {count}, held {held.get(block, 0)} times"
-            cached = block in (shared if self._is_shared[block] else private)
-            assert (count == 0) == (block in free or cached), f"block {block}: lost or in two places"
+            cached = block in self._cached
+            assert (block in free) + cached == (count == 0), f"block {block}: lost or in two places"
             assert not cached or self._findable[block], f"block {block}: cached but not findable"
-            worthless = not (self._findable[block] or self._is_shared[block])
-            assert block not in free or worthless, f"block {block}: free but findable, or shared"
+            useful = self._findable[block] or self._cached.is_shared(block)
+            assert block not in free or not useful, f"block {block}: free but findable, or shared"
+        assert self.num_used == sum(count > 0 for count in self._ref_count), "a block is counted twice"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmsched.engine.kv.pool import MAX_SHARED, BlockPool
+from llmsched.engine.kv.eviction import MAX_SHARED
+from llmsched.engine.kv.pool import BlockPool
 
 
 def pool_of(num_blocks: int, evicted: list[int]) -> BlockPool:

@@ -66,13 +66,12 @@ class VariantEngines:
             await warm_up(target, workload, warmup, ids=ids, timeout=plan.timeout)
             await engine.call(lambda core: core.prefixes.reset())
             run = await send_workload(target, workload, ids=ids, timeout=plan.timeout, progress=progress)
-            settings = {knob: value for knob, value in asdict(engine.core.config).items() if value is not None}
             assert engine.core.plan is not None
             parts, measured = engine.core.plan.parts, engine.core.plan.measured
             if measured is not None and measured.activations is not None:
                 parts = parts._replace(activations=measured.activations)
             origin = Provenance("in process")
-            experiment = Experiment(target.name, origin, plan.workload, plan.slo, warmup, settings)
+            experiment = Experiment(target.name, origin, plan.workload, plan.slo, warmup, engine.core.config.chosen())
             return VariantRun(replace(run, memory=parts), experiment)
 
     @asynccontextmanager
@@ -117,8 +116,8 @@ def simulated_variants(
     async def run_variant(name: str, workload: Load, progress: Progress) -> VariantRun:
         blueprint = blueprints[name]
         run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=render.warn)
-        settings = {knob: value for knob, value in asdict(blueprint.config).items() if value is not None}
-        experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=settings)
+        chosen = blueprint.config.chosen()
+        experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=chosen)
         return VariantRun(run, experiment)
 
     return run_variant
