@@ -30,7 +30,7 @@ _LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "bu
 
 
 def __getattr__(name: str) -> Any:
-    """Import the serving parts at first use, because planning and parsing do not need them."""
+    """Return a name of _LAZY and import its module at first use; planning and parsing do not need these modules."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

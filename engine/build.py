@@ -44,7 +44,8 @@ _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cac
 def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
     """Load `config.model`, reserve its memory and return the engine.
 
-    Raises ModelError and ConfigError, before the weights are read if possible.
+    Raises ModelError for a model that cannot be loaded or served, and ConfigError for a setting that does not suit the
+    model or the device. Every check that does not need the weights is made before the weights are read.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -67,10 +68,10 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
 
 
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
-    """Return an engine with other settings and an empty cache that takes over the executor of `engine`.
+    """Return an engine that takes over the executor of `engine`, with other settings and an empty cache.
 
-    `engine` must not be used afterwards. Raises ConfigError for a knob of RESERVING, and for a limit above the one for
-    which memory was reserved.
+    `engine` must not be used afterwards. Raises ConfigError for a knob in RESERVING, and for a knob in LIMITS that is
+    above the value for which memory was reserved.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "determines what is loaded and reserved; build a new engine to change it")
@@ -84,7 +85,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Return the warmed-up executor, and the plan with the memory that was measured."""
+    """Return the warmed-up executor, and `plan` completed by the memory that was measured."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -122,7 +123,10 @@ def _load(
 
 @contextmanager
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
-    """Turn a failed allocation into a ModelError that states the planned memory and the `remedy`."""
+    """Turn a failed allocation inside the `with` block into a ModelError.
+
+    The message says what failed (`doing`), how much memory was planned, and what to do (`remedy`).
+    """
     import torch
 
     try:

@@ -25,7 +25,7 @@ LIMITS = ("max_num_batched_tokens", "max_num_seqs")
 
 
 class Limits(TypedDict, total=False):
-    """Knobs that an engine can change without a restart. A knob that is left out keeps its value."""
+    """Knobs that can be changed without a restart of the engine. A knob that is left out keeps its value."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -42,15 +42,20 @@ def knob(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Return a dataclass field with its help text and allowed range (ends included) as metadata."""
+    """Return a dataclass field whose metadata has the help text `why`, the unit, the choices and the allowed range.
+
+    The range includes `low` and `high`; None means that the range has no end on this side.
+    """
     return field(default=default, metadata={"why": why, "unit": unit, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine as the user gives them. Planning replaces None by a value, which is printed at the start.
+    """Settings of one engine as the user gives them.
 
-    Raises ConfigError if a value is out of range or has no effect in combination with another.
+    Planning replaces "auto" and None in dtype, kv_cache_dtype, device, max_model_len and max_num_batched_tokens by the
+    values of a ResolvedConfig. Raises ConfigError if a value is out of range or has no effect in combination with
+    another.
     """
 
     model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
@@ -208,7 +213,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """Settings of a planned engine: every knob that planning chooses has a value (see `MemoryPlan.resolve`)."""
+    """Settings of a planned engine: an EngineConfig with the values that planning chose (see `MemoryPlan.resolve`)."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -239,7 +244,10 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting in `given`, which the user gave, has no effect because of another setting."""
+    """Raise ConfigError if a setting in `given` has no effect because of another setting in `given`.
+
+    `given` contains only the settings that the user gave.
+    """
     policy = given.get("scheduling_policy", "fair")
     if policy != "fair":
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
@@ -257,7 +265,11 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless `value` is one of the knob's choices, or finite and in its range."""
+    """Raise ConfigError if `value` is not finite, is not among the choices in `rule`, or is outside the range in
+    `rule`.
+
+    `name` is the knob's name and `rule` the metadata of its field. None and bool values are always allowed.
+    """
     if value is None or isinstance(value, bool):
         return
     if rule["choices"] and value not in rule["choices"]:
@@ -272,7 +284,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError for limits above those of `config`, for which memory was reserved."""
+    """Raise ConfigError if a knob of LIMITS in `limits` is above its value in `config`, for which memory was reserved."""
     for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

@@ -37,7 +37,10 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Scheduling decisions about one sequence: choice `index` of a request that arrived at `start` (engine's clock)."""
+    """Scheduling decisions about one sequence: choice `index` of a request.
+
+    `start` is the time at which the request arrived, in seconds of the engine's clock.
+    """
 
     index: int
     start: float
@@ -45,10 +48,10 @@ class Timeline:
 
 
 class Engine(StepLoop):
-    """Engine that serves a model: it takes requests, and each call of `step` computes one step of them.
+    """Engine that serves a model: `add_request` queues requests, and each call of `step` computes one step.
 
-    Not thread-safe; AsyncEngine runs it in a thread. Any thread may read the attributes that never change: `config`,
-    `model`, `tokenizer`, `plan` and `metrics`. The limits of `config` are within what `plan` reserved memory for.
+    Not thread-safe; AsyncEngine runs an Engine in a thread. Any thread may read the attributes that never change:
+    `config`, `model`, `tokenizer`, `plan` and `metrics`. `plan` reserves enough memory for the limits in `config`.
     """
 
     def __init__(
@@ -107,10 +110,11 @@ class Engine(StepLoop):
         arrival_time: float | None = None,
         limit_queue: bool = True,
     ) -> None:
-        """Queue a request; its n choices are served as n sequences.
+        """Queue a request. Each of its n choices is served as a sequence.
 
-        `arrival_time` is a time of the engine's clock; None is now. Raises RequestError for a request that can never be
-        served and, with `limit_queue`, QueueFullError if more than max_queue_size requests would wait.
+        `arrival_time` is in seconds of the engine's clock; None means now. Raises RequestError for a request that can
+        never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
+        max_queue_size requests would wait.
         """
         if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
@@ -141,7 +145,10 @@ class Engine(StepLoop):
         self.recorder.update()
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request in any state and return its last outputs; do nothing if it is unknown or has finished."""
+        """End a request in any state and return the last output of each choice that had not ended.
+
+        Returns an empty list if the request is unknown or has ended.
+        """
         outputs = []
         for name in list(self.open_sequences.get(request_id, ())):
             stream = self._streams[name]
@@ -152,7 +159,10 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the estimated seconds until the queue moves by one request, from the rate of recent finishes."""
+        """Return the estimated seconds until the next request finishes.
+
+        The estimate is the mean gap between recent finishes, rounded up, and at least 1.
+        """
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -161,10 +171,11 @@ class Engine(StepLoop):
     # -- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the new output of each request.
+        """Compute one step and return the new outputs.
 
-        Does nothing while the scheduler waits for more requests (see `idle_until`). After an exception the engine
-        cannot continue; an error in the text of one output ends only that output.
+        Returns an empty list while the scheduler waits for more requests (see `idle_until`). After an exception the
+        engine cannot continue. An error in making the text of an output ends only that sequence, with
+        FinishReason.ERROR.
         """
         if self.idle_until() is not None:
             return []
@@ -218,7 +229,11 @@ class Engine(StepLoop):
         self.recorder.update()
 
     def explain(self, request_id: str) -> list[Timeline]:
-        """Return the scheduler's decisions about each sequence of a request; empty if it is unknown or too old."""
+        """Return the scheduler's decisions about each sequence of a request.
+
+        Returns an empty list for an unknown request, and for a request that ended so long ago that the ledger dropped
+        it.
+        """
         timelines = []
         for index in range(MAX_N):
             entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
@@ -228,14 +243,17 @@ class Engine(StepLoop):
         return timelines
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a KV block or a request is unaccounted for."""
+        """Raise AssertionError if the counts of KV blocks or of requests do not add up."""
         self.scheduler.check_integrity()
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         assert waiting + running == len(self._streams), f"{len(self._streams)} streams, {running}+{waiting} requests"
 
 
 class PrefixAdmin:
-    """Administration of an engine's prefix cache: pins, reset, reasons for misses. For the engine's thread only."""
+    """Administration of an engine's prefix cache: pins, reset, and the check for prompts that change at an early token.
+
+    For use in the engine's thread only.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -243,15 +261,16 @@ class PrefixAdmin:
         self.changes = PromptChanges(self._kv.prefix_cache.misses.watch, engine.tokenizer, engine.metrics)
 
     def reset(self) -> None:
-        """Drop the cached KV of all prompts that are neither running nor pinned."""
+        """Drop all cached KV that neither a running request nor a pin holds."""
         self._kv.pool.drop_cached()
         self._engine.recorder.update()
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
-        """Compute and keep the KV of the whole blocks of a prefix for `ttl` seconds (None: until unpinned).
+        """Pin a prefix: keep the KV of its whole blocks for `ttl` seconds, or until `unpin` if no `ttl` is given.
 
-        Tokens that are not cached are computed as a request, to which max_queue_size does not apply. Raises
-        RequestError if the prefix has no whole block, if there is no room for the pin, or if prefix caching is off.
+        Later steps compute the tokens that are not cached yet, as a request to which max_queue_size does not apply.
+        Raises RequestError if the prefix has no whole block, if there is no room for the pin, or if prefix caching is
+        off.
         """
         engine = self._engine
         if not engine.config.enable_prefix_caching:
@@ -272,7 +291,10 @@ class PrefixAdmin:
         self._engine.recorder.update()
 
     def expire(self) -> float | None:
-        """Release expired pins; return when the next pin expires (engine's clock), or None if no pin will."""
+        """Release expired pins and return the time (engine's clock) at which the next pin expires.
+
+        Returns None if no pin will expire.
+        """
         self._engine.scheduler.expire_pins()
         self._engine.recorder.update()
         return self._kv.pins.next_expiry()

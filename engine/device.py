@@ -1,4 +1,7 @@
-"""Devices and their memory, read without importing torch: a GPU's from NVML, the machine's from the kernel."""
+"""Devices and their memory.
+
+The memory of a GPU is read from NVML and the memory of the machine from the kernel; neither needs torch.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ class Holder:
 class DeviceMemory:
     """Memory of one device in bytes.
 
-    `total` is what programs can allocate, `used_by_others` what other programs hold (on a CPU: what is not available
-    without swapping), `holders` the processes that hold it, if the driver names them. `computes_bf16` determines which
-    dtype auto selects.
+    `total` is the memory that programs can allocate. `used_by_others` is the memory that other programs hold; on a CPU
+    it is the memory that is not available without swapping. `holders` lists these programs if the driver names them.
+    `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto" means bfloat16.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -51,7 +54,7 @@ class DeviceMemory:
 
 
 def resolve_device(requested: str) -> str:
-    """Return the device, cuda or cpu, that `requested` (auto, cuda or cpu) means for torch.
+    """Return the device that torch will use, cuda or cpu, if `requested` is auto, cuda or cpu.
 
     Raises ConfigError if cuda is requested and torch sees no GPU.
     """
@@ -79,7 +82,7 @@ def computes_bf16(device: str) -> bool:
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
-    """Return the memory of the device that `auto`, `cuda` or `cpu` selects on this machine.
+    """Return the memory of this machine's GPU or CPU; `device` is cuda, cpu, or auto for the GPU if there is one.
 
     Raises ConfigError if cuda is requested without an NVIDIA driver or GPU.
     """
@@ -90,12 +93,12 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """Return the memory of a listed GPU that no other program uses."""
+    """Return the memory of a GPU from profiles/gpus.toml, none of it used by other programs."""
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0)
 
 
 def gpu_memory() -> DeviceMemory | None:
-    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES; None without a driver or GPU.
+    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES, or None without a driver or without a visible GPU.
 
     Raises ConfigError if the driver does not report the GPU's memory.
     """
@@ -133,7 +136,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _visible_gpu(nvml: Any) -> Any:
-    """Return the NVML handle of the first visible GPU or MIG slice, or None if there is none."""
+    """Return the NVML handle of the first visible GPU or MIG slice, or None without a visible GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = "0" if visible is None else visible.split(",")[0].strip()
     try:
@@ -145,7 +148,7 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Return the processes that hold GPU memory, the largest first; none if the driver does not name them."""
+    """Return the processes that hold GPU memory, the largest first, or an empty list if the driver names no processes."""
     used: dict[int, int] = {}
     for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:

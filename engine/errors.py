@@ -16,7 +16,7 @@ def setting(name: str) -> str:
 
 
 def spell(message: str, naming: Callable[[str], str] = str) -> str:
-    """Return the message with each name that `setting` marked converted by `naming`; by default, unchanged."""
+    """Return the message without the marks that `setting` made. `naming` converts each marked name."""
     parts = message.split(_MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)
@@ -64,7 +64,8 @@ class ModelError(LlmschedError):
 class RequestError(LlmschedError):
     """Error for an invalid request. Over HTTP it becomes a 4xx response in OpenAI's format.
 
-    `param` is the field of the request, `code` OpenAI's machine-readable code if there is one.
+    `param` is the name of the wrong field, or None if no single field is wrong. `code` is OpenAI's machine-readable
+    error code, or None.
     """
 
     def __init__(self, param: str | None, message: str, code: str | None = None) -> None:
@@ -74,7 +75,10 @@ class RequestError(LlmschedError):
 
 
 class QueueFullError(LlmschedError):
-    """Error for a request that the full waiting queue refuses (HTTP 429). `retry_after` is in seconds."""
+    """Error for a request that is refused because the waiting queue is full (HTTP 429).
+
+    `retry_after` is the number of seconds after which the client should send the request again.
+    """
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

@@ -13,10 +13,11 @@ from llmsched.engine.percentiles import statistic
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency targets of a request in seconds; None for no target.
+    """Service level objective: latency targets of a request in seconds. None means no target.
 
-    `itl` is the target for `itl_statistic` of the request's ITL samples. `reader_speed` (tokens per second) is not a
-    target; it decides which tokens count as late. Raises LlmschedError for an unknown statistic or a speed not above 0.
+    The target `itl` applies to one statistic of the request's ITL samples, `itl_statistic`: "mean", "max" or a
+    percentile such as "p99". `reader_speed` (tokens per second) is not a target; it decides which tokens count as late.
+    Raises LlmschedError for an unknown statistic or a speed that is not above 0.
     """
 
     ttft: float | None = None
@@ -37,8 +38,9 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return for each target whether the request met it. Undefined figures, such as ITL of one token, meet their
-        target.
+        """Return, by name of the target, True if the request met the target and False if it missed the target.
+
+        An undefined figure, such as the ITL of a request with one output token, meets its target.
         """
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
@@ -49,8 +51,9 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `attainment` is the share of requests that met each target; its entry "all" is the share that met every target.
-    `missed` counts the served requests that missed each target, `missed_alone` those that missed only that target.
+    `requests_per_s` counts only requests that met every target. `attainment` is the share of all requests, failed ones
+    included, that met each target; its entry "all" is the share that met every target. `missed` counts the finished
+    requests that missed each target. `missed_alone` counts the finished requests that missed this target and no other.
     """
 
     requests_per_s: float
@@ -60,9 +63,10 @@ class Goodput:
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Return the goodput of a run that took `duration` seconds; failed requests count in every denominator.
+    """Return the goodput of a run that took `duration` seconds, or None if it is undefined.
 
-    Return None without targets, without requests, or if requests met all targets but `duration` is 0.
+    `requests` are the finished requests. The `failed` requests count as requests that missed every target. Goodput is
+    undefined without targets, without requests, and if requests met every target but `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:

@@ -1,6 +1,6 @@
 """Definitions of TTFT, ITL, TPOT, E2E and stalls, for server metrics, bench and tune alike.
 
-All times are seconds of one clock. A figure that is undefined for lack of data is None, never 0.
+All times are in seconds of one clock. A figure without enough data is undefined, which is shown by None, never by 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READER_SPEED = 10.0
 
 
 class Arrival(NamedTuple):
-    """Tokens that arrived together at `time`; 0 tokens for a chunk without text."""
+    """Arrival of `tokens` tokens together, at `time` in seconds. `tokens` is 0 for a chunk without text."""
 
     time: float
     tokens: int
@@ -49,9 +49,9 @@ class Arrival(NamedTuple):
 class RequestLatency:
     """Latencies in seconds of a request that received at least one token.
 
-    `itl` has one sample per token after the first arrival: the gap before its arrival, divided equally among the tokens
-    that arrived together. `worst_stall` is the longest gap between two arrivals, None for a single arrival. `tpot` is
-    None for a single token.
+    `itl` has one sample for each token after the first arrival. Tokens that arrive together share the gap since the
+    previous arrival equally. `worst_stall` is the longest gap between two arrivals; a request with one arrival has
+    none. A request with one token has no `tpot`.
     """
 
     ttft: float
@@ -62,7 +62,7 @@ class RequestLatency:
 
 
 def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency | None:
-    """Return the latencies of a request that started at `start`; None if it received no token."""
+    """Return the latencies of a request that started at the time `start`, or None if no token arrived."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     if not carried:
         return None
@@ -82,7 +82,7 @@ def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency
 
 
 class Stall(NamedTuple):
-    """Gap of `seconds` that began at the time `at`, after `tokens_before` tokens of the request."""
+    """Gap of `seconds` between two arrivals, which began at the time `at` when `tokens_before` tokens had arrived."""
 
     seconds: float
     at: float
@@ -90,7 +90,10 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the longest gap between two arrivals of tokens (the first if equal); None for fewer than two arrivals."""
+    """Return the longest gap between two arrivals of tokens, or None for fewer than two arrivals.
+
+    If several gaps are equally long, the first is returned.
+    """
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [
@@ -101,15 +104,15 @@ def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
 
 
 def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
-    """Return the time per output token after the first; None for fewer than two tokens."""
+    """Return TPOT, the mean time in seconds per output token after the first, or None for fewer than two tokens."""
     return (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else None
 
 
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
-    """Return the seconds that a reader of this speed waited for each late token.
+    """Return how long a reader of this speed waited for each late token, in seconds.
 
-    The reader starts a token as soon as it has arrived and the previous token is read. A wait delays all further
-    reading, so one stall makes one token late, not all that follow.
+    The reader begins a token when the token has arrived and the previous token is read; a token is late if the reader
+    has to wait for it. A wait delays all further reading, so one stall makes only one token late.
     """
     waits: list[float] = []
     free = math.inf
@@ -124,10 +127,11 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Return tokens (or completions) per second from the first arrival to the last, without the first arrival's.
+    """Return the tokens (or completions) per second between the first and the last arrival.
 
-    For n single tokens that is (n - 1) / (last - first). `end` extends the interval to a time until which more tokens
-    could have arrived. Return None for an interval of length 0.
+    The tokens of the first arrival are not counted: for n single tokens the rate is (n - 1) / (last - first). `end`, a
+    time after the last arrival until which more tokens could have arrived, extends the interval. Returns None for an
+    interval of length 0.
     """
     if not arrivals:
         return None

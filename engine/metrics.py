@@ -1,6 +1,7 @@
 """Prometheus metrics of one engine, with the names that vLLM's dashboards use.
 
-Times are in seconds, counted from the arrival of a request at the engine. All methods may be called from any thread.
+All times are in seconds. Latencies since arrival begin when a request arrives at the engine. Any thread may call any
+method.
 """
 
 from __future__ import annotations
@@ -115,15 +116,15 @@ class EngineMetrics:
         info.labels(model_name, str(block_size), str(num_blocks)).set(1)
 
     def observe(self, histogram: str, value: float) -> None:
-        """Add a sample to a histogram of _HISTOGRAMS."""
+        """Add a sample to a histogram; `histogram` is a key of _HISTOGRAMS."""
         self._histograms[histogram].observe(value)
 
     def add(self, counter: str, count: int = 1) -> None:
-        """Increase a counter of _COUNTERS."""
+        """Increase a counter by `count`; `counter` is a key of _COUNTERS."""
         self._counters[counter].inc(count)
 
     def set(self, gauge: str, value: float) -> None:
-        """Set a gauge of _GAUGES."""
+        """Set a gauge; `gauge` is a key of _GAUGES."""
         self._gauges[gauge].set(value)
 
     def finished(self, reason: FinishReason) -> None:
@@ -131,12 +132,12 @@ class EngineMetrics:
         self._finished[reason].inc()
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:
-        """Count `count` admitted requests whose prefix hit ended for this reason; a full hit is not a miss."""
+        """Count `count` admitted requests under the reason why their prefix hit ended. MissKind.HIT is ignored."""
         if kind is not MissKind.HIT:
             self._misses[kind].inc(count)
 
     def add_memory(self, parts: MemoryParts, usage: KVUsage) -> None:
-        """Add the gauges of memory in bytes, once the engine has reserved it."""
+        """Add the gauges of memory in bytes. Call this once, after the engine has reserved its memory."""
         for name, size, help_text in (
             ("memory_weights_bytes", parts.weights, "Memory of the weights."),
             ("memory_activations_bytes", parts.activations, "Memory planned for the activations of the largest step."),
@@ -161,7 +162,7 @@ class EngineMetrics:
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 
     def render(self) -> bytes:
-        """Return the exposition text for /metrics."""
+        """Return all metrics in Prometheus' text format, for /metrics."""
         return generate_latest(self._registry)
 
     def _labelled(self, kind: type[M], name: str, help_text: str, **more: Any) -> M:

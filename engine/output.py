@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OutputStream:
-    """Output of one sequence: choice `index` of the API request `group_id`."""
+    """Producer of the outputs of one sequence, which is choice `index` of the API request `group_id`."""
 
     def __init__(self, request: Request, group_id: str, index: int, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
@@ -30,9 +30,10 @@ class OutputStream:
         self._last_token_time: float | None = None
 
     def take(self, update: Update) -> RequestOutput | None:
-        """Return the output that a step adds, None if it adds nothing.
+        """Return the output that `update`, the result of one step, adds to the sequence, or None if it adds nothing.
 
-        If a stop string ends the output, `finish_reason` is set, and the caller must tell the scheduler.
+        If a stop string ends the sequence, the output has a `finish_reason` that the scheduler does not know, so the
+        caller must finish the request in the scheduler.
         """
         request, result = self.request, update.result
         # After a preemption the prompt is computed, and reported, again: keep only the new entries.
@@ -62,7 +63,7 @@ class OutputStream:
         return output
 
     def record(self, metrics: EngineMetrics, now: float) -> None:
-        """Record the latency of a token that was generated at `now`."""
+        """Record the TTFT or the ITL of a token that was generated at the time `now`."""
         request = self.request
         if self._last_token_time is None:
             request.first_token_time = now
@@ -74,7 +75,10 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the tokens and latencies of the whole sequence. The choices of a request count its prompt once."""
+        """Record the token counts and latencies of a sequence that ended at the time `now`.
+
+        Only choice 0 records the prompt, so that a request with several choices counts its prompt once.
+        """
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:
@@ -98,7 +102,7 @@ class OutputStream:
             metrics.observe("request_queue_time_seconds", request.first_scheduled_time - request.arrival_time)
 
     def new_output(self, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
-        """Return an output without tokens; a `reason` ends the sequence."""
+        """Return an output without tokens. With a `reason`, it is the last output of the sequence."""
         request = self.request
         output = RequestOutput(
             request_id=self.group_id,
@@ -116,7 +120,10 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output, up to a stop string. Stop strings count only after min_tokens."""
+        """Add text to an output. A stop string in the text ends the output.
+
+        Stop strings in the first min_tokens tokens are ignored.
+        """
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return

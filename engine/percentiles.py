@@ -15,9 +15,9 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a distribution, in the unit of its samples; all but `count` are None without samples.
+    """Statistics of samples, in the unit of the samples. Without samples, `count` is 0 and the other fields hold None.
 
-    Reports get their statistics and headings from these fields. To add a percentile, add a field of its name.
+    Reports take their statistics and headings from these fields. To add a percentile, add a field such as `p90`.
     """
 
     count: int = 0
@@ -33,7 +33,10 @@ PERCENTILES = tuple(f.name for f in fields(Summary) if _PERCENTILE.fullmatch(f.n
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Return mean, maximum and percentiles (linear interpolation, type 7 of Hyndman and Fan)."""
+    """Return the mean, the maximum and the percentiles of the samples.
+
+    Percentiles are interpolated linearly (type 7 of Hyndman and Fan).
+    """
     if not samples:
         return Summary()
     values = np.asarray(samples, dtype=np.float64)
@@ -43,9 +46,9 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def statistic(samples: Sequence[float], name: str) -> float | None:
-    """Return "mean", "max" or a percentile such as "p50" or "p99.9" of the samples; None without samples.
+    """Return the statistic `name` of the samples: mean, max, or a percentile such as p50 or p99.9.
 
-    Raises LlmschedError for another name.
+    Returns None without samples. Raises LlmschedError for any other name.
     """
     match = _PERCENTILE.fullmatch(name)
     if name not in ("mean", "max") and (match is None or not float(match[1])):

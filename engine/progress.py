@@ -1,4 +1,4 @@
-"""Progress callback, by which long-running work reports to the display."""
+"""Progress reports of long-running work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 def tracked(items: Sequence[Item], stage: str, progress: Progress) -> Iterator[Item]:
-    """Yield `items`; report how many are done before each item and at the end."""
+    """Yield `items`, and report the progress before each item and at the end."""
     for done, item in enumerate(items):
         progress(stage, done, len(items))
         yield item

@@ -19,7 +19,7 @@ CHECK_EVERY = WINDOW // 2
 
 
 class Example(NamedTuple):
-    """Text of a prompt around the token where the prompts differ: the shared part `before` it and the part `after`."""
+    """Text of a prompt around the position at which prompts differ: the text `before` and `after` the position."""
 
     before: str
     after: str
@@ -29,8 +29,8 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    The prefix cache cannot reuse what follows the position. `private` means that an example has a cache_salt, so only
-    the operator may see its text.
+    The prefix cache cannot reuse the tokens after the position. `examples` are taken from two of these prompts.
+    `private` is True if either prompt has a cache_salt; then only the operator may see the examples.
     """
 
     position: int
@@ -49,7 +49,7 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Periodic check for changing prompts, which logs each new position."""
+    """Periodic check for a PromptChange. A finding is logged if its position differs from the last one logged."""
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
         self._watch = watch
@@ -64,7 +64,7 @@ class PromptChanges:
             self.check()
 
     def check(self) -> PromptChange | None:
-        """Check now and return the finding, if any."""
+        """Check now and return the PromptChange that was found, or None."""
         self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)

@@ -11,10 +11,10 @@ from typing import Any
 class Provenance:
     """Origin of figures. `where` is "in process", a URL, or the simulated device.
 
-    The other fields describe a simulation. `calibration_error` is the median relative error of step times fitted to a
-    device at the time `calibrated`; `published_error` is the median relative error of a roofline's TPOT against
-    published measurements; None if unknown. `refused_by_serve` is the reason for which `serve` would refuse the model,
-    or None.
+    `measured` is False for a simulation. The other fields describe the simulation; None means unknown.
+    `calibration_error` is the median relative error of step times that were fitted to a device at the time
+    `calibrated`. `published_error` is the median relative error of a roofline's TPOT against published measurements.
+    `refused_by_serve` is the reason for which `serve` would refuse the model; None means that `serve` supports it.
     """
 
     where: str
@@ -35,7 +35,7 @@ class Provenance:
         return {name: getattr(self, name) for name in names}
 
     def caveats(self) -> list[str]:
-        """Return a sentence about the accuracy of simulated step times; nothing for a measurement."""
+        """Return a sentence about the accuracy of simulated step times, in a list that is empty for a measurement."""
         if self.measured:
             return []
         if self.calibration_error is not None:

@@ -22,12 +22,13 @@ SEED_LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request, as in the OpenAI API and, beyond that, vLLM.
+    """Sampling parameters of a request, named as in the OpenAI API or, if OpenAI has no such parameter, as in vLLM.
 
-    `temperature` 0 is greedy whatever the other filters are. `top_k` 0 is off. `logprobs` k returns the log-probability
-    of the chosen token and of the k best, None returns nothing. `max_tokens` 0 only computes the prompt.
+    With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 turns top_k
+    off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens; None returns
+    nothing. `max_tokens` 0 only computes the prompt.
 
-    Raises RequestError with the field and its allowed range.
+    Raises RequestError, which names the field and its allowed range.
     """
 
     n: int = 1
@@ -86,7 +87,7 @@ def within(name: str, value: float, low: float, high: float | None, param: str |
 
 
 class RequestStatus(StrEnum):
-    """State of a sequence. SWAPPED is WAITING with the KV in host memory."""
+    """State of a sequence. A SWAPPED sequence waits like a WAITING sequence, with its KV in host memory."""
 
     WAITING = "waiting"
     SWAPPED = "swapped"
@@ -97,7 +98,9 @@ class RequestStatus(StrEnum):
 class FinishReason(StrEnum):
     """Reason why a sequence ended.
 
-    STOP: end-of-sequence token, stop token or stop string. LENGTH: max_tokens or max_model_len. ERROR: see the message.
+    STOP: an end-of-sequence token, a stop token or a stop string. LENGTH: max_tokens or max_model_len was reached.
+    ABORT: the request was aborted, for example because the client disconnected. ERROR: the sequence failed, and the
+    error message says why.
     """
 
     STOP = "stop"
@@ -110,10 +113,10 @@ class FinishReason(StrEnum):
 class Sequence:
     """Tokens of one output and its sampling parameters: the part of a request that executors see.
 
-    `token_ids` is the prompt followed by the output. It never shrinks, not even by preemption, so the generated tokens
-    (for penalties, min_tokens and random numbers) always start at `num_prompt_tokens`. `stop_ids` end the sequence:
-    stop_token_ids and, unless ignored, the end-of-sequence ids. The sampler excludes them until min_tokens are
-    generated. `seed` combines the request's seed and the index of the choice.
+    `token_ids` is the prompt followed by the output. A preemption does not shorten `token_ids`, so the output always
+    starts at `num_prompt_tokens`. A token in `stop_ids` ends the sequence: they are stop_token_ids and, without
+    ignore_eos, the end-of-sequence ids. The sampler excludes them until min_tokens tokens are generated. `seed`
+    combines the request's seed and the index of the choice.
     """
 
     request_id: str
@@ -136,11 +139,12 @@ class Sequence:
 class Request(Sequence):
     """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
-    Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens. Steps
-    compute the tokens from num_computed_tokens to num_tokens; the step that reaches the end samples a new one. Times
-    are seconds of the engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts
-    requests that were admitted while this one was first. `num_lost_tokens` had been computed at its last preemption.
-    While it waits, the KV manager uses `swapped` (its KV in host memory) and `encoded` (its token ids as bytes).
+    Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens
+    tokens. Steps compute the remaining tokens; the step that computes the last of them samples a new token. Times are
+    in seconds of the engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts the
+    requests that were admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens at
+    the last preemption. While the request waits, the KV manager keeps its KV in host memory in `swapped`, and its token
+    ids as bytes in `encoded`.
     """
 
     arrival_time: float = 0.0
@@ -169,9 +173,9 @@ class Request(Sequence):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of one token, before temperature, penalties and filters.
+    """Natural log-probability of one token, before temperature, penalties and filters are applied.
 
-    `top` are the (token id, log-probability) pairs of the most likely tokens, best first.
+    `top` has the (token id, log-probability) pairs of the most likely tokens, best first.
     """
 
     token_id: int
@@ -183,9 +187,9 @@ class TokenLogprob:
 class RequestOutput:
     """New output of one sequence since its last output.
 
-    `text` and `token_ids` are deltas. `pieces` has the text that each of the tokens added ("" for an incomplete
-    character); joined they are `text`, unless a stop string cut it. `prompt_logprobs` has one entry per prompt token
-    (None for the first) and comes with the first output only.
+    `text` and `token_ids` have only what is new. `pieces` has the text that each new token added, "" for an incomplete
+    character. The joined pieces equal `text`, unless a stop string cut the text. `prompt_logprobs` has one entry per
+    prompt token (None for the first token). Only the first output has it.
     """
 
     request_id: str

@@ -26,11 +26,11 @@ MAX_IDLE_SECONDS = 3600.0
 
 
 class AsyncEngine:
-    """Wrapper that runs an Engine in a thread.
+    """Wrapper that runs an Engine, `core`, in a thread.
 
-    The event loop never waits for a step, and the engine never waits for a reader. `core` is the engine. Other threads
-    read only its `config`, `model`, `tokenizer`, `plan` and `metrics`; everything else goes through `call`. `start`
-    binds the engine to the running event loop; all methods except `stats`, and all streams, belong to that loop.
+    The event loop never waits for a step, and the engine never waits for a reader. Other threads read only the
+    `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`; for everything else they use `call`. `start` binds
+    the engine to the running event loop. Only that loop may use the streams and all methods except `stats`.
     """
 
     def __init__(self, core: Engine) -> None:
@@ -57,7 +57,7 @@ class AsyncEngine:
         return self._stats
 
     def start(self) -> None:
-        """Start the engine's thread. Call on the event loop that will use it."""
+        """Start the engine's thread. Call this on the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -72,8 +72,8 @@ class AsyncEngine:
     ) -> RequestStream:
         """Hand a request to the engine and return the stream of its outputs.
 
-        Raises RequestError for a request that can never be served, QueueFullError if too many requests wait,
-        EngineDeadError if the engine has failed or drains.
+        Raises RequestError for a request that can never be served, QueueFullError if too many requests wait, and
+        EngineDeadError if the engine has failed or is draining.
         """
         if self.error is not None:
             raise EngineDeadError(f"the engine has stopped: {self.error}")
@@ -106,9 +106,10 @@ class AsyncEngine:
         return stream
 
     async def call(self, action: Callable[[Engine], T]) -> T:
-        """Run `action` in the engine's thread between two steps; return its result or raise its LlmschedError.
+        """Run `action` in the engine's thread between two steps and return its result.
 
-        Raises EngineDeadError if the engine has stopped, or stops before it runs the action.
+        Raises the LlmschedError that `action` raises; any other exception in `action` stops the engine. Raises
+        EngineDeadError if the engine has stopped, or stops before it runs the action.
         """
         if self._stopping or not self.healthy:
             raise EngineDeadError(f"the engine has stopped: {self.error or 'shut down'}")
@@ -140,7 +141,7 @@ class AsyncEngine:
         return True
 
     async def stop(self) -> None:
-        """End the thread after its current step. Requests that have not ended fail."""
+        """End the thread after its current step. Open requests end with EngineDeadError."""
         self.draining = True
         self._stopping = True
         self._inbox.put(lambda: None)
@@ -171,7 +172,10 @@ class AsyncEngine:
             self._on_loop(self._fail_all, f"the engine has failed: {self.error}")
 
     def _take_inbox(self) -> None:
-        """Run the actions that the event loop sent. Without work, wait for the next one and check integrity once."""
+        """Run the actions that the event loop has sent.
+
+        If the engine has no work, check its integrity once and wait for the next action.
+        """
         while self._run_next(0.0):
             pass
         self._stats = self.core.stats()
@@ -191,7 +195,7 @@ class AsyncEngine:
                 wait = None if until is None else min(MAX_IDLE_SECONDS, until - self.core.clock())
 
     def _run_next(self, timeout: float | None) -> bool:
-        """Run the next action that arrives within `timeout` seconds; return whether one did."""
+        """Run the next action that arrives within `timeout` seconds (None: no limit); return whether an action arrived."""
         try:
             action = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
@@ -205,7 +209,7 @@ class AsyncEngine:
             self._on_loop(self._streams.deliver, outputs)
 
     def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function` on the event loop; ignore a loop that has closed."""
+        """Run `function` on the event loop; do nothing if the loop has closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)

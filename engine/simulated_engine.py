@@ -1,7 +1,7 @@
-"""Engine without a model and text, on a virtual clock: its steps take the time that a cost model predicts.
+"""Simulated engine, which has a virtual clock instead of a model and a device.
 
-Scheduling and KV memory are decided by the same code as in `Engine`. Every output has max_tokens tokens. A Blueprint
-holds the memory plan and the step times of an engine that is not built.
+The same code as in `Engine` decides scheduling and KV memory. A cost model predicts the time of each step, and every
+output has max_tokens tokens. A Blueprint holds the memory plan and the step times of an engine that is not built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 class SimulatedEngine(StepLoop):
     """Scheduler and KV memory of an engine on a virtual clock that starts at 0.
 
-    `cost` is the duration of a step, `per_swapped_block` the seconds that a block takes to or from host memory.
+    `cost` predicts the seconds of a step. `per_swapped_block` is the time in seconds to copy one KV block to or from
+    host memory.
     """
 
     clock: VirtualClock
@@ -49,9 +50,9 @@ class SimulatedEngine(StepLoop):
         super().__init__(config, kv, executor, clock)
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, arrival_time: float) -> Request:
-        """Queue a request that arrived at `arrival_time`, which must not be in the future.
+        """Queue a request that arrived at `arrival_time`, which must not be later than the virtual clock.
 
-        Raises RequestError for a request that can never be served, QueueFullError if too many requests wait.
+        Raises RequestError for a request that can never be served, and QueueFullError if too many requests wait.
         """
         self.check_length(len(prompt), max_tokens)
         self.check_queue(len(self.scheduler.waiting), 1)
@@ -73,21 +74,21 @@ class SimulatedEngine(StepLoop):
         self.scheduler.finish(request, FinishReason.ABORT)
 
     def wait_until(self, time: float) -> None:
-        """Advance the clock to `time` without computing anything."""
+        """Advance the clock to `time` without computing anything; do nothing if the clock is past `time`."""
         self.clock.now = max(self.clock.now, time)
 
     def step(self) -> list[Update]:
-        """Compute one step, which advances the clock, and return each request's update."""
+        """Simulate one step, advance the clock by its duration and return the update of each request in the step."""
         return self.run_step()[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Description of the engine that `build_engine` would build for `config`, without model and device.
+    """Description of the engine that `build_engine` would build for `config`, made without model and device.
 
-    `cost` is the time of a step; `swap_seconds` returns the time to copy that many bytes of KV to or from host memory.
-    `provenance` names the device, the engine class whose step times are simulated if it is not this engine, and the
-    errors of `cost`. `notes` are warnings for the user.
+    `cost` predicts the seconds of a step. `swap_seconds` maps bytes of KV to the seconds that a copy to or from host
+    memory takes. `provenance` names the device and the error of `cost`; if `cost` is for another engine class than this
+    engine, it names this class too. `notes` are warnings for the user.
     """
 
     config: ResolvedConfig
@@ -111,9 +112,9 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    "h100" has the step times of this engine, "h100:vllm" those of an engine class in profiles/engines.toml; both use
-    this engine's scheduler. Raises ConfigError for an unknown GPU or engine class, for settings that the GPU does not
-    support, and if the model does not fit.
+    A name such as "h100" gives the step times of this engine. A name such as "h100:vllm" gives the step times of an
+    engine class in profiles/engines.toml. The scheduler is this engine's in both cases. Raises ConfigError for an
+    unknown GPU or engine class, for settings that the GPU does not support, and if the model does not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Statistics of an engine: its current state, its totals, and the metrics that are updated from both."""
+"""Statistics of an engine: its totals, its current state, and its metrics."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _COUNTED: Mapping[str, str] = {
 class EngineStats(SchedulerCounters):
     """State of the engine after a step. Counters are totals since the start.
 
-    `headroom` is the share of blocks that admission keeps free and `max_running` the concurrency limit; preemptions
-    changed them `num_headroom_changes` times. `prefix_misses` counts requests by the reason why their prefix hit ended.
-    `max_blocks_pinned` is the limit of `blocks_pinned`. A preempted request counts as swapped out if its KV was copied
-    to host memory, and as swapped in if its KV was copied back.
+    `headroom` is the share of blocks that admission keeps free, and `max_running` is the concurrency limit;
+    `num_headroom_changes` counts the changes of either. `prefix_misses` counts requests by the reason why their prefix
+    hit ended. `max_blocks_pinned` is the limit of `blocks_pinned`. `num_swapped_out` and `num_swapped_in` count
+    preempted requests whose KV was copied to host memory and back.
     """
 
     num_running: int
@@ -58,7 +58,11 @@ class EngineStats(SchedulerCounters):
 
 
 class StatsRecorder:
-    """Recorder of the engine's totals, which updates the metrics from them and from the scheduler's counters."""
+    """Recorder of an engine's totals and state, as metrics and as EngineStats.
+
+    The engine increases `prompt_tokens`, `generation_tokens`, `steps` and `finished`. The other figures come from the
+    scheduler.
+    """
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0
@@ -72,7 +76,7 @@ class StatsRecorder:
         self.update()
 
     def update(self) -> None:
-        """Update the metrics to the current state."""
+        """Update the metrics to the current state of the scheduler."""
         scheduler, metrics = self._scheduler, self._metrics
         pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
         metrics.set("num_requests_running", len(scheduler.running))

@@ -15,9 +15,9 @@ from llmsched.engine.scheduler.scheduler import Update
 
 
 class StepLoop:
-    """Base of Engine and SimulatedEngine: a scheduler that decides steps and an executor that computes them.
+    """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
-    `kv` manages the blocks, the layout and the swap space that the executor has.
+    `kv` manages the executor's KV blocks and swap space, so their sizes and layout must be the executor's.
     """
 
     def __init__(self, config: ResolvedConfig, kv: KVManager, executor: Executor, clock: Callable[[], float]) -> None:
@@ -33,13 +33,16 @@ class StepLoop:
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
-        """Return the time until which the engine waits for more requests (see schedule_window), None if it does not."""
+        """Return the time (engine's clock) until which the idle engine waits for more requests; see schedule_window.
+
+        Returns None if the engine does not wait.
+        """
         return self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
-        """Change the limits of a step while no request runs.
+        """Change the given limits while no request runs.
 
-        Raises ConfigError while requests run, and for limits above those for which memory was reserved.
+        Raises ConfigError while requests run, and for a limit above the value for which memory was reserved.
         """
         if self.scheduler.running:
             raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
@@ -47,7 +50,7 @@ class StepLoop:
         self.scheduler.configure(**limits)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise RequestError if a request exceeds the context length or needs more than all KV blocks."""
+        """Raise RequestError if a request exceeds max_model_len or would need more KV blocks than the engine has."""
         asked = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}"
         if num_prompt_tokens + max_tokens > self.config.max_model_len:
             raise RequestError(
@@ -66,7 +69,7 @@ class StepLoop:
             )
 
     def check_queue(self, num_waiting: int, num_new: int) -> None:
-        """Raise QueueFullError if `num_new` more requests would exceed max_queue_size."""
+        """Raise QueueFullError if the queue would exceed max_queue_size with `num_new` more requests."""
         if num_waiting + num_new > self.config.max_queue_size:
             message = f"{num_waiting} requests are waiting; at most {self.config.max_queue_size} may"
             raise QueueFullError(message, self.retry_after())
@@ -76,7 +79,7 @@ class StepLoop:
         return 1.0
 
     def run_step(self) -> tuple[StepPlan, list[Update]]:
-        """Schedule a step, compute it and update the scheduler; return the plan and each request's update."""
+        """Plan a step, compute it and update the scheduler; return the plan and the update of each request in it."""
         plan = self.scheduler.schedule()
         if not plan.rows:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")

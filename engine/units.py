@@ -1,4 +1,7 @@
-"""Byte counts and times as text. Bytes in binary units only: GiB (1024^3) and GB (1000^3) must never be mixed."""
+"""Byte counts and times as text.
+
+Bytes have binary units only, so that GiB (1024^3 bytes) and GB (1000^3 bytes) are never mixed.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,6 @@ def human_seconds(seconds: float) -> str:
 
 
 def three_figures(value: float) -> str:
-    """Return a number with three significant figures, or all digits before the point: 1.50, 23.4, 1,024."""
+    """Return a number with three significant figures, but with all digits before the point: 1.50, 23.4, 1,024."""
     size = abs(value)
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"
