@@ -265,10 +265,9 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `value` is not finite, is not among the choices in `rule`, or is outside the range in
-    `rule`.
+    """Raise ConfigError if `value` is not finite or not allowed by `rule`, the metadata of the knob's field.
 
-    `name` is the knob's name and `rule` the metadata of its field. None and bool values are always allowed.
+    `name` is the knob's name. None and bool values are always allowed.
     """
     if value is None or isinstance(value, bool):
         return
@@ -284,7 +283,10 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a knob of LIMITS in `limits` is above its value in `config`, for which memory was reserved."""
+    """Raise ConfigError if a knob of LIMITS in `limits` is above its value in `config`.
+
+    Memory was reserved for the value in `config`.
+    """
     for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

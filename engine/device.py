@@ -148,7 +148,7 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Return the processes that hold GPU memory, the largest first, or an empty list if the driver names no processes."""
+    """Return the processes that hold GPU memory, the largest first; an empty list if the driver names none."""
     used: dict[int, int] = {}
     for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:
