@@ -195,7 +195,7 @@ class AsyncEngine:
                 wait = None if until is None else min(MAX_IDLE_SECONDS, until - self.core.clock())
 
     def _run_next(self, timeout: float | None) -> bool:
-        """Run the next action and return True, or return False if none arrives within `timeout` seconds (None: wait)."""
+        """Run the next action and return True; return False if none arrives within `timeout` seconds (None: wait)."""
         try:
             action = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
