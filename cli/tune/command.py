@@ -110,11 +110,12 @@ def tune(
 ) -> None:
     """Find the settings with the highest goodput or throughput that meet your latency targets.
 
-    Sends one load (4 requests at a time by default) with max_num_batched_tokens at powers of two, then varies
-    max_num_seqs, headroom and target_itl in turn, starting from the best setting so far. Every setting gets a short
-    run, the better half a longer one; then the leaders alternate in full runs until the winner is clear. With
-    --simulate every setting runs once in full if time allows, with the figures of `bench --simulate`. The winner is
-    written as a profile for `llmsched serve --profile`. Exit code 1 if no setting meets the targets.
+    The command serves the same load (4 requests at a time by default) with each setting. It tries powers of two for
+    max_num_batched_tokens, then varies max_num_seqs, headroom and target_itl in turn, each time starting from the best
+    setting so far. Every setting gets a short run, and the better half a longer one. Then the leaders take turns with
+    full runs until the winner is clear. With --simulate, if time allows, every setting gets one full run, with the
+    figures of `bench --simulate`. The winner is saved as a profile for `llmsched serve --profile`. The exit code is 1
+    if no setting meets the targets.
 
     \b
     Examples:
@@ -186,7 +187,10 @@ def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
 
 
 def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
-    """Return the knobs to search, by default all that no flag fixes. Raises LlmschedError if a flag fixes one."""
+    """Return the names of the knobs to search. Without `text`, these are all knobs that no flag fixes.
+
+    `text` is the value of --knobs. Raises LlmschedError if it names a knob that a flag fixes.
+    """
     fixed = _FIXED & options.given.keys()
     if text is None:
         return tuple(knob for knob in KNOBS if knob not in fixed)
@@ -199,9 +203,10 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
-    """Return the path of the profile, after checking that it can be written.
+    """Return the path of the profile to write. Raises LlmschedError if no file can be written there.
 
-    The default name of a simulated profile ends in the device, so that it does not replace a measured profile.
+    The default name is the model's name. For a simulation the device is appended, so that the profile does not replace
+    a measured one.
     """
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called

@@ -1,4 +1,4 @@
-"""Coordinate search: one knob after the other, each starting from the best setting so far."""
+"""Coordinate search: vary one knob at a time, each time starting from the best setting found so far."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from llmsched.cli.tune.trials import TrialHistory
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Knobs to search, token budgets to try, the setting to start from, and upper limits of other knobs.
+    """Space of a search: the knobs to vary, the values to try, and the setting to start from.
 
-    `refused` maps each token budget that is too large to the error raised when an engine was built for it.
+    `budgets` are the values of max_num_batched_tokens to try, ascending. `max_num_seqs` and `max_headroom` are the
+    largest values to try for these knobs. `refused` maps token budgets that do not fit into memory to the error that
+    building the engine raised.
     """
 
     knobs: tuple[str, ...]
@@ -28,7 +30,10 @@ class SearchSpace:
 
 
 async def search(space: SearchSpace, race: Race) -> list[str]:
-    """Race the values of each knob, adding runs to `race.history`. Return notes on what was left out, and why."""
+    """Vary one knob after the other and race the resulting settings. Add all runs to `race.history`.
+
+    Return notes for the user: which knobs were not searched, and how reliable the choice is.
+    """
     history, notes = race.history, []
     first = [space.start]
     if "max_num_batched_tokens" in space.knobs:
@@ -65,7 +70,10 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Try the neighbouring token budgets again, because other knobs have changed, until no neighbour is better."""
+    """Race the leader's token budget against the next smaller and larger ones until the leader stays the same.
+
+    The first race of token budgets used the start values of the other knobs. Since then these have changed.
+    """
     leader = race.history.leader()
     if leader is None or "max_num_batched_tokens" not in space.knobs:
         return
@@ -82,7 +90,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 
 
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
-    """Return the settings to race for a knob, the best so far first, or the reason to skip the knob."""
+    """Return the settings to race for a knob, starting with the best setting so far, or the reason to skip the knob."""
     incumbent = history.leader()
     known = [run.demand for run in history.all_runs if run.demand is not None]
     if incumbent is None or not known:

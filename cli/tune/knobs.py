@@ -1,4 +1,4 @@
-"""Knobs that tune searches, and the values of each that are worth trying. Pure functions."""
+"""Knobs (the engine settings that `llmsched tune` searches) and the values worth trying for each knob."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ HEADROOMS = (0.02, 0.05, 0.1, 0.2)
 #: KV memory counts as scarce if more than this share of the blocks outside the headroom was in use. It is below 1
 #: because admission takes whole requests, which rarely fill the blocks exactly.
 SCARCE = 0.75
-#: Values of target_itl tried, as shares of the SLO. One is below 1 because P99 ITL exceeds target_itl.
+#: Values of target_itl tried, as shares of the SLO. The second is below 1 because P99 ITL exceeds target_itl.
 TARGETS = (1.0, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Values of all knobs: one point of the search. The fields are the arguments of `Engine.reconfigure`."""
+    """Setting of the engine: a value for each knob. The fields are the arguments of `Engine.reconfigure`.
+
+    `headroom` is a share of the KV blocks. `target_itl` is in seconds; None turns it off.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -37,7 +40,10 @@ KNOBS = tuple(f.name for f in fields(Setting))
 
 @dataclass(frozen=True, slots=True)
 class PeakDemand:
-    """Largest number of requests in a step, largest share of KV memory held, and whether a request was preempted."""
+    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use.
+
+    `preempted` says whether the engine preempted a request.
+    """
 
     running: int
     kv_share: float
@@ -45,7 +51,10 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """Return the knobs in a comma-separated list, in the order of KNOBS. Raises LlmschedError for an unknown knob."""
+    """Parse a comma-separated list of knob names. Return the names in the order of KNOBS.
+
+    Raises LlmschedError if a name is unknown or if the list is empty.
+    """
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
         raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")
@@ -68,20 +77,25 @@ def powers_of_two(low: int, high: int) -> list[int]:
 
 
 def largest_useful(concurrency: int, input_len: int) -> int:
-    """Return the smallest power of two that all concurrent prompts fit into; larger steps would never be full."""
+    """Return the largest token budget worth trying: the first power of two that fits all concurrent prompts.
+
+    `concurrency` is the number of requests that run at once, `input_len` the prompt length in tokens. Steps with a
+    larger budget would never be full.
+    """
     return 1 << (concurrency * input_len - 1).bit_length()
 
 
 def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
-    """Return `setting`, then copies of it with each other value of one knob."""
+    """Return `setting`, then a copy of it for each other value of `knob` in `values`."""
     others = [replace(setting, **{knob: value}) for value in values]
     return [setting, *(other for other in others if other != setting)]
 
 
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
-    """Return `setting`, then copies with another max_num_seqs: powers of two from an eighth of the peak to below it.
+    """Return `setting`, then copies with other values of max_num_seqs, largest first.
 
-    A larger value has an effect only if the present max_num_seqs limited the peak; then values up to `most` are added.
+    The values are powers of two between an eighth of the peak number of running requests and the peak itself, which is
+    excluded. If max_num_seqs limited the peak, the values go up to `most`, which is included.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
@@ -90,16 +104,20 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
 
 
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
-    """Return `setting`, then, if KV memory was scarce, copies with other headrooms up to `most`."""
+    """Return `setting` and, if KV memory was scarce, copies with the values of HEADROOMS that are at most `most`.
+
+    KV memory was scarce if the engine preempted a request or used more blocks than SCARCE allows.
+    """
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return neighbours(setting, "headroom", [share for share in HEADROOMS if share <= most] if scarce else [])
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Return `setting`, then copies with target_itl set from the SLOs, with the present and the largest token budget.
+    """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT.
 
-    With target_itl the token budget is only an upper limit of the step size, so the largest may be better. If `setting`
-    has a target_itl, a copy without it is included.
+    Each target_itl is combined with the present token budget and with `largest`. With target_itl the token budget only
+    limits the size of a step, so the largest may be better. If `setting` has a target_itl, a copy without it is
+    included.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")
@@ -112,17 +130,17 @@ def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
 
 
 def varied_knobs(settings: Sequence[Setting]) -> list[str]:
-    """Return max_num_batched_tokens and the other knobs that differ among the settings."""
+    """Return the names of the knobs whose values differ among the settings, and always max_num_batched_tokens."""
     return [knob for knob in KNOBS if knob == KNOBS[0] or len({getattr(each, knob) for each in settings}) > 1]
 
 
 def describe(setting: Setting, others: Sequence[Setting]) -> str:
-    """Return a setting as text: its token budget and the knobs that differ among `others`."""
+    """Return a setting as text: its token budget and its value of each knob that differs among `others`."""
     return ", ".join(f"{knob} {knob_in_words(knob, getattr(setting, knob))}" for knob in varied_knobs(others))
 
 
 def knob_in_words(knob: str, value: int | float | None) -> str:
-    """Return the value of a knob as text."""
+    """Return the value of a knob as text, with its unit if it has one."""
     if value is None:
         return "off"
     return f"{value * 1e3:g} ms" if knob == "target_itl" else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
-"""Pruning of settings that a cost model predicts to be far from the best. Pure.
+"""Pruning of settings that a cost model predicts to be far worse than the best setting.
 
-The predictions are calibrated with the settings measured so far: their mean error is corrected, and the largest
-remaining error widens the margin.
+The settings measured so far calibrate the predictions: the mean error is corrected. A setting is pruned only if it is
+worse by a margin, which grows with the largest remaining error.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name, judge
 
-#: Share by which a prediction must be below the best, or above an SLO, to rule out a setting if the model is exact.
+#: A setting is pruned if its predicted rate is this share below the best, or its predicted latency this share above an
+#: SLO. The error of the model is added to the share.
 MARGIN = 0.15
-#: Error (a log ratio) above which the predictions are ignored.
+#: Predictions are ignored if their largest remaining error (a log ratio) is above this value.
 MOST_ERROR = 0.5
 
 
 def hopeless(
     settings: Sequence[Setting], predicted: Mapping[Setting, TrialRun], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings that cannot be the best, each with the reason. `predicted` includes measured settings.
+    """Return the settings that cannot be the best according to the predictions, each mapped to the reason.
 
-    Settings are compared by throughput, an upper bound of goodput, because near an SLO a small error in latency can
-    change goodput from its maximum to 0. Latencies are compared with the SLOs separately.
+    `predicted` has predicted runs of `settings` and of the settings measured so far. Settings are compared by
+    throughput, an upper bound of goodput, because near an SLO a small error in latency can change goodput from its
+    maximum to 0. Latencies are compared with the SLOs separately.
     """
     table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
@@ -52,7 +54,10 @@ def hopeless(
 def _late(
     settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings predicted to miss an SLO by more than the model's error, each with the reason."""
+    """Return the settings predicted to miss an SLO by more than the model's error, each mapped to the reason.
+
+    `trials` are the predicted trials. `known` are the settings that have been measured.
+    """
     found: dict[Setting, str] = {}
     for name, limit in history.slo.given().items():
         pairs = [(history.trial(s).held.get(name), trials[s].held.get(name)) for s in known]
@@ -73,9 +78,9 @@ def _log(value: float | None) -> float:
 
 
 def _bias(log_ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the mean log ratio of measured to predicted figures and the largest deviation from it.
+    """Return the mean of the log ratios (measured to predicted figure) and the largest deviation from the mean.
 
-    None if the deviation exceeds MOST_ERROR, or if there are fewer than two ratios.
+    Return None if the deviation exceeds MOST_ERROR, or if there are fewer than two ratios.
     """
     if len(log_ratios) < 2:
         return None

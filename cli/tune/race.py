@@ -1,8 +1,8 @@
-"""Race of settings: short runs for all, longer runs for the leaders, repeats until the winner is clear.
+"""Race of settings: all settings get short runs, and the leaders get longer runs until the winner is clear.
 
-Successive halving (Jamieson and Talwalkar, 2016). In a round all settings serve the same requests, one setting after
-the other. Every second round has the reverse order, so that drift of the machine's speed affects all settings alike. If
-a setting raises an exception, that is its result, and the race goes on.
+The method is successive halving (Jamieson and Talwalkar, 2016). In a round, all settings serve the same requests, one
+setting after the other. Every second round has the reverse order, so that drift of the machine's speed affects all
+settings alike. If a run raises an exception, the setting counts as not working, and the race goes on.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ from llmsched.cli.tune.pruning import hopeless
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run
 from llmsched.cli.tune.trials import TrialHistory
 
-#: Factor by which a setting may miss an SLO in short runs and stay in the race, because their P99 has few samples.
+#: Factor by which a latency may exceed its SLO in short runs before the setting leaves the race. It is above 1 because
+#: short runs give few samples for a P99.
 SLACK = 1.25
-#: Shares of the load that the rounds send.
+#: Lengths of rounds, as shares of the load's requests.
 RUNGS = (0.25, 0.5, 1.0)
-#: A round is repeated if the score of a setting, run again after the round, differs by more than this share.
+#: After the first round, one setting runs again. If its score differs by more than this share, the round is repeated.
 DISTURBED = 0.15
-#: Share of the time limit for short runs; the rest is for full runs of the best.
+#: Share of the time limit for short runs. The rest is for full runs of the best settings.
 FOR_SHORT_RUNS = 0.6
-#: A short round keeps one in HALVING settings.
+#: After a short round, one in HALVING settings stays in the race.
 HALVING = 2
-#: Full runs are for at most MOST_CONTENDERS settings, whose scores are at most the share REACH below the best.
+#: At most MOST_CONTENDERS settings get full runs. Their scores are at most the share REACH below the best score.
 REACH = 0.08
 MOST_CONTENDERS = 3
 
 
 class TrialRunner(Protocol):
-    """Interface of a runner that measures settings."""
+    """Interface of a runner, which serves a load with a given setting and returns the figures."""
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        """Serve the first `requests` requests of a round's load. An exception means that the setting does not work."""
+        """Serve the first `requests` requests of round `round_index` with a setting. Return the figures of the run.
+
+        Any exception means that the setting does not work.
+        """
         ...
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        """Return the runs that a cost model predicts for the settings; empty if there is no model yet."""
+        """Return the runs that a cost model predicts for the settings, or an empty mapping if there is no model yet."""
         ...
 
 
 async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
-    """Run a setting. If the runner raises an exception, return a failed run."""
+    """Run a setting. If the runner raises an exception, return a failed run instead."""
     try:
         return await runner.run(setting, requests, round_index)
     except Exception as problem:
@@ -53,17 +57,20 @@ async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_in
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
-    """Return the numbers of requests of the rounds, ascending. Even the shortest round outlasts the ramp-up."""
+    """Return the possible lengths of a round in requests, ascending, for a load of `requests` requests.
+
+    Even the shortest round has at least 2 x `concurrency` requests, if the load has as many, to outlast the ramp-up.
+    """
     least = min(requests, 2 * concurrency)
     return tuple(sorted({max(least, math.ceil(share * requests)) for share in RUNGS}))
 
 
 class Race:
-    """Race of settings in rounds, whose runs are added to `history`.
+    """Race of settings over several rounds. Every run is added to `history`.
 
-    `lengths` are the possible numbers of requests of a round, ascending. The best settings run at the last length up to
+    `lengths` are the possible lengths of a round in requests, ascending. The best settings run at the last length up to
     `repeats` times. After the first round, a round starts only if it is expected to end within `time_limit` seconds.
-    `on_run(stage, done, total)` is called with the numbers of requests of a stage.
+    `on_run(stage, done, total)` reports progress: `done` of `total` requests of the stage named `stage` were sent.
     """
 
     def __init__(
@@ -88,9 +95,10 @@ class Race:
         self._pace: dict[Setting, float] = {}
 
     async def qualify(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
-        """Run the settings, given in order of preference, in short rounds; keep the better half after each round.
+        """Run the settings in short rounds and keep the better half after each round.
 
-        With `prune`, settings that a cost model predicts to be far worse are skipped.
+        `settings` are in order of preference. With `prune`, settings that a cost model predicts to be far worse are
+        skipped.
         """
         lengths = self._lengths[:-1] or self._lengths
         has_final = len(self._lengths) > 1 or self._repeats > 1
@@ -111,7 +119,7 @@ class Race:
         self._on_run(stage, done, done)
 
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
-        """Run one setting of the last round again; return whether its score changed. If so, forget the round.
+        """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
         The first short run of a setting decides whether the setting stays in the race, so it must be reliable.
         """
@@ -129,7 +137,7 @@ class Race:
         return True
 
     async def final(self) -> None:
-        """Run the best settings in full until the winner is clear or each has run `repeats` times."""
+        """Give the best settings full runs until the winner is clear, each has `repeats` full runs, or time is up."""
         stage, done, full = "the best in full", 0, self.full
         while contenders := self._contenders():
             runs = [sum(run.requests == full for run in self.history.runs[setting]) for setting in contenders]
@@ -144,7 +152,10 @@ class Race:
     async def _round(
         self, stage: str, settings: list[Setting], requests: int, done: int, total: int, *, prune: bool
     ) -> list[Setting]:
-        """Run each setting once, except pruned settings; return the settings that ran."""
+        """Run each setting once, except settings that are pruned. Return the settings that ran.
+
+        `done` counts the requests that the stage has sent so far, and `total` those it is expected to send.
+        """
         backwards = self._num_rounds % 2 == 1
         left = settings[::-1] if backwards else list(settings)
         if prune and len(left) > 2:
@@ -182,7 +193,10 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the settings to run for longer: the better half or, if no setting is good, the two nearest misses."""
+        """Return the settings to run for longer: the better half of those that meet the SLOs.
+
+        If none meets the SLOs, return the two settings that miss them by the least.
+        """
         good = self._good(settings)
         if not good:
             missed = [trial for s in settings if (trial := self.history.trial(s)).completed and not trial.failed]
@@ -196,7 +210,11 @@ class Race:
         return [setting for setting in good if setting in ahead]
 
     def _contenders(self) -> list[Setting]:
-        """Return the settings to run in full, in order of preference; if no setting is good, the nearest miss."""
+        """Return the settings to run in full, in order of preference: those whose scores are close to the best.
+
+        If none meets the SLOs, return the setting that misses them by the least, or nothing if enough settings have had
+        full runs.
+        """
         measured = self.history.worked()
         good = self._good(measured)
         if not good:
@@ -210,7 +228,7 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs; after only short runs, a miss by up to SLACK is allowed."""
+        """Return the settings that work and meet the SLOs. After only short runs, SLACK relaxes the SLOs."""
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest < self.full
@@ -219,7 +237,10 @@ class Race:
         return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Return whether a round would end in time; True while nothing has been timed. If not, set `out_of_time`."""
+        """Return True if a round is expected to end in time; otherwise set `out_of_time` and return False.
+
+        The time limit is multiplied by `share`. Before the first run has been timed, the result is True.
+        """
         if not self._pace:
             return True
         typical = sum(self._pace.values()) / len(self._pace)

@@ -1,8 +1,9 @@
-"""Ranking of settings from runs taken in rounds on a machine whose speed drifts. Pure.
+"""Ranking of settings by their runs on a machine whose speed drifts.
 
-All settings of a round served the same requests at nearly the same time, so the effect of the round can be removed:
-log score = setting + round + noise, fitted by least squares weighted with the requests of each run (a two-way layout
-with empty cells; Scheffe, The Analysis of Variance, 1959).
+All settings of a round served the same requests at nearly the same time, so the effect of the round on their scores can
+be removed. The model is log(score) = effect of the setting + effect of the round + noise. It is fitted by least
+squares, and each run is weighted by its number of requests (two-way layout with empty cells; Scheffe, The Analysis of
+Variance, 1959).
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import numpy as np
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.trial_runs import TrialRun
 
-#: Scores count as equal if they differ by less than their standard error, which is kept within these bounds.
+#: Two scores count as equal if they differ by less than the standard error of the difference. The error is kept between
+#: these shares of a score.
 NOISE_FLOOR = 0.02
 NOISE_CEILING = 0.04
 
 #: A ranking is settled if, with 95 % confidence, no setting beats the apparent best by more than this share.
 REGRET = 0.03
 
-#: Lower bound on the noise of the longest runs, because a few repeats may agree by chance.
+#: Smallest standard deviation assumed for the log score of the longest runs, because a few repeats may agree by chance.
 _LEAST_SIGMA = 0.003
 
 #: Two-sided 95 % quantiles of Student's t by degrees of freedom.
@@ -30,12 +32,18 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Scores of settings, without the effect of the rounds. `effects` has their logarithms, -inf for a score of 0."""
+    """Ranking of settings by their scores, without the effect of the rounds.
+
+    `effects` maps each setting to the logarithm of its score. The value is -inf if a run of the setting scored 0.
+    """
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
     ) -> None:
-        """Rank all settings that have a run with a score. `exact` means that runs have no noise."""
+        """Rank all settings that have a run with a score. `exact` means that repeating a run gives the same score.
+
+        `score` returns the score of a run, or None if the run has none.
+        """
         scored = [(run, value) for run in runs if (value := score(run)) is not None]
         zero = {run.setting for run, value in scored if value <= 0}
         scored = [(run, value) for run, value in scored if run.setting not in zero]
@@ -61,7 +69,7 @@ class Ranking:
         )
 
     def best(self, settings: Sequence[Setting]) -> Setting:
-        """Return the first setting whose score is within the noise of the highest score."""
+        """Return the first of the settings whose score is within the noise of the highest score."""
         top = max(settings, key=self._effect)
         ahead = self._effect(top)
         return next(s for s in settings if s == top or ahead - self._effect(s) <= -math.log1p(-self.noise(top, s)))
@@ -71,13 +79,17 @@ class Ranking:
         return sorted(settings, key=self._effect, reverse=True)
 
     def noise(self, one: Setting, other: Setting) -> float:
-        """Return the share by which two scores must differ to be distinct: their standard error, within bounds."""
+        """Return the share by which the scores of two settings must differ to count as different.
+
+        The share is the standard error of the difference, kept between NOISE_FLOOR and NOISE_CEILING. For exact runs it
+        is NOISE_FLOOR.
+        """
         if self._exact:
             return NOISE_FLOOR
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Return whether, with 95 % confidence, no setting beats the apparent best by more than REGRET."""
+        """Return True if, with 95 % confidence, no setting beats the apparent best by more than the share REGRET."""
         best = self.best(settings)
         quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(
@@ -87,14 +99,14 @@ class Ranking:
         )
 
     def share(self, setting: Setting, of: Setting) -> float:
-        """Return the score of one setting as a share of another's."""
+        """Return the score of `setting` divided by the score of `of`."""
         return math.exp(self._effect(setting) - self._effect(of))
 
     def _effect(self, setting: Setting) -> float:
         return self.effects.get(setting, -math.inf)
 
     def _error(self, one: Setting, other: Setting) -> float:
-        """Return the standard error of the difference of two effects; inf without repeats."""
+        """Return the standard error of the difference between two effects; inf if no run was repeated."""
         if one == other or one not in self._columns or other not in self._columns:
             return 0.0
         if (c := self._covariance) is None:

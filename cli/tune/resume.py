@@ -1,4 +1,4 @@
-"""Journal of a search, so that `tune --resume` continues an interrupted search without repeating its runs."""
+"""Journal of a search, from which `tune --resume` continues an interrupted search without repeating its runs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from llmsched.profiles.toml_files import read_file
 
 
 def state_path(profile: Path) -> Path:
-    """Return the path of the journal, beside the profile to be written."""
+    """Return the path of the search journal, which lies beside the profile that the search will write."""
     return profile.with_name(f"{profile.stem}.state.jsonl")
 
 
 class ResumableRunner:
-    """TrialRunner that first returns the runs of a journal, then runs another runner and adds its runs to the journal.
+    """TrialRunner that records the runs of another TrialRunner in a journal and does not repeat recorded runs.
 
-    The journal is a file of JSON lines: first the identity of the search, then its runs and predictions.
+    The journal is a JSON Lines file. The first line identifies the search; each further line holds a run or
+    predictions.
     """
 
     def __init__(self, runner: TrialRunner, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
-        """Start a journal or, with `resume`, continue one.
+        """Start the journal at `path` or, with `resume`, continue it. `about` identifies the search.
 
-        Raises LlmschedError if the journal belongs to another search, or if it cannot be read or written.
+        Raises LlmschedError if the journal belongs to another search, or if the file cannot be read or written.
         """
         self.path = path
         self._runner = runner
@@ -59,11 +60,11 @@ class ResumableRunner:
         return predicted
 
     def delete_journal(self) -> None:
-        """Delete the file, because the search is complete."""
+        """Delete the journal, because the search is complete."""
         self.path.unlink(missing_ok=True)
 
     def _keep(self, entry: Mapping[str, Any]) -> None:
-        """Append a line to the journal. If that fails, warn once and go on: the search does not need the journal."""
+        """Append an entry to the journal. If this fails, warn once and stop recording, but let the search continue."""
         if self._writable:
             try:
                 self._write(_line(entry), mode="a")

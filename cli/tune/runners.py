@@ -1,4 +1,4 @@
-"""Runners that measure a setting on an engine in this process, or simulate it on a virtual clock."""
+"""Runners that serve a load with a given setting, on an engine in this process or on a simulated engine."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _MAX_STEPS, _MIN_STEPS = 4096, 32
 
 
 class TrialLoad(NamedTuple):
-    """Load that every setting serves, the SLOs that it should meet, and the timeout of a request in seconds.
+    """Load that every setting serves, together with the SLOs to meet and the timeout of a request in seconds.
 
-    Random prompts are drawn from the token ids `ids`; `encode` turns the texts of a trace into token ids.
+    Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids.
     """
 
     load: Load
@@ -53,10 +53,10 @@ class TrialLoad(NamedTuple):
 
 
 class EngineRunner:
-    """TrialRunner on one engine, which is reconfigured between runs and rebuilt only after it died.
+    """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
-    Every run starts with an empty prefix cache, so that no setting profits from another's prompts. All settings of a
-    round get the same prompts; each round has new prompts.
+    Every run starts with an empty prefix cache, so that no setting profits from prompts that another setting has
+    served. All settings of a round get the same prompts. Each round has new prompts.
     """
 
     def __init__(self, config: EngineConfig, work: TrialLoad, progress: Progress) -> None:
@@ -69,7 +69,7 @@ class EngineRunner:
         self._warm: set[Setting] = set()
 
     async def engine(self) -> AsyncEngine:
-        """Return the engine. Build it at first use and after it died. Raises ModelError and ConfigError."""
+        """Return the engine. Build it on the first call and after it has failed. Raises ModelError and ConfigError."""
         if self._engine is not None and not self._engine.healthy:
             await self.close()
         if self._engine is None:
@@ -113,7 +113,11 @@ class EngineRunner:
         return run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        """Simulate the settings with step times fitted so far. Assumes that preempted requests are recomputed."""
+        """Return simulated runs of the settings, based on a cost model fitted to the steps so far.
+
+        The result is empty while too few steps are recorded. The simulation recomputes preempted requests, even if the
+        engine swaps them.
+        """
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}
@@ -127,7 +131,7 @@ class EngineRunner:
 
 
 class SimulatedRunner:
-    """TrialRunner on a virtual clock. It predicts nothing, because a run is already a simulation.
+    """TrialRunner on a virtual clock. `predict` returns nothing, because a run is already a simulation.
 
     Every round sends the same prompts, so a full run has the figures of `bench --simulate`.
     """
@@ -145,9 +149,9 @@ class SimulatedRunner:
 
 
 def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work: TrialLoad) -> TrialRun:
-    """Simulate the first `requests` requests of the load with a setting. `engine` must be unused.
+    """Simulate the first `requests` requests of the load with a setting. `engine` must not have run before.
 
-    Raises ConfigError for a setting above the limits that the engine's memory was planned for.
+    Raises ConfigError if the setting is above the limits for which the engine's memory was planned.
     """
     start = time.perf_counter()
     engine.reconfigure(**asdict(setting))
@@ -177,7 +181,7 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
 class StepWatch:
     """Executor that wraps the executor of an engine and records the shape and time of each step.
 
-    `peak_running` is the largest number of requests that ran in one step since it was last set to 0.
+    `peak_running` is the largest number of running requests in any step since `peak_running` was last set to 0.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -200,10 +204,10 @@ class StepWatch:
         return result
 
     def cost(self) -> LearnedCost | None:
-        """Fit a cost model to the recorded steps; return None if there are too few.
+        """Fit a cost model to the recorded steps. Return None if there are too few steps.
 
-        The median gap between steps is the time that scheduling and output processing take. The mean would include the
-        time that an idle engine waits for requests.
+        The median gap between steps is taken as the time for scheduling and output processing. The mean would include
+        the time that an idle engine waits for requests.
         """
         if len(self._steps) < _MIN_STEPS:
             return None
@@ -214,7 +218,7 @@ class StepWatch:
 
 
 class LearnedCost(NamedTuple):
-    """StepCost fitted to the steps of this engine; `overhead` is the time between two steps in seconds."""
+    """StepCost fitted to the recorded steps of an engine. `overhead` is the time between two steps in seconds."""
 
     model: StepTimeModel
     overhead: float

@@ -1,4 +1,4 @@
-"""Runs of one setting, reduced to the figures that the search needs, so that each run can be saved."""
+"""Runs of settings, reduced to the figures that a search needs, so that a journal can store them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llmsched.engine.percentiles import Summary, statistic, summarise
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
-#: A run keeps at most this many samples of a latency: if there are more, evenly spaced order statistics.
+#: A run keeps at most this many samples of a latency. From more samples it keeps evenly spaced order statistics.
 MAX_SAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ThinnedSamples:
-    """Distribution of one latency in seconds: sorted values, each of which represents `each` samples.
+    """Distribution of one latency in seconds: sorted values, each of which stands for `each` samples.
 
     `total` and `most` are the exact sum and maximum of all samples.
     """
@@ -29,7 +29,7 @@ class ThinnedSamples:
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
-    """Return all samples or, if there are more than MAX_SAMPLES, every k-th of the sorted samples."""
+    """Return all samples, sorted. If there are more than MAX_SAMPLES, keep only every k-th of the sorted samples."""
     ordered = sorted(samples)
     if not ordered:
         return ThinnedSamples()
@@ -39,7 +39,7 @@ def thinned(samples: Iterable[float]) -> ThinnedSamples:
 
 
 def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
-    """Summarise the samples of several runs together."""
+    """Summarise the samples of several runs as one distribution."""
     summary = summarise(_expanded(parts))
     if not summary.count:
         return summary
@@ -48,7 +48,10 @@ def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
 
 
 def pooled_statistic(parts: Sequence[ThinnedSamples], name: str) -> float | None:
-    """Return one statistic (see `percentiles.statistic`) of the samples of several runs; None without samples."""
+    """Return one statistic of the samples of several runs, pooled; None without samples.
+
+    `name` is "mean", "max" or a name that `percentiles.statistic` knows, such as "p99".
+    """
     if name in ("mean", "max"):
         found: float | None = getattr(pooled(parts), name)
         return found
@@ -61,10 +64,11 @@ def _expanded(parts: Sequence[ThinnedSamples]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """Run of one setting: the first `requests` requests of the load in round `round_index`. It took `seconds`.
+    """Run of one setting: the first `requests` requests of the load in round `round_index`, served in `seconds`.
 
-    `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` maps each SLO, and "all",
-    to the number of requests that met it; it is empty without SLOs. `problem` says why the setting does not work.
+    `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` maps the name of each SLO, and "all", to the
+    number of requests that met it; without SLOs it is empty. `samples` maps each name in FIGURES to its distribution.
+    `problem` says why the setting does not work; it is None if the setting works.
     """
 
     setting: Setting
@@ -87,7 +91,7 @@ class TrialRun:
 
     @property
     def goodput_rps(self) -> float | None:
-        """Requests per second that met every SLO, ramp-up excluded; None without an SLO or a rate."""
+        """Requests per second that met every SLO, ramp-up excluded; None if there is no SLO or no known rate."""
         if "all" not in self.met or self.tokens_per_s is None or not self.output_tokens:
             return None
         return self.tokens_per_s * self.met["all"] / self.output_tokens
@@ -101,9 +105,10 @@ def run_of(
     peak_running: int = 0,
     seconds: float = 0.0,
 ) -> TrialRun:
-    """Return the run of a setting, reduced from a measurement of the first `requests` requests of a load.
+    """Reduce a measurement of the first `requests` requests of a load to the run of a setting.
 
     A load with a duration may have sent fewer requests. `peak_running` is the largest number of requests in one step.
+    `seconds` is the duration of the run.
     """
     counts, memory, steady = measured.requests, measured.memory, measured.rates.output_tokens_steady
     total = counts.completed + counts.failed
@@ -136,6 +141,6 @@ def run_of(
 
 
 def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
-    """Return a run that failed with an exception."""
+    """Return the run of a setting whose run raised an exception."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return TrialRun(setting, round_index, requests, problem=reason)

@@ -1,4 +1,4 @@
-"""Trials: pooled runs of each setting. They show which settings are feasible and which is best. Pure."""
+"""Trials: the pooled runs of each setting, which show whether the setting is feasible and which setting is best."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Goal = Literal["goodput", "throughput"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Results of one setting, pooled over its longest runs (shorter runs have fewer requests).
+    """Results of one setting, pooled over its longest runs (those with the most requests).
 
-    `latencies` maps each name in FIGURES to its distribution in seconds. Rates exclude the ramp-up and are means over
-    the runs; `spread` is half the range of the token rates as a share of their mean. `held` maps each SLO to the figure
-    compared with it; `attainment` maps each SLO, and "all", to the share of requests that met it; `miss` is the largest
-    ratio of a figure to its SLO, 0 without SLOs. `rounds` counts all runs; `longest` is the number of requests in the
-    longest run. `reason` says why the setting is infeasible or, if `skipped`, why it was not measured.
+    `latencies` maps each name in FIGURES to a summary in seconds. Rates exclude the ramp-up and are means over the
+    runs. `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the
+    figure in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
+    requests that met it. `miss` is the largest ratio of a figure to its SLO; without SLOs it is 0. `rounds` counts all
+    runs of the setting. `longest` is the number of requests in a longest run. `reason` says why the setting is
+    infeasible or, if `skipped`, why it was not measured; it is None for a feasible setting.
     """
 
     setting: Setting
@@ -90,7 +91,7 @@ def _mean(rates: Sequence[float | None]) -> float | None:
 
 
 def held_statistic(name: str, slo: Slo) -> str:
-    """Return the statistic that is compared with an SLO: P99 or, for ITL, the statistic that the user chose."""
+    """Return the statistic that is compared with an SLO: "p99" or, for ITL, the statistic that the user chose."""
     return slo.itl_statistic if name == "itl" else "p99"
 
 
@@ -101,7 +102,7 @@ def figure_name(name: str, slo: Slo) -> str:
 
 
 class TrialHistory:
-    """All runs of a search by setting. Of settings with equal scores, the first one considered is preferred.
+    """Record of all runs of a search by setting. The settings are in order of preference, which decides ties.
 
     `exact` means that a repeated run has the same figures, as on a virtual clock.
     """
@@ -114,7 +115,7 @@ class TrialHistory:
         self.skipped: dict[Setting, str] = {}
 
     def consider(self, settings: Sequence[Setting]) -> None:
-        """Append settings to the order of preference; settings already in it keep their position."""
+        """Append settings to the order of preference. A setting that is already in the order keeps its position."""
         for setting in settings:
             self.runs.setdefault(setting, [])
 
@@ -131,7 +132,7 @@ class TrialHistory:
         return [run for runs in self.runs.values() for run in runs]
 
     def worked(self) -> list[Setting]:
-        """Return the settings with at least one run that worked."""
+        """Return the settings with at least one run that did not fail."""
         return [setting for setting, runs in self.runs.items() if any(run.problem is None for run in runs)]
 
     def trial(self, setting: Setting) -> Trial:
@@ -146,36 +147,40 @@ class TrialHistory:
         return [self.trial(setting) for setting in self.runs]
 
     def score(self, run: TrialRun) -> float | None:
-        """Return the rate of a run that the search maximises; None if the run failed or has no rate."""
+        """Return the rate that the search maximises, taken from a run; None if the run failed or has no rate."""
         return None if run.problem else run.goodput_rps if self.goal == "goodput" else run.tokens_per_s
 
     def ranking(self) -> Ranking:
         return Ranking(self.all_runs, self.score, exact=self.exact)
 
     def throughput_ranking(self) -> Ranking:
-        """Rank settings by output tokens per second, whatever the goal."""
+        """Rank the settings by output tokens per second, even if the search maximises goodput."""
         return Ranking(self.all_runs, lambda run: run.throughput, exact=self.exact)
 
     def _contenders(self) -> dict[Setting, Trial]:
-        """Return the feasible trials with the longest runs; settings with only shorter runs were dropped."""
+        """Return the feasible trials with the longest runs. A setting with only shorter runs has left the race."""
         feasible = [trial for trial in self.trials() if trial.feasible]
         longest = max((trial.longest for trial in feasible), default=0)
         return {trial.setting: trial for trial in feasible if trial.longest == longest}
 
     def best(self) -> Trial | None:
-        """Return the feasible trial with the highest score (the first within noise of it); None if none is feasible."""
+        """Return the first feasible trial whose score is within the noise of the highest; None if none is feasible."""
         contenders = self._contenders()
         return contenders[self.ranking().best(list(contenders))] if contenders else None
 
     def leader(self) -> Trial | None:
-        """Return the feasible trial with the highest score, ignoring noise; if none is feasible, the nearest miss."""
+        """Return the feasible trial with the highest score, ignoring noise.
+
+        If no trial is feasible, return the nearest miss (see `nearest_miss`).
+        """
         contenders = self._contenders()
         return contenders[self.ranking().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:
-        """Return each setting's score as a share of the best setting's (of the highest score, if none is feasible).
+        """Return the score of each setting divided by the score of the best setting.
 
-        Unlike rates, these shares can be compared between settings that ran in different rounds or had shorter runs.
+        If no setting is feasible, divide by the highest score. Unlike rates, these ratios can be compared between
+        settings that ran in different rounds or had shorter runs.
         """
         table, best = self.ranking(), self.best()
         ranked = [best.setting] if best else table.ranked(list(table.effects))
@@ -184,13 +189,16 @@ class TrialHistory:
         return {setting: table.share(setting, ranked[0]) for setting in table.effects}
 
     def missed(self) -> list[Trial]:
-        """Return the trials that worked but missed an SLO, nearest miss first."""
+        """Return the trials that worked but missed an SLO, ordered by `miss`, smallest first."""
         worked = [setting for setting, runs in self.runs.items() if runs and not any(run.problem for run in runs)]
         missed = [trial for trial in map(self.trial, worked) if not trial.feasible]
         return sorted(missed, key=lambda trial: trial.miss)
 
     def nearest_miss(self) -> Trial | None:
-        """Return the nearest miss among the trials with the longest runs; None if no trial missed an SLO."""
+        """Return the trial with the smallest `miss` among the trials that missed an SLO and had the longest runs.
+
+        Return None if no trial missed an SLO.
+        """
         missed = self.missed()
         longest = max((trial.longest for trial in missed), default=0)
         return next((trial for trial in missed if trial.longest == longest), None)

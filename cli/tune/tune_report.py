@@ -1,4 +1,4 @@
-"""Report of a search: terminal output, HTML page, JSON, and the tuned profile."""
+"""Report of a search as terminal output, HTML page and JSON, and the tuned profile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _BUDGET_AXIS = "max_num_batched_tokens, logarithmic"
 
 
 def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
-    """Return the report as JSON. Times are in milliseconds; unknown figures are null."""
+    """Return the report as a JSON object. The key names give the units. Unknown figures are null.
+
+    `profile` is the path of the saved profile, None if no profile was saved.
+    """
     history, task = outcome.history, outcome.task
     best, nearest = history.best(), history.nearest_miss()
     return {
@@ -52,7 +55,7 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
 
 
 def show(outcome: TuneOutcome, profile: Path | None) -> None:
-    """Print the report, with the command that uses the profile."""
+    """Print the report and, if a profile was saved, the flag that uses the profile."""
     report_content.show(_content(outcome))
     if profile is not None:
         named = profile.stem if profile.parent == profile_dir() else str(profile)
@@ -82,7 +85,7 @@ def _content(outcome: TuneOutcome) -> ReportContent:
 
 
 def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
-    """Return the profile of the best trial. It includes the engine flags of the search."""
+    """Return the profile of the best trial: the engine flags of the search and the best setting."""
     task, given = outcome.task, outcome.task.options.given
     fixed = {name: value for name, value in given.items() if isinstance(value, Scalar) and name not in KNOBS}
     return TunedProfile(
@@ -103,7 +106,7 @@ def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
 
 
 def _trials_json(history: TrialHistory) -> list[dict[str, Any]]:
-    """Return all trials for JSON, each with its score as a share of the best trial's."""
+    """Return all trials as JSON objects. `relative` is a trial's score divided by the best trial's score."""
     relative = history.relative()
     return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in history.trials()]
 
@@ -180,7 +183,7 @@ def _cell(value: float | None, factor: float, digits: int = 1) -> str:
 
 
 def _charts(history: TrialHistory) -> list[Chart]:
-    """Return charts of ITL, TTFT and the goal over the token budget; none if only one budget was measured."""
+    """Return charts of ITL, TTFT and the goal over the token budget; none with fewer than two budgets measured."""
     groups: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in history.trials():
         if trial.completed:
@@ -216,7 +219,7 @@ def _budget(trial: Trial) -> float:
 
 
 def explain(history: TrialHistory) -> str:
-    """Return a sentence that explains the choice."""
+    """Return a sentence that explains why the best setting was chosen, or why no setting was chosen."""
     trials, best = [trial for trial in history.trials() if not trial.skipped], history.best()
     settings = [trial.setting for trial in trials]
     if best is None:
@@ -239,7 +242,7 @@ def explain(history: TrialHistory) -> str:
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:
-    """Return the rate that the search maximises as text."""
+    """Return the rate that the search maximises, taken from a trial, as text with its unit."""
     tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
     return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 
@@ -258,7 +261,7 @@ def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: S
 
 
 def _faster(best: Trial, history: TrialHistory, settings: Sequence[Setting]) -> str:
-    """Return a remark on the fastest setting that missed an SLO, empty if it is no faster than the best setting."""
+    """Return a remark on the fastest setting that missed an SLO, or "" if it is no faster than the best setting."""
     table, late = history.throughput_ranking(), history.missed()
     shares = {trial.setting: table.share(trial.setting, best.setting) for trial in late}
     fastest = max(late, key=lambda trial: shares[trial.setting], default=None)

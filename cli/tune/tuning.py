@@ -1,4 +1,4 @@
-"""One tuning job: open the engine or a simulation, choose where to search, search, collect the outcome."""
+"""Tuning job: build an engine or a simulation, search its settings and collect the outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import TunedProfile, latest_profile
 
-#: Full runs that a measured search usually needs, and that a simulated search needs if it has no short runs.
+#: Numbers of full runs that a search needs: usually _FULL_RUNS, but _ALL_RUNS for a simulation without short runs.
 _FULL_RUNS, _ALL_RUNS = 10, 25
 
 #: Largest token budget tried by default, by kind of device; larger steps only take longer.
@@ -48,11 +48,12 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True, slots=True)
 class TuneTask:
-    """One command of `llmsched tune`: the model, the load and SLOs, and the limits of the search.
+    """Task of one `llmsched tune` command: the model, the load and SLOs, and the limits of the search.
 
-    `knobs` are searched; the best settings get up to `rounds` full runs. `timeout` (of a request) and `time_limit` (of
-    the search) are in seconds; `smallest` is the smallest token budget tried. The profile is written to `destination`,
-    the search journal beside it.
+    `knobs` are the names of the knobs to search. The best settings get up to `rounds` full runs. `timeout` limits each
+    request and `time_limit` the whole search, both in seconds. `smallest` is the smallest token budget to try. The
+    profile is written to `destination`, and the search journal beside it. With `resume` the search continues from that
+    journal. With `warm_start` it starts from the latest profile of the same model and device.
     """
 
     model: str
@@ -72,9 +73,9 @@ class TuneTask:
 
 @dataclass(slots=True)
 class TuneOutcome:
-    """Result of a search, which took `seconds`; `notes` say what was left out, and why.
+    """Outcome of a search that took `seconds`. `notes` tell the user what was left out, and why.
 
-    `model`, `device` and `memory` are tables of a profile; `memory` holds ratios of actual to predicted bytes.
+    `model`, `device` and `memory` are tables of the profile. `memory` holds ratios of actual to predicted bytes.
     """
 
     task: TuneTask
@@ -88,9 +89,10 @@ class TuneOutcome:
 
 
 async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
-    """Search on an engine in this process.
+    """Search for the best setting on an engine in this process.
 
-    Raises ModelError, ConfigError if even the smallest token budget is too large, LlmschedError for a bad journal.
+    Raises ModelError if the model cannot be loaded, ConfigError if even the smallest token budget does not fit into
+    memory, and LlmschedError if the journal cannot be used.
     """
     _warn_of_long_load(task)
 
@@ -117,7 +119,10 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search on the simulated GPU `device`, or the calibrated device if "local". Raises what `tune_engine` raises."""
+    """Search for the best setting on a simulated device. Raises the same errors as `tune_engine`.
+
+    `device` is the name of a GPU, or "local" for the device that `llmsched calibrate` measured.
+    """
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)
@@ -161,9 +166,10 @@ def _warn_of_long_load(task: TuneTask) -> None:
 async def _open_largest(
     task: TuneTask, kind: str, open_target: Callable[[EngineConfig], Awaitable[Target]]
 ) -> tuple[Target, Refused]:
-    """Open the target for the largest token budget that fits into memory; return the target and the refused budgets.
+    """Call `open_target` with ever smaller token budgets until one fits into memory.
 
-    `kind` is "cpu" or "cuda". Raises ConfigError if even the smallest budget is too large.
+    Return the opened target and the budgets that did not fit. `kind` is "cpu" or "cuda". Raises ConfigError if even the
+    smallest budget does not fit, and LlmschedError if the scheduling policy cannot be tuned.
     """
     if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
         raise LlmschedError(
@@ -200,10 +206,10 @@ async def _open_largest(
 async def _search(
     outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: TrialRunner, progress: Progress
 ) -> None:
-    """Search with a runner whose engine has the resolved `config`, and fill in the outcome.
+    """Search with a runner whose engine has the settings of `config`, and fill in the outcome.
 
-    The search starts from the latest profile of this model and device, if there is one. `refused` budgets are
-    infeasible.
+    With `warm_start`, the search starts from the latest profile of this model and device. `refused` are the token
+    budgets that do not fit into memory.
     """
     now = asyncio.get_running_loop().time
     began, task = now(), outcome.task
@@ -231,7 +237,7 @@ async def _search(
 
 
 def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
-    """Return `start` with the knobs of the profile that this engine allows and that no flag sets."""
+    """Return `start` with the knob values of the profile. Skip values above the limits and knobs that a flag sets."""
     plain = EngineConfig()
     known: dict[str, Any] = {}
     for knob in KNOBS:
