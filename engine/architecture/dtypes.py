@@ -19,21 +19,21 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 
 def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
-    """Return the type of weights and activations: `config.dtype`; auto is bfloat16 if the device computes in it."""
+    """Return the type of weights and activations. "auto" means bfloat16 if the device computes in it, else float32."""
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if computes_bf16 else "float32"
 
 
 def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """Return the type of KV: `config.kv_cache_dtype`; auto is `dtype`, or fp8 for a checkpoint with fp8 KV scales."""
+    """Return the type of KV. For "auto" this is fp8 if the checkpoint has fp8 KV scales, else `dtype`."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "fp8" if checkpoint_fp8 else dtype
 
 
 def check_servable(config: EngineConfig) -> None:
-    """Raise ConfigError if KV is to be stored in fp8, which this engine's kernels cannot read."""
+    """Raise ConfigError if `config.kv_cache_dtype` is a kind of fp8, which this engine's kernels cannot read."""
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             "kv_cache_dtype",

@@ -1,6 +1,7 @@
-"""Table of model families: default settings that their config.json files omit, and the parts of their layers.
+"""Table of model families: the defaults of settings that config.json may omit, and the parts of a decoder layer.
 
-It replaces transformers' config classes, which take seconds to import. Tests compare the two for every family.
+The table spares an import of transformers' config classes, which takes seconds. Tests compare every family with its
+config class.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ Switch = bool | str
 class DecoderParts:
     """Parts of a decoder that differ between families.
 
-    `norms` is the number of norms in one layer, `norm_vectors` the number of vectors in each: 1 for RMSNorm, 2 for
-    LayerNorm with bias. `qk_norm` says whether norms of queries and keys span one head or all heads; "" means no norm.
-    `gated_query` doubles the rows of the query projection; the added rows gate the output. `experts` names the setting
-    for the width of routed experts, "" if all MLPs are dense; `positions` names that for the number of positions.
+    `norms` is the number of norms in one layer. `norm_vectors` is the number of weight vectors in each norm: 1 for
+    RMSNorm, 2 for LayerNorm with bias. `qk_norm` is "head" if queries and keys are normalised within each head, "all"
+    if over all heads together, and "" if they are not normalised. `gated_query` doubles the rows of the query
+    projection; the added rows gate the output.
+
+    `experts` is the name of the config's setting for the width of routed experts; "" means that all MLPs are dense.
+    `positions` is the name of the setting for the number of learned positions; "" means that no positions are learned.
     """
 
     qkv_bias: Switch = False
@@ -41,7 +45,10 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models with one model_type. A config with all settings in `needs` lacks nothing but `defaults`."""
+    """Family of models with one model_type.
+
+    `needs` are the settings that config.json must have so that `defaults` can fill in the rest without transformers.
+    """
 
     parts: DecoderParts
     needs: frozenset[str]
@@ -49,7 +56,7 @@ class Family:
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
-    """Return the parts of a decoder whose projections all have a bias if `switch` says so."""
+    """Return decoder parts in which `switch` decides whether every projection has a bias."""
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 

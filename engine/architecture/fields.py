@@ -1,4 +1,4 @@
-"""Reader of a model's config: the language model's settings as one flat mapping, with defaults filled in."""
+"""Reader of a model's config. It returns the language model's settings as one flat mapping with defaults filled in."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 #: Keys for which the outer config of a multimodal model overrides the nested text config.
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
-#: Format of the files of ConfigCache. Increase it when the stored values, or the way to compute them, change.
+#: Version of ConfigCache's file format. Increase it when the stored values, or the way to compute them, change.
 _CACHE_FORMAT = 2
 
 
 class ConfigCache:
-    """Cache of values that transformers takes seconds to compute from one config.json, in a file in `directory`.
+    """Cache file of values that transformers takes seconds to compute from one config.json.
 
-    The file's name is a hash of the config's content and the versions of llmsched and transformers. Errors on reading
-    or writing the file are ignored. Models of `families.FAMILIES` do not need transformers, so they have no file.
+    The file lies in `directory`. Its name is a hash of the config's content and the versions of llmsched and
+    transformers. Errors in reading or writing the file are only logged. Models of `families.FAMILIES` do not need
+    transformers, so they have no file.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
@@ -44,7 +45,10 @@ class ConfigCache:
         self._directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the cached value `name`, or else call `ask` and cache its result, which must be plain JSON."""
+        """Return the value cached under `name`, or else the result of `ask`, which the cache then stores.
+
+        The result must be plain JSON.
+        """
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -71,10 +75,10 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of a model's language model.
+    """Settings of the language model that a config describes.
 
-    `known` says whether the defaults of its model_type are filled in. `config` is the whole config, including the
-    vision part. `cache` stores values that transformers computes from it.
+    `known` is True if `values` includes the defaults of the model_type. `config` is the whole config, including its
+    vision part. `cache` stores values that transformers computes from `config`.
     """
 
     values: Mapping[str, Any]
@@ -90,12 +94,12 @@ class Fields:
         return default
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`, or else the result of `question`."""
+        """Return the value that `cache` has under `name`, or else the result of `question`, which `cache` then stores."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The whole config, with the keys of config.json."""
+        """The whole config as a mapping with the keys of config.json."""
         return self.config if isinstance(self.config, Mapping) else self.config.to_dict()
 
     # Settings that have different names in different families, and that several modules read.
@@ -134,12 +138,12 @@ class Fields:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a config.json; `path` is the file or its directory. Raises ModelError if it cannot be read."""
+    """Read a config.json. `path` is the file or its directory. Raises ModelError if the file cannot be read."""
     return read_json_object(path / "config.json" if path.is_dir() else path)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises ModelError if it cannot be read or holds something else."""
+    """Read a JSON file. Raises ModelError if it cannot be read or does not hold a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -152,10 +156,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
-    """Return the settings of a transformers config, or of the content of a config.json.
+    """Return the language model's settings from a transformers config or from the content of a config.json.
 
-    Settings that the file omits get the defaults of its model_type, if the table of families or transformers knows it.
-    For a multimodal model only the nested text config is read, because the outer sizes describe its vision part.
+    Settings that a config.json omits get the defaults of its model_type, if FAMILIES or transformers knows this type.
+    In the config of a multimodal model, sizes are read from the nested text config, because the outer sizes describe
+    the vision part.
 
     Raises ModelError for an encoder-decoder, and for a config that transformers rejects.
     """
@@ -186,7 +191,7 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
 
 @contextmanager
 def size_errors() -> Iterator[None]:
-    """Convert errors in arithmetic on a config's values to ModelError, because the values may have any type."""
+    """Raise ModelError in place of the errors that arithmetic on config values of a wrong type raises."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
@@ -194,14 +199,15 @@ def size_errors() -> Iterator[None]:
 
 
 def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the text config inside the config of a multimodal model; None if there is none."""
+    """Return the text config inside the config of a multimodal model, or None for the config of a text model."""
     return next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
 
 
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
-    """Build the transformers config for a config.json's content; None if transformers does not know its model_type.
+    """Build the transformers config from the content of a config.json.
 
-    Raises ModelError if the config class rejects the content.
+    Returns None if transformers does not know the model_type. Raises ModelError if the config class rejects the
+    content.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -225,7 +231,7 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the text config's settings, under the family's names (n_layer) and standard names (num_hidden_layers)."""
+    """Return the text config's settings, under the family's own names (n_layer) and standard ones (num_hidden_layers)."""
     outer = config.to_dict()
     _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)

@@ -1,7 +1,7 @@
-"""Arithmetic and memory traffic of a model's steps, computed from its config.
+"""Counts of the operations and memory traffic of a model's steps, computed from its config.
 
-A matrix of P numbers takes 2 P operations for each token and is read once in each step. If each token is sent to k of E
-experts, independently and evenly, T tokens use E (1 - (1 - k / E) ** T) experts on average.
+A step reads a matrix of P numbers once and takes 2 P operations per token. If every token is sent to k of E experts,
+independently and evenly, then T tokens use E (1 - (1 - k / E) ** T) experts on average.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from llmsched.engine.architecture.shape import inner_size
 from llmsched.engine.architecture.weights import parameters_of
 from llmsched.engine.errors import ModelError
 
-#: Numbers of vectors, of hidden_size and of the MLP's width, that norms, residuals, rotary embeddings and activation
-#: functions read and write per token and layer. Fitted to `other_ms_per_layer` in microsoft/vidur's profiles (A100,
-#: H100, 7B to 70B): within 20 % for 1,024 tokens and more.
+#: Norms, residuals, rotary embeddings and activation functions read and write this many vectors per token and layer:
+#: vectors of width hidden_size, and vectors of the MLP's width. Fitted to `other_ms_per_layer` in microsoft/vidur's
+#: profiles (A100, H100, 7B to 70B): within 20 % for 1,024 tokens and more.
 _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Matrices with `numbers` numbers in `size` bytes, which are multiplied in the type `arithmetic`."""
+    """Weight matrices of one kind: how many numbers they have, their bytes, and the type in which they are multiplied."""
 
     numbers: int
     size: float
@@ -32,10 +32,11 @@ class Matrices(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention of all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
+    """Costs of attention in all layers of one kind.
 
-    `windowed` layers attend only to the last tokens. `latent` layers (MLA) prefill with separate keys and values for
-    each head, but in decode all heads attend to one latent vector, so decode is a matrix product.
+    `kv_bytes` is the bytes of KV per token. `prefill_flops` and `decode_flops` are operations per (query, key) pair.
+    With `windowed`, a query attends only to the last tokens before it. With `latent` (MLA), prefill has separate keys
+    and values for each head, but in decode all heads attend to one latent vector, so decode is a matrix product.
     """
 
     windowed: bool
@@ -49,10 +50,10 @@ class Attention(NamedTuple):
 class ModelFlops:
     """Costs of a model's steps, independent of the device.
 
-    `dense` are the matrices that every token is multiplied by, `experts` all routed experts (each layer sends a token
-    to `experts_per_token` of `num_experts`), `head` the matrix for the logits. `vector_bytes` is the traffic of
-    activations per token, `state_bytes` that of recurrent state per sequence and step. `window` is the largest sliding
-    window in tokens.
+    `dense` are the matrices that multiply every token, `experts` are all routed experts, and `head` is the matrix that
+    computes logits. In each layer with experts, a token is sent to `experts_per_token` of `num_experts`. `vector_bytes`
+    is the bytes of activations that are read and written per token. `state_bytes` is the bytes of recurrent state that
+    are read and written per sequence and step. `window` is the largest sliding window in tokens; None means no window.
     """
 
     layers: int
@@ -70,12 +71,13 @@ class ModelFlops:
 def model_flops(
     config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
 ) -> ModelFlops:
-    """Compute the costs of a model from the content of its config.json.
+    """Compute the costs of a model's steps from the content of its config.json.
 
-    `dtype_bytes` is the size of one number in activations and in weights that are not quantised, `kv_dtype_bytes` in KV
-    (default: the same). Products are in fp8 if both weights and activations are fp8, else in 16 bits.
+    `dtype_bytes` is the bytes of one number in activations and in weights that are not quantised. `kv_dtype_bytes` is
+    the bytes of one number in KV; None means `dtype_bytes`. Matrices are multiplied in fp8 if weights and activations
+    are both quantised to 8 bits, else in 16 bits.
 
-    Raises ModelError if the parameters cannot be counted, or the config lacks a size or has an invalid one.
+    Raises ModelError if the parameters cannot be counted, or if the config lacks a size or has an invalid one.
     """
     with size_errors():
         fields = read_fields(config, cache)

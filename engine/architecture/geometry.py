@@ -1,7 +1,7 @@
-"""KV memory of a model per token and per sequence, with its layers in groups of equal cost.
+"""KV memory that a model's layers need per token and per sequence.
 
-Sources: Ainslie et al. 2023 (grouped-query attention: 2 x kv_heads x head_dim per layer), DeepSeek-V2 2024 (MLA: one
-latent and one rope vector per layer).
+Sources: Ainslie et al. 2023 (grouped-query attention: 2 x kv_heads x head_dim numbers per layer), DeepSeek-V2 2024
+(MLA: one latent and one rope vector per layer).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 #: Families in which `sliding_window` applies to every layer if the config has no layer_types.
 _WINDOW_EVERYWHERE = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})
 
-#: Settings that change what is cached, but that this module cannot interpret.
+#: Settings that change what layers cache, but that this module does not understand.
 _NOT_UNDERSTOOD = re.compile(
     r"^(swa_|cla_|use_cla|kda_|index_(topk|head|n_)|indexer|cross_attention_layers|block_configs|rwkv|lightning)"
 )
@@ -51,12 +51,15 @@ _NOT_UNDERSTOOD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Group of `layers` layers with equal cost.
+    """Group of `layers` layers that need the same KV memory. `kind` says what one layer keeps:
 
-    Kinds: `full` needs the KV of every token, `window` only that of the last `window` tokens. `mla` needs one latent
-    vector of head_dim_k numbers (kv_lora_rank + rope) per token and no V. `state` needs nothing per token, but
-    `state_bytes` per layer and sequence. `expanded`, for mla only, is the size of whole keys and values in numbers per
-    token and layer, heads x (key + value width); this engine caches these, not latent vectors.
+    - "full": the KV of every token.
+    - "window": the KV of the last `window` tokens.
+    - "mla": for every token, one latent vector of `head_dim_k` numbers (kv_lora_rank + qk_rope_head_dim) and no V.
+    - "state": recurrent state of `state_bytes` bytes per sequence, and nothing per token.
+
+    In "mla" layers, this engine caches whole keys and values instead of latent vectors. Their size per token and layer
+    is `expanded` = heads x (key width + value width) numbers. `expanded` is 0 for the other kinds.
     """
 
     kind: LayerKind
@@ -70,48 +73,57 @@ class LayerGroup:
 
     @property
     def kv_widths(self) -> tuple[int, int]:
-        """Widths of one token's keys and values, over all heads, that this engine caches in one layer."""
+        """Widths of K and V that this engine caches per token in one layer: numbers, summed over all heads."""
         if self.expanded:
             return self.expanded - self.expanded // 2, self.expanded // 2
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return how many bytes one token needs in all layers of the group; 0 for recurrent state."""
+        """Return the bytes that one token needs in all layers of the group; 0 for recurrent state."""
         return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return how many bytes this engine caches for one token: bytes_per_token, except for MLA (`expanded`)."""
+        """Return the bytes that this engine caches per token in all layers of the group.
+
+        Only for MLA these differ from `bytes_per_token`.
+        """
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Layer groups of a model. `notes` lists facts and assumptions; with an assumption, `confidence` is "estimate"."""
+    """Layer groups of a model.
+
+    `notes` lists facts and assumptions. `confidence` is "estimate" if there is at least one assumption, else "exact".
+    """
 
     groups: tuple[LayerGroup, ...]
     confidence: Confidence
     notes: tuple[str, ...]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes per token in layers that keep the KV of the whole context."""
+        """Return the bytes that one token needs in all layers that keep the KV of the whole context."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind in ("full", "mla"))
 
     def kv_bytes_per_token_window(self, dtype_bytes: int) -> int:
-        """Return the bytes per token in layers that need only the last `window` tokens."""
+        """Return the bytes that one token needs in all layers with a sliding window."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return how many bytes this engine caches for one token in all layers."""
+        """Return the bytes that this engine caches per token in all layers."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of a sequence of `length` tokens, with its state, if KV outside the windows is freed."""
+        """Return the bytes of a sequence of `length` tokens if KV outside the windows is freed.
+
+        The bytes include recurrent state.
+        """
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
     @property
     def caches_kv(self) -> bool:
-        """Whether any layer caches KV, that is, is not recurrent."""
+        """True if any layer caches KV, False if all layers are recurrent."""
         return any(group.kind != "state" for group in self.groups)
 
     @property
@@ -125,7 +137,9 @@ class Geometry:
 
 
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
-    """Return a model's layers, grouped by what they cache. `dtype_bytes` is the size of one number in the model's type.
+    """Return a model's layers in groups that need the same KV memory.
+
+    `dtype_bytes` is the bytes of one number in the model's type, in which recurrent layers keep part of their state.
 
     Raises ModelError for an encoder-decoder, and for a config whose layers or heads are missing or inconsistent.
     """
@@ -134,7 +148,11 @@ def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_byt
 
 
 class LayerReader:
-    """Reader of the layers of one config. It collects the assumptions it makes. Its methods may raise ModelError."""
+    """Reader of the layers that one config describes.
+
+    `assumed` collects the assumptions that the methods make, `facts` the facts that users should know. Methods raise
+    ModelError if the config is invalid.
+    """
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
         self.fields = fields
@@ -143,10 +161,10 @@ class LayerReader:
         self.facts: list[str] = []
 
     def geometry(self) -> Geometry:
-        """Return the model's layers in groups of equal cost."""
+        """Return the model's layers in groups that need the same KV memory."""
         if not self.fields.known:
             model_type = self.fields.model_type or "not given"
-            self.assumed.append(f"model_type is {model_type}: transformers knows no defaults for what the config omits")
+            self.assumed.append(f"model_type is {model_type}: defaults of settings that the config omits are unknown")
         counted: Counter[LayerGroup] = Counter()
         kinds = [self.kinds(name) for name in self.layer_names()]
         if sharing := self.fields.get("num_kv_shared_layers", default=0):
@@ -155,13 +173,13 @@ class LayerReader:
             counted.update(self._one_layer(kind, layer) for kind in cached)
         unread = [name for name in self.fields.values if _NOT_UNDERSTOOD.match(name) and self.fields.values[name]]
         if unread:
-            self.assumed.append(f"not taken into account: {', '.join(sorted(unread))}")
+            self.assumed.append(f"settings that are ignored: {', '.join(sorted(unread))}")
         groups = tuple(replace(group, layers=count) for group, count in counted.items())
         notes = tuple(dict.fromkeys(self.assumed + self.facts))
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
 
     def layer_names(self) -> list[str]:
-        """Return the type of every layer, under the names that configs use."""
+        """Return the type of every layer, in order, by its name in config.json ("full_attention", "mamba")."""
         fields = self.fields
         if pattern := fields.get("hybrid_override_pattern"):
             return [_PATTERN.get(letter, letter) for letter in pattern]
@@ -171,7 +189,7 @@ class LayerReader:
                 contradiction = f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}"
                 if fields.known:
                     raise ModelError(f"config contradicts itself: {contradiction}")
-                self.assumed.append(f"{contradiction}: layer_types counts")
+                self.assumed.append(f"{contradiction}: layer_types is used")
             return [str(name) for name in listed]
         if not isinstance(layers, int) or layers < 1:
             raise ModelError(
@@ -191,7 +209,7 @@ class LayerReader:
         return self._attention_names(layers)
 
     def _attention_names(self, layers: int) -> list[str]:
-        """Return the layer types for a config without a list: all full, all with a window, or every n-th full."""
+        """Return the layer types for a config that does not list them: all full, all with a window, or every n-th full."""
         fields = self.fields
         window = fields.get("sliding_window", "attention_window_size")
         if not window or fields.get("use_sliding_window") is False:
@@ -202,13 +220,13 @@ class LayerReader:
             return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
         if fields.model_type in _WINDOW_EVERYWHERE:
             return ["sliding_attention"] * layers
-        self.assumed.append(f"sliding_window {window} without layer_types: all layers counted at full length")
+        self.assumed.append(f"sliding_window {window} without layer_types: all layers are counted as full attention")
         return ["full_attention"] * layers
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
-        """Return the kinds of cache that a layer of the type `name` needs."""
+        """Return the kinds of KV memory that a layer of the type `name` needs; none for a layer that is only an MLP."""
         if name not in _KINDS:
-            self.assumed.append(f"layers of the unknown kind {name!r} counted as full attention")
+            self.assumed.append(f"layers of the unknown type {name!r} are counted as full attention")
             return ("full",)
         if self.fields.get("attention_window_size") and name == "attention":
             return ("window",)
@@ -247,7 +265,7 @@ class LayerReader:
         return heads
 
     def kv_heads(self, kind: LayerKind, layer: int) -> int:
-        """Return the number of KV heads in this layer."""
+        """Return the number of KV heads in the layer with the index `layer`."""
         fields = self.fields
         if (own := self._override("num_key_value_heads", layer)) is not None:
             return int(own)
@@ -264,12 +282,12 @@ class LayerReader:
             given = given[layer]
         if given is None:
             if not fields.known:
-                self.assumed.append("num_key_value_heads is not given: as many KV heads as heads")
+                self.assumed.append("num_key_value_heads is not given: one KV head per attention head is assumed")
             return self.heads()
         return int(given)
 
     def head_dim(self, kind: LayerKind, layer: int) -> int:
-        """Return the width of one query or key head in this layer."""
+        """Return the width of one query or key head in the layer with the index `layer`."""
         fields = self.fields
         if (own := self._override("head_dim", layer)) is not None:
             return int(own)
@@ -285,7 +303,7 @@ class LayerReader:
         return hidden // heads
 
     def _override(self, name: str, layer: int) -> Any:
-        """Return the value that the config sets for this layer alone; None if it sets none."""
+        """Return the value of setting `name` that is set for the layer with index `layer` alone; None if it is not set."""
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, Mapping):
             return None

@@ -1,4 +1,4 @@
-"""Counts of a model's parameters from its config, for the families in families.py."""
+"""Counts of a model's parameters, computed from its config for the families in families.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 class Parameters(NamedTuple):
     """Numbers of parameters, in classes that quantised formats treat differently.
 
-    linear: matrices of attention and dense MLPs; experts: matrices of routed experts; embeddings: input, output and
-    learned positions; other: norms, biases, routers, convolutions; encoders: image and audio encoders.
+    - linear: matrices of attention and dense MLPs
+    - experts: matrices of routed experts
+    - embeddings: input embeddings, output embeddings and learned positions
+    - other: norms, biases, routers, convolutions
+    - encoders: image and audio encoders
     """
 
     linear: int = 0
@@ -35,7 +38,7 @@ def add_up(parts: Iterable[Parameters]) -> Parameters:
 
 
 def count_parameters(config: Fields) -> Parameters | None:
-    """Count the language model's parameters; None for a family or variant that families.py does not describe.
+    """Count the language model's parameters. Return None for a family or variant that families.py does not describe.
 
     Raises ModelError if the config does not describe all layers.
     """
@@ -46,7 +49,7 @@ def count_parameters(config: Fields) -> Parameters | None:
 
 
 def _is_variant(config: Fields) -> bool:
-    """Return whether the config's settings add parts that _Counter does not count."""
+    """Return True if the config's settings add parts that _Counter does not count."""
     usual = {"falcon": "parallel_attn", "opt": "do_layer_norm_before"}.get(config.model_type)
     if usual is not None and not config.get(usual):
         return True
@@ -61,7 +64,7 @@ def _is_variant(config: Fields) -> bool:
 
 
 class _Counter:
-    """Counter of the parts of one model."""
+    """Counter of the parameters of one language model."""
 
     def __init__(self, config: Fields, parts: DecoderParts) -> None:
         self.config = config
@@ -70,7 +73,7 @@ class _Counter:
         self.reader = LayerReader(config)
 
     def count(self) -> Iterator[Parameters]:
-        """Count the embeddings, the parts of every layer and the last norm."""
+        """Yield the counts of the embeddings, of the parts of every layer, and of the last norm."""
         copies = 1 if self.config.get("tie_word_embeddings", default=False) else 2
         yield Parameters(embeddings=copies * self.config.vocab_size * self.hidden)
         if self.parts.head_bias:
@@ -129,7 +132,7 @@ class _Counter:
         return Parameters(linear=linear, other=sizes.channels * taps + 3 * sizes.heads + sizes.width)
 
     def _mlps(self, layer: int, name: str) -> Iterator[Parameters]:
-        """Count the dense MLP, or the experts with their router."""
+        """Yield the counts of a layer's dense MLP, or of its experts and their router."""
         get = self.config.get
         if self.config.model_type == "gemma4_text":  # a dense MLP and experts, which have separate norms and scales
             yield self._mlp(get("intermediate_size"))

@@ -1,4 +1,4 @@
-"""Reader of a config's quantization_config: bits per weight, type of arithmetic, type of KV."""
+"""Reader of a config's quantization_config: bits per weight, the type of matrix products, the type of KV."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 class Quantization:
     """Format of a quantised checkpoint.
 
-    `linear_bits` and `expert_bits` are the bits per number in dense matrices and in routed experts, including scales
-    and zero points; None if these matrices are not quantised. Both are None for an unknown format. `fp8_kv` says
-    whether the checkpoint has scales for an fp8 KV cache, which fp8 weights alone do not imply.
+    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts. Both include the
+    bits of scales and zero points. None means that these matrices are not quantised; both are None if the format is
+    unknown. `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache; fp8 weights alone do not imply such
+    scales.
     """
 
     method: str
@@ -78,12 +79,16 @@ def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None, bool]:
-    """Return linear_bits, expert_bits, and whether activations have 8 bits too, so that products are in fp8.
+    """Return (linear_bits, expert_bits, fp8). `fp8` is True if activations have 8 bits too, so products are in fp8.
 
-    fp8: 8 bits, and one float32 scale per block if there are blocks. mxfp4: only experts, 4 bits, and an 8-bit exponent
-    per 32 numbers. awq, gptq, compressed-tensors: one scale and zero point per group_size numbers. bitsandbytes: one
-    float32 maximum per 64 numbers, or 8 bits with double quantisation. modelopt (NVIDIA): fp8, nvfp4 (an 8-bit scale
-    per 16 numbers), int4 in groups of 128.
+    Each format stores scales besides the bits of its weights:
+
+    - fp8: one float32 scale per block, if the config sets weight_block_size
+    - mxfp4: an 8-bit exponent per 32 weights; only experts are quantised
+    - awq, gptq: a 16-bit scale and a zero point per group_size weights
+    - compressed-tensors: a 16-bit scale per group_size weights, and a zero point if the weights are asymmetric
+    - bitsandbytes with 4 bits: a float32 maximum per 64 weights, or 8 bits of it with double quantisation
+    - modelopt (NVIDIA): nvfp4 has an 8-bit scale per 16 weights, W4A16_AWQ a 16-bit scale per 128 weights
     """
     method = str(settings.get("quant_method", "")).lower()
     if method == "mxfp4":
@@ -118,7 +123,10 @@ def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None,
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
-    """Return the bits per number, including a share of the group's 16-bit scale and zero point; None if unknown."""
+    """Return the bits per weight of `bits` bits, with a share of its group's 16-bit scale and, if set, zero point.
+
+    Returns None if `bits` is not a positive whole number.
+    """
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = 16 + (bits if zero_point else 0)

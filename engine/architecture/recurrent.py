@@ -12,8 +12,9 @@ _FLOAT32 = 4
 def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
     """Return the bytes of one recurrent layer's state for one sequence; None for an unknown kind of layer.
 
-    The state is the recurrent matrix and the last kernel - 1 inputs of the short convolution before it. These inputs
-    have the model's type; the matrix has the type that the config names, or else the architecture's default.
+    A layer keeps its recurrent state and the last kernel_size - 1 inputs of its short convolution. The inputs take
+    `dtype_bytes` bytes per number. The recurrent state has the type that the config names, or else the architecture's
+    default type.
     """
     get = fields.get
     named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
@@ -37,7 +38,11 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
 
 
 class DeltaNetSizes(NamedTuple):
-    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5). Each width covers all heads together."""
+    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5).
+
+    `key_width` and `value_width` are numbers over all heads together, `key_dim` is the width of one head. `kernel` is
+    the kernel size of the convolution.
+    """
 
     key_width: int
     value_width: int
@@ -62,7 +67,11 @@ class DeltaNetSizes(NamedTuple):
 
 
 class Mamba2Sizes(NamedTuple):
-    """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1). `width` covers all heads together."""
+    """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1).
+
+    `width` is the width of x over all heads together, `state` the width of the state per channel. `kernel` is the
+    kernel size of the convolution.
+    """
 
     width: int
     heads: int

@@ -1,4 +1,4 @@
-"""Sizes of a model that memory planning needs, read from its config."""
+"""Sizes of a model that are needed to plan memory, read from its config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. Widths are in numbers; if layers differ, they are those of the largest layer.
+    """Sizes of a model. If layers differ, a size is that of the largest layer.
 
-    `inner_size` is the width of the MLP that one token passes through, `query_size` that of all query heads together.
-    `whole_scores` says whether a CPU must hold all attention scores at once, because they are capped or have sinks or
-    biases. `max_position` is the longest context in tokens, None if the config states none. `fp8_kv` says whether the
-    checkpoint has scales for an fp8 KV cache.
+    `inner_size` is the width of the MLP that one token passes through; `query_size` is the width of all query heads
+    together. `whole_scores` is True if a CPU must hold all attention scores at once, because the model caps them or
+    adds sinks or biases. `max_position` is the longest context in tokens; None if the config does not limit it.
+    `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache.
     """
 
     geometry: Geometry
@@ -41,7 +41,7 @@ class ModelShape:
 
     @property
     def exact(self) -> bool:
-        """Whether all weights and activations are counted exactly."""
+        """True if all weights and activations are counted exactly."""
         return self.weights.exact and self.vocab_size > 0 and self.hidden_size > 0
 
 
@@ -53,9 +53,10 @@ def model_shape(
     weights: Weights | None = None,
     cache: ConfigCache | None = None,
 ) -> ModelShape:
-    """Return the shape of the model with this transformers config, or with a config.json of this content.
+    """Return the sizes of a model from its transformers config or the content of its config.json.
 
-    `path` is the model's directory, in which weight files may be; `weights`, if given, is used instead of these files.
+    `dtype_bytes` is the bytes of one number in the model's type. `path` is the model's directory, whose weight files
+    give the size of the weights. If `weights` is given, no files are read.
 
     Raises ModelError if a size is missing or has the wrong type.
     """
@@ -87,14 +88,17 @@ def model_shape(
 
 
 def inner_size(fields: Fields) -> int:
-    """Return the width of the dense MLP or the total width of one token's experts, whichever is larger."""
+    """Return the width of the dense MLP, or the total width of the experts of one token if that is larger."""
     dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
     routed = (fields.experts_per_token or 0) * fields.get("moe_intermediate_size", default=dense)
     return max(int(dense), int(routed + (fields.shared_expert_size or 0)))
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context that can be served exactly, and a note if it is shorter than the model's limit."""
+    """Return the longest context, in tokens, that can be served exactly; None if the config does not limit it.
+
+    Also returns a note if this context is shorter than the model's own limit.
+    """
     stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
     if limit == stated:
@@ -103,10 +107,10 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 
 
 def rotary_limit(fields: Fields) -> int | None:
-    """Return the context, in tokens, above which rotary embeddings change; None if they do not change.
+    """Return the longest context, in tokens, for which rotary embeddings stay the same; None if they never change.
 
-    The kinds longrope and dynamic change for the whole batch when its longest sequence exceeds the original context.
-    Results would then depend on other requests, and keys that are already cached would be wrong.
+    Rotary embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
+    original context. Then results would depend on other requests, and keys that are already cached would be wrong.
     """
     given = fields.get("rope_parameters", "rope_scaling", default={})
     per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]

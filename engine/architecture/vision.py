@@ -1,4 +1,4 @@
-"""Counts of the parameters of vision encoders, for multimodal models with a known structure."""
+"""Counts of the parameters of vision encoders, for the multimodal models in `_ENCODERS`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ Settings = Mapping[str, Any]
 
 
 def encoder_parameters(config: Settings) -> int | None:
-    """Count a model's parameters outside its language model, from the content of config.json; 0 for a text model.
+    """Count the parameters outside a model's language model. `config` is the content of config.json.
 
-    Returns None for a model that is not in `_ENCODERS` or that has an audio encoder.
+    Returns 0 for a text model. Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a
+    setting that the count needs.
     """
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
@@ -39,7 +40,7 @@ def _plain_block(hidden: int, inner: int) -> int:
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen3-VL and Qwen3.5: learned positions, plain blocks, one merger, and one for each deepstack layer."""
+    """Count Qwen3-VL's or Qwen3.5's encoder: learned positions, plain blocks, one merger and one per deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -49,14 +50,17 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen2-VL: plain blocks without learned positions, one merger. Here `hidden_size` is the output's width."""
+    """Count Qwen2-VL's encoder: plain blocks without learned positions, and one merger.
+
+    In its config `hidden_size` is the width of the output; `embed_dim` is the width of the blocks.
+    """
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
     return int(_patches(vision, hidden) + blocks + _layer_norm(hidden) + _merger(vision, hidden, out))
 
 
 def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen2.5-VL: gated blocks with RMSNorm, one merger."""
+    """Count Qwen2.5-VL's encoder: gated blocks with RMSNorm, and one merger."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     block = 2 * hidden + 4 * _dense(hidden, hidden) + 2 * _dense(inner, hidden) + _dense(hidden, inner)
     return int(_patches(vision, hidden) + vision["depth"] * block + hidden + _merger(vision, hidden, out))
@@ -69,13 +73,13 @@ def _patches(vision: Settings, hidden: int) -> int:
 
 
 def _merger(vision: Settings, hidden: int, out: int) -> int:
-    """Count the merger, which projects several neighbouring vectors to one vector of the language model."""
+    """Count the merger, an MLP that turns spatial_merge_size ** 2 neighbouring vectors into one vector of width `out`."""
     merged = hidden * vision["spatial_merge_size"] ** 2
     return int(_dense(merged, merged) + _dense(out, merged))
 
 
 def _mistral3(config: Settings, vision: Settings) -> int:
-    """Count Pixtral: gated blocks with RMSNorm and no biases, a patch merger, two projections."""
+    """Count Pixtral's encoder: gated blocks with RMSNorm and no biases, a patch merger and two projections."""
     hidden, inner, text = vision["hidden_size"], vision["intermediate_size"], config["text_config"]["hidden_size"]
     heads = vision["num_attention_heads"] * vision["head_dim"]
     block = 2 * hidden + 4 * hidden * heads + 3 * hidden * inner
@@ -98,7 +102,7 @@ def _gemma3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma4(config: Settings, vision: Settings) -> int:
-    """Count Gemma 4's encoder: gated blocks with four norms and QK norms, two position tables, one projection."""
+    """Count Gemma 4's encoder: gated blocks with four norms and QK norms, two position tables and one projection."""
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim

@@ -1,4 +1,4 @@
-"""Size of a model's loaded weights: from the headers of its files, or else counted from its config."""
+"""Size of a model's loaded weights, read from the headers of its files or else computed from its config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layer
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Size of weights: `count` bytes in the serving type, as found in `source`. `exact` is False for an estimate."""
+    """Size of a model's weights: `count` bytes once they are loaded in the serving type.
+
+    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `exact` is False for an
+    estimate.
+    """
 
     count: int
     source: str
@@ -47,11 +51,12 @@ class Weights:
 
 
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
-    """Return the size of a model's weights when served in a type of `dtype_bytes` bytes.
+    """Return the size of a model's weights when it is served in a type of `dtype_bytes` bytes.
 
-    If the directory `path` has safetensors files, their floating-point tensors count `dtype_bytes` per number, because
-    loading converts them, and quantised tensors count as stored. Without files the parameters are counted from the
-    config, tied embeddings once. If the config is not enough, the size is 0 and a note says why.
+    If the directory `path` has safetensors files, the size comes from their headers: `dtype_bytes` per number of a
+    floating-point tensor, because loading converts it, and the stored bytes of a quantised tensor. Without files, the
+    size comes from the parameters that the config implies; tied embeddings count once. If the config does not suffice
+    either, the size is 0 and a note says why.
 
     Raises ModelError for a damaged file.
     """
@@ -70,7 +75,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         return Weights(0, "unknown", exact=False, notes=(reason,))
     if (quantization := quantization_of(fields)) is not None:
         bits = (("matrices", quantization.linear_bits), ("experts", quantization.expert_bits))
-        counted = f"its numbers count as {', '.join(f'{name} {each:.3g} bits' for name, each in bits if each)} each"
+        counted = f"weights count as {', '.join(f'{each:.3g} bits in {name}' for name, each in bits if each)}"
         if not quantization.known:
             counted = f"weights count {dtype_bytes} bytes each"
         note = f"the checkpoint is quantised ({quantization.method}); without its files {counted}"
@@ -79,9 +84,9 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
 
 def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
-    """Count a model's parameters with the table of families, or else by building the model without memory.
+    """Count a model's parameters from families.FAMILIES, or else from a model built on torch's meta device.
 
-    Returns the counts, all zero if neither is possible, and notes about parts that are not counted.
+    Returns the counts and notes about parts that are not counted. All counts are 0 if neither way works.
     """
     counted = count_parameters(fields)
     if counted is not None and (encoders := encoder_parameters(fields.content)) is not None:
@@ -96,7 +101,7 @@ def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
 
 
 def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_bytes: int) -> int:
-    """Return the bytes of a quantised model; embeddings, norms and encoders take `dtype_bytes` bytes per number."""
+    """Return the bytes of a quantised model. Parameters that are not quantised take `dtype_bytes` bytes each."""
     quantised = (
         (parameters.linear, quantization.linear_bits),
         (parameters.experts, quantization.expert_bits),
@@ -107,7 +112,7 @@ def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_by
 
 
 def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
-    """Return the total size of the tensors in `files` that will be loaded."""
+    """Return the total size of the tensors in `files` that the model loads."""
     count, left_out, stored = 0, 0, set()
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     for file in files:
@@ -126,12 +131,12 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weight
                 stored.add(tensor["dtype"])
     notes = [f"tensors of type {', '.join(sorted(stored))} count as stored"] if stored else []
     if left_out:
-        notes.append(f"{human_bytes(left_out)} of the files predict several tokens at once (MTP) and are not loaded")
+        notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
     return Weights(count, "safetensors", exact=True, notes=tuple(notes))
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Read a safetensors header: eight bytes with its length (little-endian), then JSON of that length."""
+    """Read a safetensors header: eight bytes that hold its length (little-endian), then JSON of that length."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
@@ -144,10 +149,10 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _built_parameters(config: Any) -> dict[str, int] | None:
-    """Count parameters by building the model without memory, on torch's meta device. This takes seconds.
+    """Count parameters by building the model on torch's meta device, which allocates no memory but takes seconds.
 
-    Returns the fields of Parameters, or None if the model cannot be built: a package that it needs is not installed, or
-    its config has an invalid value.
+    Returns the fields of Parameters. Returns None if the model cannot be built, because it needs a package that is not
+    installed or its config has an invalid value.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -173,7 +178,7 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
 
 
 def _classified(name: str, tensor: torch.Tensor) -> Parameters:
-    """Return the count of one tensor of a built model, in the class that its name and shape indicate."""
+    """Return the number of parameters in one tensor of a built model, in the class that its name and shape indicate."""
     count = int(tensor.numel())
     if _ENCODER.search(name):
         return Parameters(encoders=count)

@@ -72,7 +72,7 @@ def test_tensors_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> N
     save_file({name: np.zeros(10, np.float32) for name in names}, tmp_path / "model.safetensors")
     weights = model_weights(tmp_path, read_fields(QWEN25_05B), dtype_bytes=2)
     assert weights.count == 2 * 20
-    assert any("40 B of the files predict several tokens at once" in note for note in weights.notes)
+    assert any("40 B of the files are for multi-token prediction" in note for note in weights.notes)
 
 
 def test_shards_are_summed_and_a_missing_one_falls_back_to_the_config(tmp_path: Path) -> None:
