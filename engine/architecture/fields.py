@@ -94,7 +94,7 @@ class Fields:
         return default
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return the value that `cache` has under `name`, or else the result of `question`, which `cache` then stores."""
+        """Return the value that `cache` has under `name`, or else the result of `question`, which is then cached."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property

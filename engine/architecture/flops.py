@@ -24,7 +24,7 @@ _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Weight matrices of one kind: how many numbers they have, their bytes, and the type in which they are multiplied."""
+    """Weight matrices of one kind: how many numbers they have, their bytes, and the type of products with them."""
 
     numbers: int
     size: float

@@ -209,7 +209,7 @@ class LayerReader:
         return self._attention_names(layers)
 
     def _attention_names(self, layers: int) -> list[str]:
-        """Return the layer types for a config that does not list them: all full, all with a window, or every n-th full."""
+        """Return the layer types if the config does not list them: all full, all with a window, or every n-th full."""
         fields = self.fields
         window = fields.get("sliding_window", "attention_window_size")
         if not window or fields.get("use_sliding_window") is False:
@@ -303,7 +303,7 @@ class LayerReader:
         return hidden // heads
 
     def _override(self, name: str, layer: int) -> Any:
-        """Return the value of setting `name` that is set for the layer with index `layer` alone; None if it is not set."""
+        """Return the value of the setting `name` for the layer with index `layer` alone; None if it is not set."""
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, Mapping):
             return None

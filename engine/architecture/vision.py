@@ -40,7 +40,7 @@ def _plain_block(hidden: int, inner: int) -> int:
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen3-VL's or Qwen3.5's encoder: learned positions, plain blocks, one merger and one per deepstack layer."""
+    """Count Qwen3-VL's or Qwen3.5's encoder: learned positions, plain blocks, a merger, and one per deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -73,7 +73,7 @@ def _patches(vision: Settings, hidden: int) -> int:
 
 
 def _merger(vision: Settings, hidden: int, out: int) -> int:
-    """Count the merger, an MLP that turns spatial_merge_size ** 2 neighbouring vectors into one vector of width `out`."""
+    """Count the merger, an MLP that turns spatial_merge_size ** 2 vectors into one vector of width `out`."""
     merged = hidden * vision["spatial_merge_size"] ** 2
     return int(_dense(merged, merged) + _dense(out, merged))
 
