@@ -231,7 +231,7 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the text config's settings, under the family's own names (n_layer) and standard ones (num_hidden_layers)."""
+    """Return the text config's settings under the family's names (n_layer) and standard names (num_hidden_layers)."""
     outer = config.to_dict()
     _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)
