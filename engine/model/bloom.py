@@ -1,7 +1,7 @@
-"""BLOOM over the paged KV cache.
+"""BLOOM model over the paged KV cache.
 
-BLOOM encodes positions as biases on attention scores (ALiBi). transformers' attention interface does not pass these on,
-so this module calls the layers itself.
+BLOOM encodes positions as biases on attention scores (ALiBi). transformers' attention interface does not pass these
+biases on, so this module calls BLOOM's layers itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from llmsched.engine.model.paged import LayerShape, PagedContext
 
 
 class BloomModel:
-    """Wrapper of a BLOOM model in evaluation mode on its device; see `PagedModel`."""
+    """Wrapper that runs a BLOOM model over the paged KV cache; see `PagedModel`.
+
+    The model must be in evaluation mode and on its device.
+    """
 
     def __init__(self, model: BloomForCausalLM) -> None:
         config = model.config
@@ -29,7 +32,7 @@ class BloomModel:
         self._model: Any = model
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        """Compute logits; see `PagedModel.forward`. ALiBi uses the positions in `context`; `positions` is ignored."""
+        """Compute logits; see `PagedModel.forward`. `positions` is ignored, because ALiBi takes them from `context`."""
         inner = self._model.transformer
         hidden = inner.word_embeddings_layernorm(inner.word_embeddings(input_ids))
         for index, block in enumerate(inner.h):
@@ -53,8 +56,9 @@ class BloomModel:
 def alibi_slopes(heads: int) -> Tensor:
     """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021).
 
-    If the number n of heads is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise, as in the paper's
-    code, the first heads have the slopes for the next smaller power n, and the rest every second slope for 2n heads.
+    If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise let p be the largest
+    power of two below n. As in the paper's code, the first p heads have the slopes of a model with p heads, and the
+    others have every second slope of a model with 2 p heads.
     """
     power = 1 << int(math.log2(heads))
     exponents = [8 * head / power for head in range(1, power + 1)]

@@ -1,4 +1,4 @@
-"""Checkpoint files as dictionaries of tensors that are read on demand."""
+"""Checkpoint files, opened as mappings from names to tensors that are read on demand."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from llmsched.engine.progress import Progress
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-#: Types of at most 8 bits. Their values have no meaning without scales, which are separate tensors.
+#: Prefixes of the names of types of at most 8 bits. Their values mean nothing without scales, which are other tensors.
 _SMALL_FLOATS = ("F8", "F6", "F4")
 _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor that is read from disk when it is indexed; transformers' loader reads each tensor as `tensor[...]`."""
+    """Tensor that `read` reads from disk each time the tensor is indexed.
+
+    transformers' loader reads each tensor with `tensor[...]`.
+    """
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read
@@ -36,9 +39,10 @@ StateDict = Mapping[str, LazyTensor]
 
 
 def open_checkpoint(directory: Path) -> StateDict:
-    """Return the tensors of a Hugging Face directory: safetensors, or else pytorch .bin, in one file or in shards.
+    """Open the weights in a Hugging Face directory: safetensors files, or else pytorch_model.bin files.
 
-    Raises ModelError, with the names of files and tensors, if any are missing, damaged or inconsistent.
+    Either format may be one file or shards with an index. Raises ModelError, with the names of files and tensors, if
+    any are missing, damaged or inconsistent.
     """
     for single, index, reader in (
         (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
@@ -54,7 +58,7 @@ def open_checkpoint(directory: Path) -> StateDict:
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
-    """Return the same tensors, but each read reports progress. Several threads may read at the same time."""
+    """Return the tensors of `state`; reading one of them calls `progress`. Several threads may read at once."""
     lock, done, total = threading.Lock(), 0, len(state)
 
     def reported(tensor: LazyTensor) -> LazyTensor:
@@ -72,7 +76,7 @@ def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str,
 
 
 def some(names: set[str] | list[str]) -> str:
-    """Return the first few names in alphabetical order, and how many more there are."""
+    """Return the first few names in alphabetical order as text, followed by the number of the other names."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
     return ", ".join(ordered[:_MAX_NAMES]) + rest

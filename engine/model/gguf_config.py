@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 
-#: Supported rope scaling settings. A file with any other is refused, because ignoring it could change the output.
+#: Supported rope scaling settings. A file with another one is refused, because ignoring it could change the output.
 _SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned", "attn_factor"})
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 #: Number of layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
@@ -24,14 +24,20 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
-    """Return the transformers config of the model in `file`. Raises ModelError for missing or unsupported settings."""
+    """Return the transformers config of the model in `file`.
+
+    Raises ModelError if a setting is missing or unsupported.
+    """
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**gguf_settings(file))
 
 
 def gguf_settings(file: GGUFFile) -> Settings:
-    """Return the content of the model's config.json. Raises ModelError for missing or unsupported settings."""
+    """Return the content of the config.json of the model in `file`.
+
+    Raises ModelError if a setting is missing or unsupported.
+    """
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
@@ -72,7 +78,7 @@ def gguf_settings(file: GGUFFile) -> Settings:
 
 
 def gguf_generation_config(file: GGUFFile) -> Settings:
-    """Return the content of the model's generation_config.json: BOS, padding, and all ids that end a turn or a text."""
+    """Return the content of generation_config.json: the ids of BOS and padding, and all ids that end the output."""
     token = file.metadata.get
     ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
@@ -83,7 +89,7 @@ def gguf_generation_config(file: GGUFFile) -> Settings:
 
 
 def _rope(file: GGUFFile, fields: Settings) -> Settings:
-    """Return rope_parameters, from the base frequency, the scaling settings and the tables of factors."""
+    """Return the config's rope_parameters, from the file's base frequency, scaling settings and tables of factors."""
     prefix = f"{file.architecture}.rope.scaling."
     if unknown := {k for k in file.metadata if k.startswith(prefix) and k.removeprefix(prefix) not in _SCALING_KEYS}:
         raise ModelError(f"{file.path}: rope settings {', '.join(sorted(unknown))} are not supported")
@@ -115,7 +121,10 @@ def _rope(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
-    """Return Llama 3.1's scaling, recovered from the table of frequency divisors into which GGUF converters turn it."""
+    """Return the rope_parameters of Llama 3.1.
+
+    GGUF files store Llama 3.1's scaling as a table of frequency divisors; this function recovers the settings from it.
+    """
     divisors = dequantized(file, "rope_freqs.weight").astype(np.float64)
     factor = float(divisors.max())
     rotary = fields["head_dim"]
@@ -123,7 +132,7 @@ def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
     smooth = (_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     expected = 1 / ((1 - np.clip(smooth, 0, 1)) / factor + np.clip(smooth, 0, 1))
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ModelError(f"{file.path}: rope_freqs.weight differs from Llama 3.1's table, which alone is supported")
+        raise ModelError(f"{file.path}: rope_freqs.weight differs from Llama 3.1's table; no other table is supported")
     return {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -144,9 +153,10 @@ def _phi3(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _gemma(file: GGUFFile, fields: Settings) -> Settings:
-    """Return the additional settings of Gemma 2 and 3. GGUF does not store query_pre_attn_scalar.
+    """Return the additional settings of Gemma 2 and 3.
 
-    In Gemma 3, sliding-window layers have a separate base frequency, without scaling.
+    GGUF files do not store query_pre_attn_scalar, so it is derived from the number of layers. In Gemma 3,
+    sliding-window layers have their own base frequency and no rope scaling.
     """
     scalar = fields["head_dim"]
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:

@@ -1,4 +1,4 @@
-"""Conversion of quantised GGUF tensors to float32, by gguf-py."""
+"""Conversion of quantised GGUF tensors to float32 with gguf-py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmsched.engine.model.gguf_file import Array, GGUFFile
 
 
 def dequantized(file: GGUFFile, name: str) -> Array:
-    """Return one tensor as float32 in a new array. Raises ModelError for a type that gguf-py does not know."""
+    """Return the tensor `name` as a new float32 array. Raises ModelError for a type that gguf-py does not know."""
     tensor = file.tensors[name]
     try:
         values = dequantize(tensor.data, tensor.tensor_type)

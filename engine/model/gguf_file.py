@@ -1,7 +1,7 @@
-"""Reader of .gguf files: metadata and quantised tensors of the supported architectures.
+"""Reader of the metadata and the quantised tensors in .gguf files.
 
-It replaces gguf-py's reader, which creates several numpy arrays for every string and takes ten seconds for a vocabulary
-of 128,000 tokens. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+gguf-py's own reader creates several numpy arrays for every string, so it takes ten seconds for a vocabulary of 128,000
+tokens. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """Open .gguf file: metadata as Python values, tensors memory-mapped and still quantised."""
+    """Open .gguf file. `metadata` holds Python values; `tensors` are memory-mapped and still quantised."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -41,11 +41,11 @@ class GGUFFile:
         return str(self.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value from the architecture's section: get("block_count") reads llama.block_count."""
+        """Return a value of this architecture: for a llama file, get("block_count") reads llama.block_count."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
-        """Return a value like `get`. Raises ModelError if it is missing."""
+        """Return the same value as `get`. Raises ModelError if the file lacks it."""
         value = self.get(key)
         if value is None:
             raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")
@@ -53,9 +53,9 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Return the parsed .gguf file, from memory if its modification time and size have not changed.
+    """Parse a .gguf file. A second call returns the same object if the file's modification time and size are the same.
 
-    Raises ModelError if it is damaged, split, or of an architecture that is not supported.
+    Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """
     try:
         stat = path.stat()
@@ -102,7 +102,11 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Tensor in a file: `shape` in numpy's order, and `data`, the bytes of its rows as gguf.dequantize takes them."""
+    """Tensor in a .gguf file.
+
+    `shape` is in numpy's order of dimensions. `data` holds the quantised bytes, one row per row of the tensor, as
+    gguf.dequantize expects them.
+    """
 
     shape: tuple[int, ...]
     tensor_type: GGMLQuantizationType
@@ -110,7 +114,10 @@ class GGUFTensor:
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return metadata and tensors by name. Tensor data is read on first use. Raises ValueError or OSError."""
+    """Return the metadata and the tensors, each by name. Tensor data is memory-mapped.
+
+    Raises ValueError or OSError if the file cannot be parsed or read.
+    """
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)
@@ -143,7 +150,7 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Cursor:
-    """Reading position in the header. Each read advances it, or raises ValueError if the file ends too soon."""
+    """Cursor in the header. Each read moves `position` forward, or raises ValueError if the file ends too soon."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
@@ -165,7 +172,7 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: GGUFValueType) -> Any:
-        """Read one value. A float32 becomes its shortest decimal form: 1e-05, not 9.99999974e-06."""
+        """Read one value. A float32 is returned as its shortest decimal form: 1e-05, not 9.99999974e-06."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:

@@ -1,4 +1,4 @@
-"""Construction of a fast tokenizer from a GGUF file's vocabulary."""
+"""Construction of a fast tokenizer from the vocabulary in a GGUF file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Rules that split text before BPE: first into single digits if `digits`, then by `pattern` (None: GPT-2's)."""
+    """Rules for splitting text before BPE.
+
+    If `digits` is set, every digit is split off first. Then `pattern` splits the text; None means GPT-2's pattern.
+    `nfc` normalises the text before both. `ignore_merges` keeps a word that is in the vocabulary whole. `add_bos` is
+    the default for adding BOS.
+    """
 
     pattern: str | None = None
     digits: bool = False
@@ -79,7 +84,10 @@ _SPACE = "\u2581"
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of `file`, with its chat template. Raises ModelError if its kind is not supported."""
+    """Return the tokenizer of `file` with its chat template.
+
+    Raises ModelError if this kind of tokenizer is not supported.
+    """
     model = file.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend, add_bos = _byte_level(file)
@@ -133,7 +141,10 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """Return SentencePiece's BPE (merges by score, unknown characters as bytes) and True: it adds BOS by default."""
+    """Return a tokenizer like SentencePiece's BPE, and True because it adds BOS by default.
+
+    It merges by score and encodes unknown characters as bytes.
+    """
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(tokens, scores, file.metadata["tokenizer.ggml.token_type"], vocabulary)
@@ -154,7 +165,7 @@ def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that merge to another piece, in descending order of that piece's score."""
+    """Return all pairs of tokens that together form a third token, by descending score of the third token."""
     mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED)
     found: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -168,7 +179,10 @@ def _merges_by_score(
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """Make encoding add BOS and EOS as the file says; the defaults are `add_bos` for BOS and False for EOS."""
+    """Make `backend` add BOS and EOS when it encodes, as the file's metadata says.
+
+    If the metadata does not say, `add_bos` decides for BOS, and EOS is not added.
+    """
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

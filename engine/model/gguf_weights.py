@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file as transformers expects them: names, float32 values, order of rows."""
+"""Conversion of a GGUF file's tensors to transformers' names, float32 values and order of rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ADDED_ONE = ("gemma", "gemma2", "gemma3")
 
 
 def gguf_state_dict(file: GGUFFile) -> StateDict:
-    """Return all tensors of `file` as float32, by transformers name. Raises ModelError if a tensor is unknown."""
+    """Return all tensors of `file` as float32 under transformers' names. Raises ModelError for an unknown tensor."""
     names = {name: _name(file, name) for name in file.tensors if name not in _TABLES}
     if unknown := [name for name, target in names.items() if target is None]:
         raise ModelError(f"{file.path}: tensors unknown to architecture {file.architecture}: {some(unknown)}")
@@ -75,7 +75,7 @@ def _lazy(file: GGUFFile, name: str) -> LazyTensor:
 
 
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
-    """Return a function that reverts what the conversion to GGUF changed in this tensor."""
+    """Return a function that reverts the changes that the conversion to GGUF made to the tensor `name`."""
     if file.architecture == "llama" and ".attn_q." in name:
         return lambda values: _unpermute(values, file.require("attention.head_count"))
     if file.architecture == "llama" and ".attn_k." in name:
@@ -93,7 +93,10 @@ def _unpermute(values: Array, heads: int) -> Array:
 
 
 def convert_gguf(gguf: Path, target: Path, progress: Progress) -> None:
-    """Write the model in `gguf` to a new Hugging Face directory `target` as float32 safetensors. Raises ModelError."""
+    """Convert the model in the file `gguf` to a new Hugging Face directory `target` with float32 safetensors.
+
+    Raises ModelError if the file is damaged or not supported.
+    """
     file = read_gguf(gguf)
     target.mkdir()
     state = gguf_state_dict(file)

@@ -1,4 +1,4 @@
-"""Loader of a model from disk: its config, its tokenizer, facts about it, and its weights."""
+"""Loader of a model from disk: config, tokenizer, facts about the model, weights."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PENALTY_FIELD = "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts about a model that are known without its weights.
+    """Facts about a model that can be read without its weights.
 
-    `max_position` is the longest context in tokens. `eos_token_ids` has all EOS ids in generation_config.json,
-    config.json and the tokenizer. `sampling_defaults` has the SamplingParams fields that generation_config.json sets;
-    they apply to requests that omit them.
+    `max_position` is the longest context in tokens. `eos_token_ids` are all EOS ids that generation_config.json,
+    config.json and the tokenizer name. `sampling_defaults` are the SamplingParams fields that generation_config.json
+    sets; they apply to requests that omit these fields.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ModelInfo:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """Load the model's config. Raises ModelError if it cannot be read, or the model cannot be served."""
+    """Load the model's config. Raises ModelError if the config cannot be read or the model cannot be served."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -94,7 +94,10 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Return facts from config.json, the tokenizer and generation_config.json. Raises ModelError if any is invalid."""
+    """Read facts from config.json, the tokenizer and generation_config.json.
+
+    Raises ModelError if a value is invalid.
+    """
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -134,7 +137,9 @@ def load_model(
     attn_implementation: str = "eager",
     progress: Progress = silent,
 ) -> PreTrainedModel:
-    """Load the model in evaluation mode on `device`. Every parameter is read once; tied parameters are shared.
+    """Load the model in evaluation mode on `device`. Each tensor is read once; tied parameters share memory.
+
+    `attn_implementation` is transformers' name of the attention function.
 
     Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
@@ -169,7 +174,7 @@ def load_model(
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError unless, by transformers' loading report, weights and model have the same tensors."""
+    """Raise ModelError if transformers' loading report names missing, unknown, misshapen or unconverted tensors."""
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:
@@ -184,7 +189,7 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    """Move the model to `device`, one parameter at a time to report progress; tied parameters stay shared."""
+    """Move the model to `device`, one parameter at a time to report progress. Tied parameters keep sharing memory."""
     if device == "cpu":
         return
     from torch import nn
@@ -197,7 +202,7 @@ def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
 
 
 def _as_ids(value: Any) -> frozenset[int]:
-    """Return the token ids in a config's value: null, one number, or a list."""
+    """Return the token ids in a config's value, which is null, one number or a list."""
     if value is None:
         return frozenset()
     return frozenset(int(token_id) for token_id in (value if isinstance(value, list | tuple) else [value]))
@@ -205,7 +210,7 @@ def _as_ids(value: Any) -> frozenset[int]:
 
 @contextmanager
 def _reading(source: ModelSource, what: str) -> Iterator[None]:
-    """Convert any error of a library about a damaged or unknown file to a ModelError that names `what`."""
+    """Convert any error that a library raises on a damaged or unknown file to a ModelError that names `what`."""
     with _quiet_transformers():
         try:
             yield
@@ -217,7 +222,7 @@ def _reading(source: ModelSource, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars; this module raises errors and reports progress instead."""
+    """Silence transformers' warnings and progress bars; this module raises errors and reports progress itself."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -233,7 +238,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """Model whose weights are not loaded yet. The weights will be on `device`, in the type `dtype`."""
+    """Model whose weights are not loaded yet. `load` puts them on `device` in the type `dtype`."""
 
     source: ModelSource
     config: PretrainedConfig
@@ -243,12 +248,15 @@ class OpenModel:
     dtype: torch.dtype
 
     def load(self, progress: Progress = silent) -> PreTrainedModel:
-        """Load the weights; see load_model."""
+        """Load the weights; see `load_model`."""
         return load_model(self.source, self.config, device=self.device, dtype=self.dtype, progress=progress)
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
-    """Find `config.model` and read everything except its weights. Raises ModelError or ConfigError on failure."""
+    """Find `config.model` and read everything except its weights.
+
+    Raises ModelError if the model is not found or cannot be served, and ConfigError for an unusable device.
+    """
     import torch
 
     source = locate(config.model, progress)

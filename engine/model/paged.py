@@ -1,4 +1,4 @@
-"""Paged KV cache, and attention over it for a packed batch."""
+"""Paged KV cache, and attention over this cache for a packed batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmsched.kernels.reference import AttentionOptions
 
 
 class LayerShape(NamedTuple):
-    """Shape of one layer's KV: number of heads, and widths of one head's key and value, which may differ.
+    """Shape of one layer's KV. `key_dim` and `value_dim` are the widths of one head's key and value.
 
-    `window` is the number of last tokens that the layer attends to, including the current one; None for all tokens.
+    `window` is the number of tokens that a token attends to, itself included; None means all tokens up to itself.
     """
 
     kv_heads: int
@@ -27,16 +27,19 @@ class LayerShape(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Place of a layer's KV: the `group` whose blocks hold it, and the `part` of each of these blocks."""
+    """Place of a layer's KV: the index `group` of its group of layers, and its index `part` within that group."""
 
     group: int
     part: int
 
 
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
-    """Return each layer's place: in a window group if its window is at most the layout's, else in a full group.
+    """Assign each layer to a group of `layout` and return its place there.
 
-    Raises ModelError if layers of different shapes would share blocks, or a layer needs a full group and there is none.
+    A layer goes to a sliding-window group if its window is at most the layout's window, else to a full-attention group.
+
+    Raises ModelError if layers whose KV differs in shape would share blocks, or if a layer needs a full-attention group
+    and the layout has none.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):
@@ -56,10 +59,12 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """KV of all blocks: for each part of a block, keys [num_blocks, kv_heads, block_size, key_dim] and values.
+    """KV of all blocks.
 
-    A block belongs to one group of layers at a time; `places` has the place of each layer. The tensors are initialised
-    with zeros, because kernels multiply the values of masked positions by 0, and 0 x NaN is NaN.
+    For each part of a group, `keys` has a tensor [num_blocks, kv_heads, block_size, key_dim], and `values` has a tensor
+    [num_blocks, kv_heads, block_size, value_dim]. A block belongs to one group at a time. `places` has the group and
+    the part of each layer. The tensors are initialised with zeros, because kernels multiply the values of masked
+    positions by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]
@@ -75,7 +80,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """Allocate `num_blocks` blocks for these layers. Raises ModelError if the layout does not fit them."""
+        """Allocate `num_blocks` blocks for these layers. Raises ModelError if `layout` does not suit the layers."""
 
         def zeros(layer: LayerShape, width: int) -> torch.Tensor:
             return torch.zeros(num_blocks, layer.kv_heads, layout.block_size, width, dtype=dtype, device=device)
@@ -87,12 +92,12 @@ class KVCache:
         return cls(keys, values, places)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return the keys, the values and the group of a layer."""
+        """Return a layer's keys, its values and the index of its group."""
         group, part = self.places[layer]
         return self.keys[part], self.values[part], group
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy blocks from `sources` to `destinations` (ids, int64 [N]); reads all sources before it writes."""
+        """Copy the blocks `sources` to the blocks `destinations` (ids, int64 [N]). All sources are read first."""
         for tensor in (*self.keys, *self.values):
             tensor[destinations] = tensor[sources]
 
@@ -103,7 +108,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """KV cache, and a packed batch's places in it: the arrays of `executor.batch.PackedBatch`, on the device."""
+    """KV cache, and the positions of a packed batch in it: arrays of `executor.batch.PackedBatch` on the device."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
@@ -119,9 +124,10 @@ class PagedContext:
         value: torch.Tensor,
         **options: Unpack[AttentionOptions],
     ) -> torch.Tensor:
-        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv]; attend with queries [T, heads, D].
+        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then compute attention.
 
-        Returns [T, heads, Dv]. All tensors must be contiguous. `kernels.reference.paged_attention` has the options.
+        `query` is [T, heads, D]; the result is [T, heads, Dv]. All tensors must be contiguous. `options` are the
+        keyword arguments of `kernels.reference.paged_attention`.
         """
         keys, values, group = self.cache.of_layer(layer)
         write_kv(key, value, keys, values, self.slot_mapping[group])
@@ -137,7 +143,10 @@ class PagedContext:
 
 
 class PagedModel(Protocol):
-    """Model over the paged KV cache. `layers` has the KV shape of each layer, `vocab_size` the width of its logits."""
+    """Model that runs over the paged KV cache.
+
+    `layers` has the KV shape of each layer. `vocab_size` is the width of the logits.
+    """
 
     layers: list[LayerShape]
     vocab_size: int
@@ -145,7 +154,7 @@ class PagedModel(Protocol):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run input_ids [T] at positions [T], write their KV, return logits [R, vocab_size] in the model's dtype.
+        """Run input_ids [T] at positions [T], write their KV, and return logits [R, vocab_size] in the model's dtype.
 
         `logit_rows` [R] are the indices of the tokens whose logits are needed; None means all T tokens.
         """

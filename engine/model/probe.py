@@ -1,12 +1,13 @@
 """Probe of how a transformers model uses attention. It refuses models that the engine would compute wrongly.
 
-The probe runs two tiny forward passes, in which a function that records its arguments and returns zeros replaces
-attention. It checks
-- the KV heads and widths of every layer, and that every layer calls attention exactly once;
-- the mask: it must be causal, with the same sliding window that attention is given. transformers makes masks from a
-  function of (query, key) positions, so the probe calls this function for positions that are far apart;
-- that tokens do not influence each other outside attention (recurrent state, convolution): while attention returns
-  zeros, earlier tokens must not change the last token's logits.
+The probe replaces attention with a function that records its arguments and returns zeros, and runs two tiny forward
+passes. It checks three things:
+
+- Every layer calls attention exactly once. The probe records the number of KV heads and their widths.
+- The mask is causal and has the same sliding window that attention is given. transformers makes masks from a function
+  of (query, key) positions, so the probe calls this function for positions that are far apart.
+- Tokens do not influence each other outside attention, as they do with recurrent state or convolution: while attention
+  returns zeros, a change of earlier tokens must not change the last token's logits.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ NEUTRAL_KEYWORDS = frozenset(
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
 )
 
-#: Query positions at which masks are checked: the first few, and some near powers of two, where attention chunks end.
+#: Query positions at which masks are checked: the first few, and some near powers of two, where chunks may end.
 TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
-#: Number of tokens in a pass: enough that attention over compressed or selected keys has fewer keys than queries.
+#: Number of tokens in a pass. With so many, attention over compressed or selected keys has fewer keys than queries.
 NUM_TOKENS = 33
-#: Values in the mask that describing_mask returns, besides the size of a window.
+#: Values of window_of for a causal mask without a window, and for any other mask.
 FULL, UNKNOWN = 0, -1
 
 
 def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
-    """Return the KV shapes of the model's layers, and the width of its logits (may exceed the tokenizer's vocabulary).
+    """Return the KV shapes of the model's layers, and the width of its logits.
 
-    The model keeps the recording attention. Raises ModelError if the engine cannot compute the model exactly.
+    The width may exceed the size of the tokenizer's vocabulary. Afterwards the model still has the recording attention
+    function, so the caller must set another.
+
+    Raises ModelError if the engine cannot compute the model exactly.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -67,7 +71,10 @@ def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention that returns zeros; return KV shapes and the last token's logits in float32."""
+    """Run the tokens with attention that returns zeros.
+
+    Returns the KV shape of each layer, and the last token's logits in float32.
+    """
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(
@@ -80,7 +87,7 @@ def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Set the attention function of `model`. Raises ModelError if the model does not use transformers' interface."""
+    """Set the attention function of `model`. Raises ModelError if the model lacks transformers' attention interface."""
     model.set_attn_implementation(implementation)
     if model.config._attn_implementation != implementation:
         raise ModelError(f"{type(model).__name__} does not use transformers' attention interface: it cannot be served")
@@ -97,7 +104,10 @@ def recording_attention(
     sliding_window: int | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the layer's KV shape in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv]."""
+    """Record the layer's KV shape in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv].
+
+    Raises ModelError if the mask or a keyword is one that the engine does not support.
+    """
     layer: Any = module.layer_idx
     name = f"{type(module).__name__} of layer {layer}"
     if paged_context is None:
@@ -138,12 +148,12 @@ def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
 def describing_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a tensor that has the shape of a transformers mask, and the mask's `window_of` in every entry."""
+    """Return a tensor with the shape of a mask, in which every entry is the result of `window_of` for this mask."""
     return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
 
 
 def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) -> int:
-    """Return the sliding window of a causal mask, FULL if it has none, or UNKNOWN for any other mask."""
+    """Return the sliding window of a causal mask in tokens, FULL without a window, or UNKNOWN for any other mask."""
     firsts: dict[int, int] = {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for position in TRIED_POSITIONS:

@@ -1,4 +1,4 @@
-"""Search for a model's files by its name: demo, a Hugging Face directory, a .gguf file, or a hub id (downloaded)."""
+"""Search for a model's files. A model is `demo`, a Hugging Face directory, a .gguf file or a hub id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ HUB_IGNORED = ("*/*", "consolidated*")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model on disk: `spec` as the user typed it, its default `name` in the API, its directory or .gguf file `path`."""
+    """Model on disk.
+
+    `spec` is the model as the user named it. `name` is its default name in the API. `path` is its directory or .gguf
+    file.
+    """
 
     spec: str
     name: str
@@ -29,7 +33,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Return the model `spec`, after fetching it if it is `demo` or a hub id. Raises ModelError if it is not found."""
+    """Find the model `spec` on disk; download `demo` and hub ids first. Raises ModelError if it is not found."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 
@@ -51,7 +55,10 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return the path of a hub repository's config.json, downloading this file if necessary. Raises ModelError."""
+    """Return the path of a hub repository's config.json, after downloading it unless it is cached.
+
+    Raises ModelError if the hub has no such repository or cannot be reached.
+    """
     from huggingface_hub import hf_hub_download
 
     progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
@@ -60,7 +67,7 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 
 def _download(repo_id: str, progress: Progress) -> Path:
-    """Return the local snapshot of a hub repository, downloading what is new if the hub can be reached."""
+    """Download a hub repository and return its local directory. Without a connection, return the cached copy."""
     from huggingface_hub import snapshot_download
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
@@ -75,7 +82,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to a ModelError that says what to do."""
+    """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

@@ -1,6 +1,6 @@
-"""Checks, from a model's config alone, that its architecture can be served.
+"""Checks of whether a model's architecture can be served, from its config alone.
 
-probe.py makes the checks that need the model itself: masks, and keywords passed to attention.
+probe.py makes the checks that need the model itself: of masks, and of keywords that are passed to attention.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TESTED = (
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Reasons why the inputs of transformers' attention interface do not suffice to compute some models.
+#: Models that transformers' attention interface does not pass all inputs of attention for, and the reason.
 _OWN_ATTENTION = {
     "FalconForCausalLM": "its positions may be ALiBi biases",
     "MptForCausalLM": "its positions are ALiBi biases",
 }
-#: Classes by model type that pass _check_class (DECODERS), or fail it because of recurrent state (_RECURRENT). They
-#: make it possible to check most models without importing transformers.
+#: Classes by model type: DECODERS pass _check_class, _RECURRENT fail it because of recurrent state. With these tables
+#: most models can be checked without importing transformers.
 DECODERS = {
     "bloom": "BloomForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -70,20 +70,20 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """Return the model class that config.json names, or "" if it names none; check_supported refuses such a config."""
+    """Return the name of the model class in config.json, or "" if it names none, which check_supported refuses."""
     return str(config.architectures[0]) if config.architectures else ""
 
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:
-    """Raise ModelError, with the reason and what is supported, unless the model `spec` can be served exactly."""
+    """Raise ModelError if the model `spec` cannot be served exactly. The message says why, and what is supported."""
     if reason := _refusal_of_class(config):
         raise ModelError(f"model {spec}: {reason}")
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return why serve would refuse a model with this content of config.json; None if the config gives no reason.
+    """Return the reason why serve would refuse the model with this content of config.json, or None to accept it.
 
-    Raises ModelError for a config that transformers rejects.
+    The model itself may still be refused by probe.py. Raises ModelError for a config that transformers rejects.
     """
     decided, reason = refusal_of_file(content)
     if decided:
@@ -100,7 +100,8 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Check the content of a config.json without importing transformers.
 
-    Returns whether this check is conclusive, and the reason for a refusal; None if the check finds none.
+    Returns a flag and a reason. The flag is True if this check is conclusive. The reason is that of a refusal; None
+    means that this check found none.
     """
     read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})

@@ -1,7 +1,7 @@
-"""Wrapper that runs any decoder that uses transformers' attention interface over the paged KV cache.
+"""Wrapper that runs any decoder with transformers' attention interface over the paged KV cache.
 
-transformers' code runs on a packed batch [1, T]; only attention is replaced. The model call passes the keyword
-`paged_context` on to attention, so there is no global state, and one process can run several engines.
+transformers' own code runs on a packed batch [1, T], but with this module's attention function. The forward pass hands
+the keyword `paged_context` on to that function, so there is no global state and one process can run several engines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ IMPLEMENTATION = "llmsched_paged"
 
 
 class TransformersModel:
-    """Wrapper of a model in evaluation mode on its device, which replaces the model's attention. See `PagedModel`.
+    """Wrapper of a transformers model; see `PagedModel`. It replaces the model's attention function.
 
-    Raises ModelError if the model cannot be computed exactly in this way (see `probe`).
+    The model must be in evaluation mode and on its device. Raises ModelError if the engine cannot compute it exactly
+    (see `probe`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,10 +63,11 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention over the paged cache. The signature is that of transformers' attention functions.
+    """Compute attention over the paged cache, with the signature of transformers' attention functions.
 
-    Takes query [1, heads, T, D], key [1, kv_heads, T, D] (both after rotary embedding), value [1, kv_heads, T, Dv] and
-    attention sinks `s_aux` [heads]; returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword.
+    `query` is [1, heads, T, D], `key` [1, kv_heads, T, D], both after rotary embedding; `value` is [1, kv_heads, T,
+    Dv], and the attention sinks `s_aux` are [heads]. Returns [1, T, heads, Dv]. Raises ModelError for a mask or an
+    unknown keyword.
     """
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
@@ -85,7 +87,7 @@ def attention_forward(
 
 
 def packed(states: torch.Tensor) -> torch.Tensor:
-    """Return states [1, heads, T, D] as contiguous [T, heads, D]; for most models this needs no copy."""
+    """Return states [1, heads, T, D] as a contiguous tensor [T, heads, D], without a copy for most models."""
     return states[0].transpose(0, 1).contiguous()
 
 
@@ -93,5 +95,5 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 def paged_model(model: PreTrainedModel) -> PagedModel:
-    """Return a wrapper of `model` in evaluation mode. Raises ModelError if the engine cannot compute it exactly."""
+    """Wrap `model`, which must be in evaluation mode. Raises ModelError if the engine cannot compute it exactly."""
     return BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)
