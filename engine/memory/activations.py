@@ -1,16 +1,17 @@
-"""Peak memory of one step besides weights and KV, as a function of its tokens, sequences and context.
+"""Peak memory of a step besides weights and KV, as a function of its numbers of tokens, sequences and context tokens.
 
-A step runs MLPs, attention and the sampler one after the other, so the peak is the largest of
+A step runs MLPs, attention and the sampler one after the other, so the peak in bytes is the largest of
 
     MLP        tokens x (4 x hidden + 3 x inner + 2 x head_dim) x dtype
                (residual, its normalised copy, two vectors of attention; gate, up and their product; rotary tables)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
-               + context x one layer's keys and values of one sequence, gathered
+               + context x bytes per token of the keys and values that one layer gathers for one sequence
     sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 32 MiB)
 
-A CPU without bfloat16 instructions computes 16-bit products in fp32 first, so the MLP needs tokens x inner x 2 bytes
-more. The attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with
-what torch allocates. No memory is counted for CUDA graphs, because none are captured.
+`dtype` is the size of one number in bytes. A CPU without bfloat16 instructions computes products of 16-bit numbers in
+fp32 and then rounds them, so the MLP needs tokens x inner x 2 bytes more. The attention term applies only to CPUs,
+because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates. The formula
+has no term for CUDA graphs, because the engine does not capture CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def activation_bytes(
 ) -> int:
     """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens.
 
-    `float32_products` says that the device computes 16-bit products in fp32 first.
+    `dtype_bytes` is the size of one number in weights and activations. `float32_products` is True if the device
+    computes products of 16-bit numbers in fp32.
     """
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     mlp = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
@@ -62,7 +64,7 @@ def activation_bytes(
 
 
 def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtype_bytes: int, context: int) -> int:
-    """Return the bytes of one layer's attention on a CPU, while it gathers the context of one sequence."""
+    """Return the peak bytes of one layer's attention on a CPU, which gathers the context of one sequence at a time."""
     keys, values = group.kv_widths
     queries = 2 * shape.hidden_size + 3 * shape.query_size + keys + values + 2 * group.head_dim_k
     visible = context if group.window is None else min(context, group.window + num_tokens)

@@ -1,6 +1,6 @@
 """Changes to settings or hardware that would make a memory demand fit, and plans for several step sizes.
 
-Each change comes with its memory plan, made in the same way as the plan by which serve allocates.
+The memory plan of each change is computed in the same way as the plan by which serve allocates memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Demand for `users` requests at the same time, each of up to `context` tokens (0: of max_model_len tokens)."""
+    """Demand for memory for `users` requests that run at the same time.
+
+    Each request has up to `context` tokens (prompt and output); 0 means max_model_len tokens.
+    """
 
     users: int = 1
     context: int = 0
@@ -36,19 +39,19 @@ class MemoryDemand:
         return self.context or plan.max_model_len
 
     def num_fitting(self, plan: MemoryPlan) -> int:
-        """Return how many such requests fit at the same time."""
+        """Return how many requests of the demanded length fit at the same time; 0 if the plan does not fit."""
         return plan.num_seqs_at(self.length(plan)) if plan.fits else 0
 
     def met_by(self, plan: MemoryPlan) -> bool:
         return self.num_fitting(plan) >= self.users
 
     def num_replicas(self, plan: MemoryPlan) -> int | None:
-        """Return how many devices with this plan meet the demand together; None if no request fits."""
+        """Return how many devices with this plan meet the demand together, or None if none of its requests fits."""
         fitting = self.num_fitting(plan)
         return -(-self.users // fitting) if fitting else None
 
     def shortfall(self, plan: MemoryPlan) -> str | None:
-        """Return why the plan does not meet the demand, with the figures; None if it does."""
+        """Return why the plan does not meet the demand, with figures, or None if the plan meets the demand."""
         if plan.problem is not None:
             return plan.problem.text(setting)
         if self.met_by(plan):
@@ -65,10 +68,11 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change that makes a demand fit: what to do, what it costs, and the resulting plan.
+    """Change that makes a demand fit.
 
-    `settings` are the changed fields of EngineConfig, or `gpu` for other hardware. `servable` is False if this engine
-    can plan the changed settings but cannot serve with them.
+    `what` says what to do, `cost` says what the change costs, and `plan` is the resulting plan. `settings` are the
+    changed fields of EngineConfig, or `gpu` for other hardware. `servable` is False if this engine can plan the changed
+    settings but cannot serve with them.
     """
 
     what: str
@@ -87,9 +91,10 @@ def changes(
 ) -> list[Change]:
     """Return the changes that would make `demand` fit, the cheapest first.
 
-    The order: settings that cost only memory margin or prefill speed; narrower dtypes; all of these together if none
-    suffices alone; a context of at least half the length; the smallest sufficient GPU of `gpus`; several devices; and
-    changes that reduce the demand further: fewer users, or a context of less than half the length.
+    Settings that cost only memory margin or prefill speed come first, then narrower dtypes. If no change of these two
+    kinds suffices alone, they are combined. Next come a context of at least half the length, the smallest GPU of `gpus`
+    that suffices, and several devices. Changes that reduce the demand further come last: fewer users at the same time,
+    and a context of less than half the length. `gpus` has the name and the memory of each GPU.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
@@ -108,7 +113,7 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration that meet a demand. Each method returns only changes that meet it."""
+    """Search for changes to one configuration that meet a demand. Its methods return only changes that meet the demand."""
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
@@ -125,7 +130,7 @@ class _Search:
         self.is_wide = DTYPE_BYTES[planner.dtype(config, device)] > 2
 
     def more_memory(self) -> list[Change]:
-        """Return the change that raises KV memory to what the demand needs."""
+        """Return the change that gives KV as much memory as the demand needs."""
         plan, device = self.plan, self.device
         blocks = self.demand.users * plan.blocks_for(1 if self.any_length else self.demand.length(plan))
         need = blocks * plan.block_bytes
@@ -162,7 +167,10 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Return the smallest combination of the changes above that suffices, adding one change at a time."""
+        """Combine more memory, smaller steps and narrower dtypes until they suffice, and return the combination.
+
+        Settings are added in this order, one at a time.
+        """
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -178,7 +186,7 @@ class _Search:
         return self._try("set", cost, servable=False, **settings, kv_cache_dtype="fp8")
 
     def shorter_context(self) -> list[Change]:
-        """Return the change of max_model_len to the longest context that all users can have."""
+        """Return the change of max_model_len to the longest context that all users can have at the same time."""
         wanted = self.demand.length(self.plan)
         if self.any_length:
             return []
@@ -190,7 +198,10 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Return the change to the smallest sufficient GPU."""
+        """Return the change to the GPU with the least memory that suffices.
+
+        If the present device is a GPU, only GPUs with more memory are tried.
+        """
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -201,7 +212,10 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Return the change to these settings, if it suffices; `verb` ("raise", "set") begins its description."""
+        """Return the change to `settings`, or an empty list if it does not suffice.
+
+        `verb`, such as "raise" or "set", begins the description of the change.
+        """
         plan = self.planner.plan(replace(self.config, **settings), self.device)
         if not self.demand.met_by(plan):
             return []
@@ -220,8 +234,8 @@ def longest_context(
 ) -> int | None:
     """Return the largest max_model_len at which `users` sequences of that length fit at the same time, or None.
 
-    The result is at most the model's limit, and less than `below` if that is given. Bisection finds it, because a
-    longer context never leaves room for more sequences.
+    The result is at most the model's limit and, if `below` is given, less than `below`. The search is a bisection,
+    because a longer context never leaves room for more sequences.
     """
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
@@ -238,7 +252,7 @@ def longest_context(
 
 
 def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> list[MemoryPlan]:
-    """Return one plan for each max_num_batched_tokens in STEP_SIZES, and one for its present value."""
+    """Return one plan for each max_num_batched_tokens in STEP_SIZES, and one for the value that `config` gives."""
     present = planner.plan(config, device).max_num_batched_tokens
     sizes = sorted({present, *STEP_SIZES})
     return [planner.plan(replace(config, max_num_batched_tokens=size), device) for size in sizes]
@@ -247,9 +261,10 @@ def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory
 def config_for_demand(
     config: EngineConfig, given: Mapping[str, Any], users: int | None, context: int | None
 ) -> EngineConfig:
-    """Return `config` with max_num_seqs and max_model_len set for the demand, except for settings in `given`.
+    """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`; None sets nothing.
 
-    `given` are the settings that the user chose. Raises ConfigError if one of them contradicts the demand.
+    A setting that the user has chosen is not changed; `given` contains these settings. Raises ConfigError if a setting
+    that the user has chosen is too small for the demand.
     """
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:

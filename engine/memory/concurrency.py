@@ -1,9 +1,9 @@
 """Concurrency of requests with mixed lengths: how many fit in a pool of blocks, and the probability of preemption.
 
-The model: running sequences are independent, and each is at a random step of its run. A request with p prompt tokens
-and o output tokens holds p, p + 1, ... p + o - 1 tokens in its o steps, so its probability of being among the running
-requests is proportional to o. Prefill is one step, and no prefix is shared. The number of blocks that n sequences hold
-is then a sum of n independent draws, and convolution computes its distribution exactly.
+The model assumes that running sequences are independent, and that each is at a random step of its run. A request with p
+prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. A running sequence
+is therefore this request with a probability proportional to o. Prefill is one step, and no prefix is shared. The number
+of blocks that n sequences hold is then a sum of n independent draws, and convolution computes its distribution exactly.
 
 If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, and that
 every request is equally likely to be running. This tends to underestimate how many sequences fit.
@@ -33,7 +33,11 @@ _MAX_UNITS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths of requests in tokens. If only totals are known, `prompts` holds these and `outputs` is None."""
+    """Lengths of n requests in tokens, int64 [n].
+
+    `prompts` are the lengths of the prompts and `outputs` those of the outputs. If only total lengths are known,
+    `prompts` has the totals and `outputs` is missing (None). `source` is the description that reports show.
+    """
 
     source: str
     prompts: Counts
@@ -49,15 +53,15 @@ class LengthDistribution:
 
     @property
     def variation(self) -> float:
-        """Standard deviation / mean."""
+        """Coefficient of variation of the total lengths: their standard deviation divided by their mean."""
         return float(self.totals.std() / self.totals.mean())
 
     def percentile(self, percent: float) -> int:
-        """Return the smallest length that at least `percent` % of requests fit in."""
+        """Return the smallest total length in tokens that at least `percent` % of the requests do not exceed."""
         return int(np.quantile(self.totals, percent / 100, method="inverted_cdf"))
 
     def within(self, limit: int) -> LengthDistribution | None:
-        """Return the lengths of requests of at most `limit` tokens; None if there are none."""
+        """Return the distribution without requests of more than `limit` tokens, or None if no request remains."""
         kept = self.totals <= limit
         if not kept.any():
             return None
@@ -65,7 +69,7 @@ class LengthDistribution:
 
 
 def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
-    """Return total lengths of a log-normal distribution, as 4096 equally probable values.
+    """Return total lengths in tokens with a log-normal distribution, as 4096 equally probable values.
 
     `variation` is the coefficient of variation: standard deviation / mean.
     """
@@ -102,7 +106,7 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """Return the largest number of sequences, up to `limit`, with at most this `probability` of preemption."""
+        """Return the largest number of sequences, up to `limit`, with a preemption probability within `probability`."""
         total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
@@ -132,13 +136,16 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
 
 
 def _sum(one: Masses, other: Masses) -> Masses:
-    """Return the distribution of the sum of two independent counts, cut off at the same size (exact below the cut)."""
+    """Return the distribution of the sum of two independent counts, without sums that exceed the size of `one`."""
     size = 1 << (2 * len(one) - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
     return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability above the cut-off; values up to 1e-12 are rounding errors of the FFT and count as 0."""
+    """Return the probability that `masses` lacks, because counts above the pool's size were cut off.
+
+    Values up to 1e-12 are rounding errors of the FFT and count as 0.
+    """
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

@@ -1,4 +1,4 @@
-"""Memory plan of an engine: bytes of each part, KV blocks, sequences that fit; and comparison with measured memory."""
+"""Memory plan of an engine, and the comparison of planned with measured memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from llmsched.engine.kv.layout import KVLayout
 
 
 class MemoryParts(NamedTuple):
-    """Bytes reserved for each part of an engine's memory while it serves, whether in use or not."""
+    """Bytes reserved for each part of an engine's memory while the engine serves, used or not.
+
+    `other` is the CUDA context and the recurrent state.
+    """
 
     weights: int
     activations: int
@@ -23,7 +26,7 @@ class MemoryParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Measured bytes of each part of an engine's memory; None if the device does not report them."""
+    """Measured bytes of each part of an engine's memory. None means that the device does not report the part."""
 
     weights: int
     kv: int
@@ -35,10 +38,12 @@ class MeasuredMemory:
 class MemoryPlan:
     """Plan of a device's memory, in bytes.
 
-    `problem` is the reason why the model does not fit; None if it fits. `measured` is set once an engine has started.
-    kv_bytes_per_token counts full-attention layers, kv_bytes_per_token_window layers that attend to the last `window`
-    tokens. A block holds block_size tokens in all layers of one group of `layout`. `state_bytes` is the recurrent state
-    of max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
+    `budget_bytes` is the memory that all parts may take together, and `available_kv_bytes` the part left for KV. A
+    block holds block_size tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts the full-attention
+    layers, and `kv_bytes_per_token_window` counts the layers that attend only to the last `window` tokens.
+    `state_bytes` is the recurrent state of max_num_seqs_limit sequences. `headroom` is the share of blocks that
+    admission leaves free. `problem` says why the model does not fit; None means that it fits. `measured` is set once an
+    engine has started.
     """
 
     device: DeviceMemory
@@ -95,7 +100,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> MemoryParts:
-        """Bytes of each part: measured bytes of weights once the engine has started, planned bytes otherwise."""
+        """Bytes of each part. Once the engine has started, the weights are measured; all other bytes are planned."""
         weights = self.measured.weights if self.measured else self.weights_bytes
         other = self.context_bytes + self.state_bytes
         return MemoryParts(weights, self.activation_bytes, other, self.kv_bytes)
@@ -107,12 +112,15 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens whose KV fits in all layers; with sliding windows, long sequences can have more tokens."""
+        """Number of tokens for which the KV blocks have room if all layers keep all tokens.
+
+        With sliding windows, long sequences can have more tokens.
+        """
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
     def longest(self) -> int:
-        """Length in tokens of the longest sequence that fits."""
+        """Length in tokens of the longest sequence that the KV blocks can hold."""
         return self.layout.longest(self.num_blocks)
 
     @property
@@ -128,7 +136,7 @@ class MemoryPlan:
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
         """Return `config` with `dtype`, `kv_dtype` and the values that this plan chose filled in.
 
-        Raises `problem` if it is set.
+        Raises the plan's `problem` if the plan does not fit.
         """
         if self.problem is not None:
             raise self.problem
@@ -138,11 +146,14 @@ class MemoryPlan:
         return ResolvedConfig(**knobs)
 
     def blocks_for(self, length: int) -> int:
-        """Return how many blocks a sequence of `length` tokens (prompt and output) needs at its end."""
+        """Return how many blocks a sequence of `length` tokens (prompt and output) holds when it ends."""
         return self.layout.num_blocks(max(1, length - 1))
 
     def num_seqs_at(self, length: int) -> int:
-        """Return how many sequences of `length` tokens fit at the same time, with KV and recurrent state."""
+        """Return how many sequences of `length` tokens (prompt and output) fit at the same time.
+
+        Each sequence needs KV blocks and, in models with recurrent layers, a recurrent state.
+        """
         fitting = self.num_blocks // self.blocks_for(length)
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
@@ -158,7 +169,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Planned (`predicted`) and measured (`actual`) bytes of one part of an engine's memory."""
+    """Planned (`predicted`) and measured (`actual`) bytes of one part of an engine's memory.
+
+    `actual` is missing (None) if the device does not report it.
+    """
 
     part: str
     predicted: int
@@ -166,12 +180,12 @@ class Reconciled:
 
     @property
     def ratio(self) -> float | None:
-        """Actual / predicted bytes; None if either is missing."""
+        """Measured bytes divided by planned bytes, or None if no bytes are measured or planned."""
         return None if self.actual is None or not self.predicted else self.actual / self.predicted
 
     @property
     def exceeds(self) -> bool:
-        """Whether the part takes over 2 % more than planned; less is rounding."""
+        """True if the part takes over 2 % more than planned. A smaller excess counts as rounding."""
         return self.ratio is not None and self.ratio > 1.02
 
 
@@ -188,7 +202,10 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """Return actual / predicted bytes of each measured part, by its key in a profile; empty if nothing is measured."""
+    """Return measured / planned bytes of each part, by the name that a profile uses, such as "kv_ratio".
+
+    Returns an empty dict before an engine has started.
+    """
     if plan.measured is None:
         return {}
     names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}

@@ -1,4 +1,4 @@
-"""Errors for a memory plan that does not fit, with its figures and changes that would make it fit."""
+"""Errors for a memory plan that does not fit. The messages have figures and changes that would make the plan fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ADVISED_UTILISATION = 0.95
 
 
 def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """Return the error for a plan that leaves no block for KV."""
+    """Return the error for a plan in which the other parts leave too little memory for the first KV block."""
     blocks = plan.blocks_for(config.max_model_len or 1)
     need = plan.fixed_bytes + blocks * plan.block_bytes
     figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
@@ -86,7 +86,10 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """Return as remedies a 16-bit dtype, if it makes `need` bytes fit, and a smaller model."""
+    """Return the remedies that shrink the model: a 16-bit dtype, if the model would then fit, and a smaller model.
+
+    `need` is the memory in bytes that the model needs now.
+    """
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

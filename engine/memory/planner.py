@@ -1,4 +1,4 @@
-"""Memory model: what a device must hold besides KV, and how many KV blocks the rest of its memory can hold.
+"""Memory model: the bytes that a device holds besides KV, and the number of KV blocks that fit in the rest.
 
     GPU   budget    = min(total x gpu_memory_utilization, total - what other programs hold)
           KV        = budget - weights - activations - context - recurrent state
@@ -6,8 +6,8 @@
     both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
 
 A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is not computed.
-If layers are cached in groups (engine/kv/layout.py), it needs that many in each full-attention group, and at most
-ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. No block is reserved.
+If layers are cached in groups (engine/kv/layout.py), the sequence needs this number of blocks in each full-attention
+group, and at most ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. Every block is usable.
 
 kv-budget prints this plan, and serve allocates by it.
 """
@@ -62,13 +62,14 @@ def plan_memory(
     dtype_bytes: int,
     kv_dtype_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Return the memory plan, with its `problem` if it does not fit.
+    """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
-    `dtype_bytes` is the size of one number in weights and activations, `kv_dtype_bytes` in KV (default: the same). The
-    number of blocks is num_gpu_blocks_override, or else follows from kv_cache_memory_bytes, or else from what the
-    budget leaves. If max_model_len is not set, it is the model's limit, or less if less fits.
+    `dtype_bytes` is the size of one number in weights and activations, and `kv_dtype_bytes` the size of one number in
+    KV (default: the same). The number of blocks is num_gpu_blocks_override if that is set. Otherwise the blocks fill
+    kv_cache_memory_bytes if that is set, or else the memory that the budget leaves. If max_model_len is not set, the
+    plan uses the model's limit, or the longest sequence that fits if that is shorter.
 
-    Raises ConfigError for a max_model_len above the model's limit, ModelError for a model without attention.
+    Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without attention.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -90,7 +91,7 @@ def plan_memory(
 def _plan_for_context(
     shape: ModelShape, config: EngineConfig, device: DeviceMemory, dtype_bytes: int, kv_dtype_bytes: int, context: int
 ) -> MemoryPlan:
-    """Return the plan whose activations are those of sequences of at most `context` tokens."""
+    """Return the plan with activations for sequences of at most `context` tokens."""
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
@@ -132,7 +133,7 @@ def _plan_for_context(
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if too few fit.
+    """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
 
     If the user did not set max_model_len, it is lowered to the length that fits.
     """
@@ -169,10 +170,10 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanner:
-    """Planner of one model's memory, for any settings and devices, from the `content` of its config.json.
+    """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
 
-    The size of the weights is `given`, or read from the files in `directory`, or counted from the config. `cache` keeps
-    results that take long to compute, for later planners of the same content.
+    The size of the weights is `given`. If it is not given, it is read from the weight files in `directory`, or else
+    counted from the config. `cache` stores results that take long to compute, for later planners of the same content.
     """
 
     content: Mapping[str, Any]
@@ -183,7 +184,7 @@ class ModelPlanner:
 
     @property
     def digest(self) -> str:
-        """Hash of the content of config.json: equal for models of the same shape."""
+        """Hash of `content` as 16 hex digits. Models with equal config.json files have equal digests."""
         text = json.dumps(self.content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -203,7 +204,7 @@ class ModelPlanner:
         return plan.resolve(config, self.dtype(config, device), self.kv_dtype(config, device)), plan
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
-        """Return the model's shape in the dtype of these settings. Raises ModelError if its config lacks a size."""
+        """Return the model's shape in the dtype of these settings. Raises ModelError if config.json lacks a size."""
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             self._shapes[dtype_bytes] = model_shape(
@@ -212,11 +213,11 @@ class ModelPlanner:
         return self._shapes[dtype_bytes]
 
     def dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
-        """Return the dtype of weights and activations."""
+        """Return the name of the dtype of weights and activations, such as "bfloat16"."""
         return planned_dtype(config, computes_bf16=device.computes_bf16)
 
     def kv_dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
-        """Return the dtype of KV."""
+        """Return the name of the dtype of KV, such as "bfloat16"."""
         dtype = self.dtype(config, device)
         return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
 
@@ -236,10 +237,11 @@ def open_planner(
 ) -> ModelPlanner:
     """Return the planner of the model `spec`: a directory, a config.json, a .gguf file, demo, or a hub id.
 
-    For a hub id only config.json is fetched. `weights` overrides the size of the weights. With `quantization`, one of
-    QUANTIZATIONS, the plan is for a checkpoint of the same model in that format, and weight files are ignored.
+    For a hub id only config.json is fetched. `weights` overrides the size of the weights. If `quantization`, one of
+    QUANTIZATIONS, is given, the plan is for a checkpoint of the same model in that format, and weight files are
+    ignored.
 
-    Raises ModelError for a model that cannot be read, ConfigError if the quantization is unknown or does not apply.
+    Raises ModelError for a model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
     """
     content, directory = _read_model(spec, progress)
     if quantization is not None:
@@ -248,7 +250,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
-    """Return the content of config.json, and the directory in which weight files may be."""
+    """Return the content of config.json, and the directory in which weight files may be (None: no such directory)."""
     path = Path(os.path.expanduser(spec))
     if path.suffix == ".json" or path.is_dir():
         return read_config_file(path), path if path.is_dir() else None
