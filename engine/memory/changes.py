@@ -113,7 +113,7 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration that meet a demand. Its methods return only changes that meet the demand."""
+    """Search for changes to one configuration that meet a demand. Its methods return only changes that meet it."""
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
