@@ -1,4 +1,4 @@
-"""Interface between scheduler and executor: an executor computes a StepPlan and returns a StepResult."""
+"""Interface between the scheduler, which makes StepPlans, and an executor, which turns each into a StepResult."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from llmsched.engine.request import Sequence, TokenLogprob
 
 
 class ScheduledRow(NamedTuple):
-    """Part of a sequence that a step computes: `sequence.token_ids[start : start + num_tokens]`.
+    """Part of a sequence that a step computes: the tokens `sequence.token_ids[start : start + num_tokens]`.
 
-    Their KV goes to the same positions of `block_table` (int32 block ids [groups, width]), which already covers them:
-    position p of layer group g is in block_table[g, p // block_size]. The KV of all earlier positions that the group
-    sees has been computed; block ids before a sliding window are meaningless. If `sample` is set, the row reaches the
-    end of the sequence, and the logits of its last position yield a new token.
+    `block_table` (int32 block ids [groups, width]) says where KV is stored: the KV of position p in layer group g is in
+    block block_table[g, p // block_size]. The table already has blocks for the new tokens. The KV of all earlier
+    positions that a group attends to has been computed. Ids of blocks before a sliding window have no meaning.
+
+    If `sample` is True, the row ends at the end of the sequence, and a new token is sampled from the logits of its last
+    position.
     """
 
     sequence: Sequence
@@ -30,13 +32,13 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One packed forward pass of prefill chunks and decodes, with at most one row per sequence.
+    """Plan of one packed forward pass of prefill chunks and decodes, with at most one row per sequence.
 
-    `finished` names the sequences that ended since the last plan, so that the executor can drop their state.
+    `finished` has the request ids of the sequences that ended since the last plan; the executor drops their state.
 
-    Before the pass, the executor copies KV blocks: `swap_out` (block, host block), then `copies` (source, destination),
-    then `swap_in` (host block, block). The order within each list does not matter: each block is written once, and no
-    block is read after it was written.
+    Before the pass, the executor copies KV blocks: first `swap_out` (block, host block), then `copies` (source,
+    destination), then `swap_in` (host block, block). Within each of these lists the order does not matter: each block
+    is written at most once, and no block is read after it was written.
     """
 
     rows: ListLike[ScheduledRow]
@@ -52,10 +54,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowResult:
-    """Result of a row. `token_id` is None for a row that did not sample.
+    """Result of one row. `token_id` is None if the row did not sample.
 
-    `prompt_logprobs`, if the sequence asked for them, has an entry for each prompt token that the computed positions
-    predict: tokens start + 1 .. start + num_tokens, up to the end of the prompt. `error` ends only this sequence.
+    `prompt_logprobs` is empty unless the sequence asked for them. Otherwise it has one entry for each prompt token that
+    the row predicts, which are the tokens start + 1 to start + num_tokens as far as they belong to the prompt. If
+    `error` is set, this sequence ends with an error and the others continue.
     """
 
     token_id: int | None = None
@@ -66,10 +69,10 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """Results of a step: one RowResult per row of the plan, in the same order, and times in seconds.
+    """Result of a step. `rows` has one RowResult per row of the plan, in the same order.
 
-    `elapsed` is the step's time (virtual time for a simulated executor). It includes `swap_elapsed`, the time of the
-    copies from and to host memory.
+    `elapsed` is the time of the step in seconds; for a simulated executor it is virtual time. It includes
+    `swap_elapsed`, the seconds of the copies to and from host memory.
     """
 
     rows: list[RowResult]
@@ -78,8 +81,11 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Object that computes steps. It knows tokens, blocks and sampling, but no priorities, queues, text or sockets."""
+    """Interface of an object that computes steps.
+
+    An executor knows tokens, blocks and sampling parameters, but no priorities, queues, text or sockets.
+    """
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step. An exception stops the engine; a failure of one row is that row's `error`."""
+        """Compute one step. An exception stops the engine; an error of a single row is reported in its RowResult."""
         ...

@@ -1,4 +1,4 @@
-"""Packing of a step's rows into flat arrays, without padding and without a Python loop over tokens."""
+"""Conversion of a step's rows to flat arrays, without padding and without a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """T tokens of B rows, one row after the other.
+    """Batch of T tokens in B rows, one row after the other, for a model with G groups of layers.
 
-    input_ids, positions [T]; slot_mapping [G, T] and block_tables [G, B, max_blocks] (0 beyond a row's context) for
-    each of G groups of layers; cu_seqlens_q [B + 1]; context_lens [B], including the new tokens. `logit_rows` are the
-    indices of the tokens whose logits are needed: first the last token of each row in `sampling_rows` (the rows that
-    sample), then for each row i the `prompt_counts[i]` tokens that predict prompt tokens.
+    The shapes are input_ids [T], positions [T], slot_mapping [G, T], block_tables [G, B, max_blocks], cu_seqlens_q [B +
+    1] and context_lens [B]. A block table has zeros after the blocks of the row's context. A context includes the new
+    tokens.
+
+    `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows that
+    sample; `sampling_rows` are the indices of these rows. Then come, for each row i, the `prompt_counts[i]` tokens that
+    predict prompt tokens.
     """
 
     input_ids: Int64
@@ -38,7 +41,7 @@ class PackedBatch:
 
 
 def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
-    """Pack one or more rows."""
+    """Pack the rows, at least one, into a batch."""
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -78,10 +81,11 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Yield parts of a step that each need at most max_predictions logits for prompt tokens; usually one part.
+    """Split a step into parts that each need the logits of at most max_predictions predictions of prompt tokens.
 
-    A part is a list of (index into `rows`, row or piece of that row). The pieces of a row come in order, and only the
-    last piece samples, so computing the parts in order gives the same results as computing the step.
+    Yields each part as a list of (index in `rows`, row or piece of that row). The pieces of a row come in order, and
+    only the last piece samples. So computing the parts in order gives the same results as computing the whole step.
+    Most steps have one part.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions

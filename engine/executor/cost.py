@@ -1,4 +1,4 @@
-"""Models of the time of a step, and the quantities on which it depends. For GPUs without measurements: roofline.py."""
+"""Models of the time of a step, and StepShape, on which this time depends. Roofline models are in roofline.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from llmsched.engine.executor.base import StepPlan
 
-#: Number of later steps after which a step counts half in the fit of StepTimeModel.
+#: Number of steps after which a step's weight in the fit of StepTimeModel has halved.
 HALF_LIFE = 200
 #: Number of steps before the fit of StepTimeModel is trusted.
 MIN_STEPS = 16
@@ -18,10 +18,12 @@ MIN_STEPS = 16
 class StepShape(NamedTuple):
     """Quantities on which the time of a step depends. Rows of one token count as decodes, all others as prefills.
 
-    `kv_tokens` are the tokens of KV that attention reads for all rows, `prefill_kv_tokens` those that it reads for
-    prefill rows. `prefill_pairs` are (query, key) pairs of prefill rows: n tokens after s of context make n s + n (n +
-    1) / 2. The `window_` fields count the same in sliding-window layers; without such layers they equal the other
-    fields. `sampled_rows` are the rows whose logits are computed.
+    `kv_tokens` is the number of tokens whose KV attention reads, summed over all rows; `prefill_kv_tokens` is the sum
+    over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
+    n tokens after s tokens of context.
+
+    The fields that begin with `window_` are the same numbers for sliding-window layers. For a model without such layers
+    they equal the other fields. `sampled_rows` is the number of rows that sample a token.
     """
 
     prefill_tokens: int
@@ -36,7 +38,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
-    """Return the shape of a step for a model with sliding-window layers of `window` tokens (None: no such layers)."""
+    """Return the shape of a step. `window` is the sliding window in tokens; None means a model without such layers."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
     for _, start, count, _, sample in plan.rows:
@@ -70,12 +72,15 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
 
 
 def _pairs(start: int, count: int) -> int:
-    """Return the number of (query, key) pairs of `count` tokens after `start` tokens of context, if causal."""
+    """Return the number of (query, key) pairs in causal attention of `count` tokens after `start` tokens of context."""
     return count * start + count * (count + 1) // 2
 
 
 class StepCost(Protocol):
-    """Model of the time of a step. `window` is how many tokens that sliding-window layers see; None without any."""
+    """Interface of a model of the time of a step.
+
+    `window` is the number of tokens that sliding-window layers attend to; None for a model without such layers.
+    """
 
     @property
     def window(self) -> int | None: ...
@@ -84,16 +89,16 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """Cost of a step, with coefficients fitted to steps measured on a device.
+    """Cost of a step, computed with coefficients that were fitted to measured steps.
 
         seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
                   + decode_kv x KV tokens that decodes read
                   + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
-                  + the last three again for sliding-window layers, if there are any
+                  + the last three terms for sliding-window layers, if the model has such layers
 
-    Coefficients are seconds per unit and at least 0. `knee` is the number of tokens for which the arithmetic of the
-    matrix products takes as long as reading the weights: with fewer tokens the time hardly falls, with more tokens it
-    grows in proportion.
+    Coefficients are in seconds per unit and at least 0. `knee` is a number of tokens. For a step of that many tokens,
+    the arithmetic of the matrix products takes as long as reading the weights. For fewer tokens the time hardly falls,
+    and for more tokens it grows in proportion.
     """
 
     knee: float
@@ -116,22 +121,24 @@ class FittedCost(NamedTuple):
         return total
 
 
-#: Linear coefficients of FittedCost, in the order of `terms`; those of sliding-window layers come last.
+#: Names of FittedCost's linear coefficients, in the order of `terms`. Those of sliding-window layers come last.
 LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the factor of each coefficient of LINEAR; unless `windowed`, without those of sliding-window layers."""
+    """Return the factors of the coefficients in LINEAR. Only if `windowed`, include those of sliding-window layers."""
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
     return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain
 
 
 class StepTimeModel:
-    """Model fitted while serving: seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens.
+    """Model of the time of a step that is fitted while the engine serves.
 
-    The fit is a least-squares fit in which older steps count less: a 4 x 4 system that is solved on demand. Terms with
-    negative coefficients are dropped.
+        seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
+
+    The coefficients come from a least-squares fit in which older steps count less. A coefficient that would be negative
+    is set to 0.
     """
 
     def __init__(self) -> None:
@@ -147,7 +154,7 @@ class StepTimeModel:
         return self.num_steps >= MIN_STEPS
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """Add one measured step to the fit."""
+        """Add one step that took `seconds` to the fit."""
         x = self._terms(shape)
         self._gram = self._gram * self._forget + np.outer(x, x)
         self._moment = self._moment * self._forget + x * seconds
@@ -155,11 +162,14 @@ class StepTimeModel:
         self.num_steps += 1
 
     def predict(self, shape: StepShape) -> float:
-        """Return the predicted seconds of a step of this shape."""
+        """Return the predicted time, in seconds, of a step of this shape."""
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens fit into `seconds` beside these decodes; 0 if the decodes fill them."""
+        """Return how many prefill tokens fit into a step of `seconds` that also decodes `decode_seqs` sequences.
+
+        `kv_tokens` is the number of KV tokens that these decodes read. Returns 0 if the decodes alone take that long.
+        """
         fit = self._fit()
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
         per_token = fit[1] / self._scale[1]
@@ -171,7 +181,10 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the coefficients of the non-negative fit: drop the most negative term until no term is negative."""
+        """Return the four scaled coefficients, all at least 0.
+
+        The fit is repeated without the term that has the most negative coefficient until no coefficient is negative.
+        """
         if self._coefficients is None:
             active = [0, 1, 2, 3]
             while True:

@@ -1,14 +1,17 @@
-"""Sampling filters and random draw for batches of rows: temperature, min_p, top_k, top_p, exponential race.
+"""Sampling filters (temperature, min_p, top_k, top_p) and the random draw, for batches of rows.
 
 All filters order tokens by logit, and equal logits (common in bfloat16) by ascending id. So the tokens that a row keeps
-depend only on the row's own logits, not on how a sort treated the batch.
+depend only on the row's own logits, not on the order in which a batched sort leaves equal values.
 
-The draw is an exponential race: given weights w and independent exponential times E, the token with the largest w / E
-wins, which happens with probability w / sum(w). This is the Gumbel-max trick, because log w - log E is log w plus
-Gumbel noise. The times do not depend on the logits. If a recomputation rounds the logits differently, another token
-wins only if the best two were closer than the rounding: about one draw in 1e6 if logits move by 1e-6. Inverting the
-cumulative distribution would be far worse: a token's share of [0, 1) moves with the sum before it, and in a flat
-distribution over a large vocabulary the shares are no wider than such moves.
+The draw is an exponential race. Each token has a weight w and an independent exponential time E, and the token with the
+largest w / E is drawn. This happens with probability w / sum(w). The race is the Gumbel-max trick, because log w - log
+E is log w plus Gumbel noise.
+
+The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation rounds the logits
+differently, another token is drawn only if the best two values of w / E were closer than the rounding. For logits that
+move by 1e-6 this is about one draw in 1e6. Inverting the cumulative distribution would change far more draws: each
+token's interval moves with the sum of all weights before it, and in a flat distribution over a large vocabulary the
+intervals are no wider than these moves.
 
 Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, also for races between sets of tokens by the sums
 of their weights.
@@ -25,19 +28,20 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.executor.rng import UInt64, hashed
 
-#: Number of best tokens that are sorted first for top_p, and factor by which it grows for rows that need more tokens to
-#: reach top_p. On a CPU, sorting a whole vocabulary takes longer than a forward pass of a small model.
+#: Number of best tokens that are sorted first for top_p, and the factor by which this number grows for rows that need
+#: more. On a CPU, sorting a whole vocabulary takes longer than a forward pass of a small model.
 CANDIDATES, CANDIDATES_GROWTH = 256, 16
-#: Tokens per chunk of the draw: first the chunks race by their sums, then the tokens of the winning chunk.
+#: Tokens per chunk of the draw (see `race`).
 CHUNK = 256
 
 Float64 = npt.NDArray[np.float64]
 
 
 class Filters(NamedTuple):
-    """Filter parameters of S rows, each [S]: temperature is above 0; top_k 0, top_p 1 and min_p 0 turn a filter off.
+    """Filter parameters of S rows, each an array [S].
 
-    keys [2, S] are the random keys of the draw, two words of 32 bits each.
+    Temperatures are above 0. The values top_k 0, top_p 1 and min_p 0 turn a filter off. `keys` [2, S] are the random
+    keys of the draw, two 32-bit words per row.
     """
 
     temperature: Float64
@@ -50,9 +54,10 @@ class Filters(NamedTuple):
 def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Draw a token id for each row of logits [S, V] (fp32); return the ids [S] as int64 on the same device.
 
-    After temperature, min_p keeps tokens with at least min_p times the best token's probability; of these, top_k keeps
-    the k best; of these, renormalised, top_p keeps the fewest best tokens that together reach top_p. At least one token
-    remains. A row whose best logit is not finite gets a meaningless id.
+    The filters apply one after the other. temperature divides the logits. min_p keeps tokens with at least min_p times
+    the best token's probability. top_k keeps the k best of these. top_p renormalises and keeps the fewest best tokens
+    whose probabilities sum to top_p or more. At least one token remains. A row whose best logit is not finite gets an
+    id without meaning.
     """
     numbers = to_device(np.vstack(filters), logits.device)
     temperature, top_k, top_p, min_p = numbers[:4]
@@ -78,9 +83,10 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: int) -> None:
-    """Apply top_k and top_p [S] in place to scores [S, V], whose rows have 0 as best score; dropped tokens get -inf.
+    """Apply top_k and top_p [S] in place to scores [S, V]: set the scores of dropped tokens to -inf.
 
-    `look` is the number of best tokens to sort, at least the largest top_k. The result does not depend on `look`.
+    The best score of each row must be 0. `look` is how many best tokens to sort first; it must be at least the largest
+    top_k. The result does not depend on `look`.
     """
     width = scores.shape[1]
     look = min(look, width)
@@ -103,7 +109,10 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
 
 
 def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
-    """Keep the `kept` [S] best tokens of each row; the worst kept token scores `last` [S, 1]. Lower ids win ties."""
+    """Keep the `kept` [S] best tokens of each row in place; lower ids win ties. Set the scores of all others to -inf.
+
+    `last` [S, 1] is the score of the worst token to keep.
+    """
     keep = scores >= last
     crowded = (keep.sum(dim=1) > kept).nonzero()[:, 0]
     if len(crowded):
@@ -115,10 +124,11 @@ def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) ->
 
 
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw ids [S] in proportion to each row's weights [S, V], V a multiple of CHUNK, with keys [S, 2] (int64).
+    """Draw one id per row with probabilities proportional to weights [S, V], where V is a multiple of CHUNK.
 
-    Chunks race by their sums, then the tokens of the winning chunk race. The distribution is that of one race of all
-    tokens, but far fewer times are drawn. Lower ids win ties. A token of weight 0 is drawn only if all weights are 0.
+    `keys` [S, 2] (int64) are the random keys. To draw fewer random numbers, the race has two rounds: first chunks of
+    tokens compete with the sums of their weights, then the tokens in the winning chunk compete. The distribution is
+    that of a single race of all tokens. Lower ids win ties. A token of weight 0 is drawn only if all weights are 0.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
     # The order of additions may differ between batches; in float64 it does not change which chunk wins.

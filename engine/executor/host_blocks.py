@@ -1,4 +1,4 @@
-"""Host blocks: host memory to which KV blocks are swapped out, and from which they are swapped in."""
+"""Swap of KV blocks to and from host memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import torch
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.model.paged import KVCache
 
-#: Most blocks of one layer that are gathered at a time, which limits the memory of the gathered copy.
+#: Largest number of blocks that are gathered at a time. It limits the memory of the gathered copy.
 MAX_GATHERED = 64
 
 Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """Pool of `num_blocks` blocks in host memory, with the cache's data type, so swapping changes no value.
+    """Pool of `num_blocks` blocks in host memory. They have the cache's data type, so swapping does not change values.
 
-    Blocks in the cache are scattered, host blocks mostly contiguous, so consecutive host blocks are copied together.
+    Blocks that are swapped together are scattered in the cache, but mostly consecutive in host memory. So each run of
+    consecutive host blocks is copied at once.
 
-    On a GPU, the host memory is page-locked, and copies run on a separate stream: after the work that is already queued
-    on the computing stream, and before the work that is queued there later.
+    On a GPU, the host memory is page-locked and copies run on a separate stream. They start after all work that is
+    already queued on the compute stream, and work that is queued there later waits for them.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class HostBlocks:
         self._layers = list(zip(tensors, parts, strict=True))
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks of the cache to host blocks, given as (block, host block) pairs."""
+        """Copy blocks of the cache to host blocks. `pairs` are (block, host block)."""
         blocks, host_blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         with self._timed():
             for part in _runs(host_blocks):
@@ -63,7 +64,7 @@ class HostBlocks:
                     host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy host blocks to blocks of the cache, given as (host block, block) pairs."""
+        """Copy host blocks to blocks of the cache. `pairs` are (host block, block)."""
         host_blocks, blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         with self._timed():
             for part in _runs(host_blocks):
@@ -72,7 +73,7 @@ class HostBlocks:
                     tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
     def seconds(self) -> float:
-        """Return how many seconds the copies since the last call took. On a GPU, wait for them to finish."""
+        """Return the seconds that all copies since the last call took. On a GPU, first wait for them to finish."""
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3
@@ -81,7 +82,7 @@ class HostBlocks:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measure the time of the copies in the `with` block; on a GPU, run them on the separate stream."""
+        """Measure the time of the copies in the `with` block. On a GPU, run them on the separate stream."""
         if self._stream is None:
             started = time.perf_counter()
             yield
@@ -99,7 +100,7 @@ class HostBlocks:
 
 
 def _runs(host_blocks: np.ndarray) -> Iterator[slice]:
-    """Yield slices of consecutive host blocks, each at most MAX_GATHERED long."""
+    """Yield slices of `host_blocks` with consecutive ids, each of at most MAX_GATHERED blocks."""
     start = 0
     for end in range(1, len(host_blocks) + 1):
         if end == len(host_blocks) or host_blocks[end] != host_blocks[end - 1] + 1 or end - start == MAX_GATHERED:

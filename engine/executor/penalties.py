@@ -1,6 +1,6 @@
-"""Logit edits before sampling: logit_bias, min_tokens, penalties.
+"""Changes to logits before sampling: logit_bias, min_tokens and penalties.
 
-The edits are sparse: in each row they touch only the ids in the request or its tokens, never the whole vocabulary.
+Each row changes only the logits of ids that the request names or that are among its tokens, never the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def uses_penalties(sampling: SamplingParams) -> bool:
 
 
 def bars_stop(sequence: Sequence) -> bool:
-    """Return whether the sequence is shorter than min_tokens, so that it must not end yet."""
+    """Return True if the sequence has fewer than min_tokens output tokens, so that it must not end yet."""
     return sequence.num_output_tokens < sequence.sampling.min_tokens
 
 
 class SeenTokens:
-    """Sorted distinct ids of one sequence's prompt and output, and how often each id occurs in the output."""
+    """Distinct ids in one sequence's prompt and output, sorted, with the number of times each occurs in the output."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -37,7 +37,7 @@ class SeenTokens:
         self._num_counted = sequence.num_tokens
 
     def catch_up(self) -> None:
-        """Count the output tokens that were added since the last call."""
+        """Count the output tokens that the sequence has gained since the last call."""
         for token in self.sequence.token_ids[self._num_counted :]:
             place = int(np.searchsorted(self.ids, token))
             if place == len(self.ids) or self.ids[place] != token:
@@ -48,14 +48,15 @@ class SeenTokens:
 
 
 class LogitEditor:
-    """Editor of logits in place, in this order: logit_bias, min_tokens, repetition_penalty, presence and frequency.
+    """Editor of logits, which it changes in place and in this order:
 
-    - logit_bias is added; below min_tokens the sequence's `stop_ids` get -inf.
-    - repetition_penalty applies once to each distinct id of prompt and output: logits above 0 are divided by the
+    - logit_bias is added to the logits of its ids.
+    - While a sequence is shorter than min_tokens, its `stop_ids` get -inf.
+    - repetition_penalty applies once to each distinct id of prompt and output. Logits above 0 are divided by the
       penalty, others are multiplied by it.
-    - presence and frequency penalties apply to the output: logit - frequency * count - presence * (count > 0).
+    - presence_penalty and frequency_penalty apply to the output: logit - frequency * count - presence * (count > 0).
 
-    Token counts are cached per sequence; a sequence without cached counts is counted from its tokens.
+    The editor caches the token counts of sequences with penalties, by request id.
     """
 
     def __init__(self) -> None:
@@ -66,11 +67,11 @@ class LogitEditor:
             self._seen.pop(request_id, None)
 
     def needs(self, sequence: Sequence) -> bool:
-        """Return whether `edit` would change the sequence's logits."""
+        """Return True if `edit` may change the sequence's logits."""
         return bool(sequence.sampling.logit_bias) or uses_penalties(sequence.sampling) or bars_stop(sequence)
 
     def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
-        """Edit logits [R, vocabulary] (fp32) in place. The ids in logit_bias must be within the vocabulary."""
+        """Change logits [R, V] (fp32) in place. Row i belongs to sequences[i]. Ids in logit_bias must be below V."""
         device, width = logits.device, logits.shape[1]
         biases = [sequence.sampling.logit_bias for sequence in sequences]
         ids = [np.fromiter(bias.keys(), np.int64, len(bias)) for bias in biases]
@@ -106,7 +107,10 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the index of all entries (rows[i], id in ids[i]), or None if there are none. Entries must be distinct."""
+    """Return the tensor index of all entries (rows[i], id) with an id in ids[i], or None for no entries.
+
+    Entries must be distinct.
+    """
     lengths = [len(each) for each in ids]
     if not sum(lengths):
         return None

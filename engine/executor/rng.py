@@ -1,12 +1,12 @@
-"""Random numbers that depend only on (seed, position) and a name: a counter-based generator and a keyed hash.
+"""Random numbers that depend only on a seed, a position and a name.
 
-The counter-based generator (Philox4x32-10) has no state: its key for (seed, position) is a pure function, so preemption
-and batching do not change the tokens that a sequence draws. From a key, a cheap hash makes as many numbers as a draw
-needs, on the device of the logits.
+The counter-based generator Philox4x32-10 turns (seed, position) into a key. It has no state, so preemption and batching
+do not change the tokens that a sequence draws. From this key and the name, here the index of a token or chunk, a cheap
+hash makes each number of the draw on the device of the logits.
 
-Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; C.
-Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers (those with the least bias of the
-ones below 2**31).
+Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. C.
+Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers: of his multipliers below 2**31,
+those with the least bias.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MIX_0, _MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
-    """Return a key of two 32-bit words for each of N pairs (seed, position), as an array [2, N].
+    """Return the keys of N pairs (seed, position) as an array [2, N]: two 32-bit words per pair.
 
-    Seeds are taken modulo 2**64 and may be negative; positions are 0 or more.
+    Seeds are taken modulo 2**64 and may be negative. Positions must be 0 or more.
     """
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     low = np.array(positions, dtype=np.uint64)
@@ -40,9 +40,10 @@ def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
 
 
 def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each name under a key of two words; all are int64 in [0, 2**32) and broadcast.
+    """Return 32 random bits for each name under the key (first, second). The arguments are broadcast.
 
-    With the same key, different names have different hashes. No product reaches 2**63, so all devices agree.
+    Arguments and result are int64 in [0, 2**32). Under one key, different names get different hashes. No product
+    reaches 2**63, so all devices compute the same hashes.
     """
     mixed = names ^ first
     mixed = ((mixed ^ mixed >> 16) * _MIX_0) & _MASK
@@ -53,7 +54,7 @@ def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> to
 def philox4x32(
     c0: UInt64, c1: UInt64, c2: UInt64, c3: UInt64, k0: UInt64, k1: UInt64
 ) -> tuple[UInt64, UInt64, UInt64, UInt64]:
-    """Return Philox4x32-10 of counters (c0..c3) with keys (k0, k1), elementwise. Each word has 32 bits."""
+    """Return the Philox4x32-10 output for the counters (c0..c3) and keys (k0, k1), elementwise in words of 32 bits."""
     for _ in range(_ROUNDS):
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = (

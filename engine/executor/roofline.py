@@ -1,16 +1,17 @@
 """Roofline model of the time of a step, from the model's shape and the rates that a GPU and an engine reach.
 
-The time is the sum of parts that run one after the other:
+The time is the sum of these parts:
 
     launch      per step + per layer x layers + per row x rows (sampling, host work)
     matrices    dense, experts, head: hypot(operations / matrix rate, bytes / bandwidth)
     vectors     norms, residuals, activations: bytes / bandwidth
     attention   of prefills and of decodes: hypot(operations / attention rate, KV bytes / KV bandwidth)
 
-hypot, because both limits slow a product down where their times are similar. Against microsoft/vidur's profiles of
-matrix products (A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B) the error is 3 % (median) and 9 % (P90), with 26
-microseconds per layer, 73 to 76 % of the matrix rate, and 79 to 92 % of the bandwidth
-(tests/executor/test_op_profiles.py). The shares come from profiles/engines.toml.
+hypot(a, b) is close to the larger of a and b, but higher where both are similar, because then arithmetic and memory
+traffic slow each other down. The model was compared with microsoft/vidur's profiles of matrix products (A100, H100,
+A40; 1 to 4,096 tokens; 2.7B to 70B). With 26 microseconds per layer, 73 to 76 % of the matrix rate and 79 to 92 % of
+the bandwidth, the median error is 3 % and the P90 error 9 % (tests/executor/test_op_profiles.py). The shares of the
+rates come from profiles/engines.toml.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Roofline:
     """StepCost of one model on one GPU, with the efficiency of one class of engines.
 
     `dtype` is the type of the activations. `error` is the median relative error of TPOT against published measurements
-    that the fit did not use; None if there are none for this engine and kind of GPU. Raises ConfigError for a dtype
-    that the GPU cannot multiply.
+    that were not used for the fit; None means that there is no such measurement for this engine and kind of GPU. Raises
+    ConfigError for a dtype that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -57,8 +58,9 @@ class Roofline:
         self._swap = 1 / (gpu.host_bandwidth * 0.8)  # copies from page-locked memory reach 80 % of the link's rate
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the seconds of a step. Fields of `shape` may be numpy arrays of one length; the result is then one
-        too.
+        """Return the time of a step in seconds.
+
+        The fields of `shape` may be numpy arrays of one length; then the result is also such an array.
         """
         prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
         tokens = prefill_tokens + decodes
@@ -74,7 +76,7 @@ class Roofline:
         return seconds + _both(q * kv + wq * window_kv, full * kv + windowed * window_kv)
 
     def swap_seconds(self, num_bytes: int) -> float:
-        """Return the seconds to copy `num_bytes` of KV to or from host memory."""
+        """Return the seconds that a copy of `num_bytes` of KV to or from host memory takes."""
         return num_bytes * self._swap
 
 
@@ -87,8 +89,8 @@ def _both(arithmetic: float, reading: float) -> float:
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
     """Return the operations per second that matrix products reach.
 
-    Without fp8 units, fp8 weights are converted before the product. Raises ConfigError for a dtype that the GPU cannot
-    multiply.
+    On a GPU without fp8 units, fp8 weights are converted to `dtype` before the product. Raises ConfigError for a dtype
+    that the GPU cannot multiply.
     """
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
@@ -101,7 +103,7 @@ def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithm
 def _seconds(
     matrices: Matrices, rates: dict[Arithmetic, float], bandwidth: float, share: float = 1.0
 ) -> tuple[float, float]:
-    """Return the seconds of arithmetic per token, and the seconds to read the weights once."""
+    """Return the seconds of arithmetic per token, and the seconds to read all the weights once."""
     return 2 * matrices.numbers / (rates[matrices.arithmetic] * share), matrices.size / bandwidth
 
 

@@ -1,9 +1,9 @@
-"""Sampler: choice of the next token of each row. Parameters are per row; rows do not influence each other.
+"""Sampler of the next token of each row. Each row has its own parameters, and rows do not influence each other.
 
-Log-probabilities are those of the raw logits. Then logit_bias, min_tokens and penalties are applied (penalties.py). A
-greedy row takes the best token (the lowest id if several are equal); other rows go through temperature, min_p, top_k,
-top_p and the draw (filters.py). The random key of a draw is (sequence.seed, number of output tokens so far), so the
-draw is the same alone or in any batch, with any chunking, and after preemption.
+Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
+(penalties.py). A greedy row takes the token with the highest logit, the lowest id of several equal ones. Other rows go
+through temperature, min_p, top_k, top_p and the random draw (filters.py). The random key of a draw is (sequence.seed,
+number of output tokens so far). So the draw does not depend on other rows, on chunking or on preemption.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
 from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
 
-#: Temperatures below this are greedy: dividing by them leaves only the best token in fp32.
+#: Rows with a lower temperature are greedy, because dividing by it would leave only the best token in fp32.
 MIN_TEMPERATURE = 1e-5
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Return whether the parameters allow only the best token."""
+    """Return True if the parameters leave only the best token to choose."""
     return sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
 
 
 class Sampler:
-    """Sampler of batches of rows. Its only state is the token counts of the sequences that use penalties."""
+    """Sampler of batches of rows. Its only state is the token counts of sequences with penalties."""
 
     def __init__(self) -> None:
         self._editor = LogitEditor()
@@ -41,7 +41,7 @@ class Sampler:
         self._editor.forget(request_ids)
 
     def sample(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> list[RowResult]:
-        """Return a result for each row of logits [R, V], which may be overwritten. Row i continues sequences[i].
+        """Sample a token for each row of logits [R, V], which may be overwritten. Row i continues sequences[i].
 
         A row whose best logit is not finite gets an `error` and no token. The ids in logit_bias must be below V.
         """
@@ -70,7 +70,7 @@ class Sampler:
 
 
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return a row's result, given its best logit before (`raw_best`) and after the edits (`best`)."""
+    """Return a row's result. `raw_best` is its best logit before the edits of LogitEditor, `best` after them."""
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed logits without a usable number for this sequence (NaN or all -inf)")
     if not math.isfinite(best):
@@ -79,7 +79,7 @@ def result_of(token: int, raw_best: float, best: float) -> RowResult:
 
 
 def filters_of(sequences: ListLike[Sequence]) -> Filters:
-    """Return the filter parameters and the keys of the draw for the given rows."""
+    """Return the filter parameters of the given rows, with the random keys of their draws."""
     samplings = [sequence.sampling for sequence in sequences]
     settings = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
     temperature, top_k, top_p, min_p = np.array(settings, dtype=np.float64).T
@@ -88,8 +88,9 @@ def filters_of(sequences: ListLike[Sequence]) -> Filters:
 
 
 def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> list[TokenLogprob]:
-    """Return, for each row i of logprobs [N, V] (fp32), the log-probabilities of token_ids[i] and the counts[i] best
-    tokens.
+    """Return log-probabilities from each row i of logprobs [N, V] (fp32).
+
+    Row i yields those of token_ids[i] and of the counts[i] best tokens.
     """
     chosen = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)
@@ -103,7 +104,10 @@ def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int])
 def prompt_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[TokenLogprob]:
-    """Return `pick` of the log-softmax of logits [N, V] (any dtype); at most rows_at_once rows are fp32 at a time."""
+    """Return `pick` of the log-softmax of logits [N, V] of any dtype.
+
+    At most rows_at_once rows are converted to fp32 at a time, which limits memory.
+    """
     found: list[TokenLogprob] = []
     for low in range(0, len(counts), rows_at_once):
         part = slice(low, low + rows_at_once)

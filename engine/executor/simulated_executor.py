@@ -1,4 +1,4 @@
-"""Executor without a model: step times come from a cost model and advance a virtual clock."""
+"""Executor without a model. It takes step times from a cost model and advances a virtual clock by them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedExecutor:
-    """Executor that advances `clock` by the cost of each step and makes up tokens.
+    """Executor that makes up tokens and advances `clock` by the cost of each step.
 
-    `output_length` returns the number of output tokens after which a sequence ends with a stop id, or None if it never
-    does. `per_swapped_block` is the time in seconds to copy one block to or from host memory.
+    `output_length` is called with a sequence. It returns the number of output tokens after which the sequence ends with
+    a stop id, or None if it never ends that way. `per_swapped_block` is the time, in seconds, to copy one block to or
+    from host memory.
     """
 
     cost: StepCost

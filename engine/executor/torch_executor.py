@@ -1,4 +1,4 @@
-"""Executor that runs a model: it packs a step, computes the step over the paged KV cache, and samples."""
+"""Executor that runs a model over the paged KV cache and samples tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _GREEDY = SamplingParams(temperature=0)
 class TorchExecutor:
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    Batching changes only the rounding of matrix products, which depends on the number of rows: between batch sizes,
-    logits differ by about 1e-6 (fp32) or one bf16 ulp.
+    The batch of a row changes its logits only by the rounding of matrix products, which depends on the number of rows.
+    Logits differ by about 1e-6 (fp32) or one bf16 ulp between batch sizes.
 
-    By default the layout keeps all tokens in all layers. Raises ModelError if the model cannot be computed exactly, if
-    it does not support max_model_len tokens, or if it does not fit the layout.
+    Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the model cannot be computed exactly,
+    if it does not support max_model_len tokens, or if its layers do not suit the layout.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TorchExecutor:
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step (see `Executor.execute`). `elapsed` is the wall time until the device has finished."""
+        """Compute one step; see `Executor.execute`. `elapsed` is the wall time until the device has finished."""
         started = time.perf_counter()
         self._sampler.forget(plan.finished)
         results = [RowResult() for _ in plan.rows]
@@ -105,18 +105,18 @@ class TorchExecutor:
         return StepResult(results, time.perf_counter() - started, swap_elapsed)
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
-        """Compute the rows as `execute` does, without sampling; return the logits [T, vocab_size] of every token."""
+        """Compute the rows like `execute`, but without sampling. Return the logits [T, vocab_size] of every token."""
         with torch.inference_mode():
             return self._forward(pack(rows, self.block_size), every_token=True)
 
     def close(self) -> None:
-        """Release model and cache; the executor cannot be used afterwards."""
+        """Release the model and the cache. The executor cannot be used afterwards."""
         del self._model, self._cache, self._host
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
-        """Run one forward pass and return the result of each row."""
+        """Run one forward pass, sample, and return the result of each row."""
         batch = pack(rows, self.block_size)
         logits = self._forward(batch)
         results = [RowResult() for _ in rows]
@@ -144,7 +144,7 @@ class TorchExecutor:
         return results
 
     def _forward(self, batch: PackedBatch, *, every_token: bool = False) -> torch.Tensor:
-        """Return the logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
+        """Run a forward pass. Return the logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
         input_ids, positions = (to_device(array, self.device) for array in (batch.input_ids, batch.positions))
         placement = (batch.slot_mapping, batch.block_tables, batch.cu_seqlens_q, batch.context_lens)
         context = PagedContext(self._cache, *(to_device(array, self.device) for array in placement))
@@ -154,11 +154,11 @@ class TorchExecutor:
         return self._model.forward(input_ids, positions, context, logit_rows)
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
-        """Run each of the two largest steps that the scheduler may plan: a full prefill, and a full batch of decodes.
+        """Run the two largest steps that the scheduler may plan, which compiles the kernels.
 
-        This compiles the kernels. On CUDA, return the peak of the bytes allocated beyond weights and cache; on other
-        devices, where torch does not count bytes, return None. The steps overwrite the cache, so call `warmup` before
-        serving.
+        One step is a full prefill, the other a full batch of decodes. On CUDA, returns the peak of the bytes allocated
+        in addition to weights and cache. On other devices torch does not count bytes, so the result is None. The steps
+        overwrite the cache, so call `warmup` before serving.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
@@ -176,9 +176,10 @@ class TorchExecutor:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """Return a step of greedy rows (context, new tokens) that also swaps `num_swapped` blocks out and in again.
+        """Return a plan for measuring the time of a step.
 
-        Use it only to measure times: the step overwrites the cache, so an engine that runs it must not serve.
+        Each of `rows` is (number of context tokens, number of new tokens) of a greedy row. The step also swaps
+        `num_swapped` blocks out and in again. It overwrites the cache, so an engine that runs it must not serve.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
@@ -187,7 +188,7 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if blocks are too few."""
+        """Return a row of a made-up sequence. Rows share blocks if the cache has too few, because no result is used."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())
