@@ -1,7 +1,8 @@
-"""Random arrival times: a rate that may change over time, and gaps that vary around it.
+"""Random arrival times of requests, at a rate that may change over time and with random gaps.
 
-Each schedule is a process with independent gaps at rate 1, stretched in time: request k is due when the integral of the
-rate since the start reaches the k-th arrival of that process (time rescaling of an inhomogeneous Poisson process).
+A schedule is made in two steps. First, arrivals with independent gaps are drawn at a mean rate of 1. Then they are
+stretched in time: request k is due when the integral of the rate since the start equals the time of the k-th of these
+arrivals. This is the time rescaling of an inhomogeneous Poisson process.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ DAY_PERIOD, DAY_AMPLITUDE = 600.0, 0.8
 #: Lowest rate in requests per second (one request in 31 years). It keeps the times of a million requests finite.
 LEAST_RATE = 1e-9
 
-#: Bisection steps, enough to find a time to far below a microsecond in any schedule.
+#: Bisection steps. They find any time of a schedule with an error far below a microsecond.
 _HALVINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Schedule of random arrivals. `rate` is finite, in requests per second: the mean, or the start of a ramp.
+    """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
-    `burstiness` is the shape of the gamma distribution of the gaps, whose coefficient of variation is
-    1 / sqrt(burstiness): 1 is Poisson, less is burstier, more is steadier. `ramp_to` is the rate at the end of a ramp.
-    daynight follows a cosine: rate x (1 - day_amplitude) at the start, rate x (1 + day_amplitude) after half a
-    `day_period` (seconds), and back.
+    `burstiness` is the shape parameter of the gamma distribution of the gaps. The gaps have a coefficient of variation
+    of 1 / sqrt(burstiness): 1 gives Poisson arrivals, less gives bursts, more gives steadier arrivals. `ramp_to` is the
+    rate at the end of a ramp. The rate of "daynight" follows a cosine with a period of `day_period` seconds: it rises
+    from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a period, and falls in the other half.
 
     Raises ConfigError if a setting is out of range or has no effect.
     """
@@ -78,7 +79,7 @@ class Arrivals:
         return self.rate if self.ramp_to is None else (self.rate + self.ramp_to) / 2
 
     def describe(self) -> str:
-        """Return the schedule in words."""
+        """Return a description of the schedule in words."""
         burst = "" if self.burstiness == 1 else f" (burstiness {self.burstiness:g})"
         if self.process == "ramp":
             return f"arrivals that ramp from {self.rate:g} to {self.ramp_to:g} requests/s{burst}"
@@ -88,14 +89,14 @@ class Arrivals:
         return f"{self.process} arrivals at {self.rate:g} requests/s{burst}"
 
     def expected(self, duration: float) -> float:
-        """Return the expected number of requests in `duration` seconds, the length of a ramp."""
+        """Return the expected number of requests in the first `duration` seconds. A ramp takes this long."""
         return float(self._integral(np.array([duration]), duration)[0])
 
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
-        """Return the seconds from the start to each request, ascending; the first is 0.
+        """Return the times of requests in seconds after the start, in ascending order. The first is 0.
 
-        `count` limits the requests, `duration` (seconds) their times. A ramp ends at `duration` if it is given, else
-        with the last request. Raises ValueError if both are None.
+        There are at most `count` requests, and all times are below `duration` seconds; None stands for no limit. A ramp
+        ends at `duration` or, if that is None, with the last request. Raises ValueError if both limits are None.
         """
         if duration is None:
             if count is None:
@@ -111,7 +112,7 @@ class Arrivals:
         return due[due < duration][:count]
 
     def _unit_times(self, generator: np.random.Generator, count: int) -> Times:
-        """Return `count` arrivals at rate 1; the first is 0."""
+        """Return the times of `count` arrivals at a mean rate of 1, in ascending order. The first is 0."""
         if self.process == "constant":
             return np.arange(count, dtype=np.float64)
         gaps = max(0, count - 1)
@@ -122,7 +123,7 @@ class Arrivals:
         return np.concatenate([np.zeros(min(count, 1)), np.cumsum(drawn)])
 
     def _integral(self, times: Times, ramp: float) -> Times:
-        """Return the integral of the rate from 0 to each of `times`; a ramp lasts `ramp` seconds."""
+        """Return the integral of the rate from 0 to each of `times` (seconds). A ramp takes `ramp` seconds."""
         if self.ramp_to is not None:
             inside = np.minimum(times, ramp)
             risen = self.rate * inside + (self.ramp_to - self.rate) * inside**2 / (2 * ramp)
@@ -133,7 +134,10 @@ class Arrivals:
         return self.rate * times
 
     def _stretch(self, units: Times, ramp: float) -> Times:
-        """Return the times at which the integral of the rate equals `units`, by bisection."""
+        """Return the times (seconds) at which the integral of the rate equals each of `units`.
+
+        A ramp takes `ramp` seconds. The method bisects, because the integral has no simple inverse.
+        """
         if self.process not in ("ramp", "daynight"):
             return units / self.rate
         last = float(units[-1]) if len(units) else 0.0

@@ -1,4 +1,4 @@
-"""The load: which requests are sent and when, and the loop that sends them."""
+"""Load: the requests to send, the times to send them, and the loop that sends them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. `offset` is in seconds after the start; a closed loop ignores it."""
+    """Request of a load. It is due `offset` seconds after the start; a closed loop ignores `offset`.
+
+    `output_len` is in tokens.
+    """
 
     index: int
     offset: float
@@ -30,30 +33,34 @@ class PlannedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Schedule, ABC):
-    """Requests and the times to send them; equal settings give equal loads. See SyntheticLoad and TraceLoad."""
+    """Base class of SyntheticLoad and TraceLoad: requests and the times to send them.
+
+    Loads with equal settings have equal requests.
+    """
 
     @property
     def num_requests(self) -> int:
-        """The number of requests; an upper limit if `stop_after` is set."""
+        """Number of requests, or the largest possible number if `stop_after` is set."""
         return len(self._offsets)
 
     @property
     @abstractmethod
     def longest_input(self) -> int:
-        """The length of the longest prompt in tokens."""
+        """Length of the longest prompt in tokens."""
 
     def plan(self, ids: Sequence[int] | None, encode: TextEncoder | None = None) -> list[PlannedRequest]:
         """Return the requests in the order of their offsets.
 
-        Random prompts are drawn from the token `ids`, or from words if `ids` is None. Texts of a trace are encoded with
-        `encode`, but stay texts if `ids` or `encode` is None. Without `encode`, answers are counted in words.
+        Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the prompts of
+        a trace into token ids, but they stay text if `ids` is None. It also counts the tokens of the trace's answers.
+        If `encode` is None, prompts stay text and each word of an answer counts as one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [PlannedRequest(index, *part) for index, part in enumerate(parts)]
 
     @cached_property
     def _offsets(self) -> Times:
-        """The seconds from the start to each request, ascending."""
+        """Times of the requests in seconds after the start, in ascending order."""
         raise NotImplementedError
 
     @abstractmethod
@@ -64,10 +71,10 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def describe_requests(self) -> str:
-        """Return in words what is sent."""
+        """Return a description of the requests in words."""
 
     def parameters(self) -> dict[str, Any]:
-        """Return all settings for JSON, with a `fingerprint` that only equal loads share."""
+        """Return all settings as JSON values, with a `fingerprint` that only equal loads share."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         for name, value in values.items():
             if value == math.inf:  # JSON has no infinity
@@ -83,29 +90,35 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return values that `parameters` adds to the fields, or puts in place of their values."""
+        """Return values that `parameters` adds to the settings. A value replaces the setting of the same name."""
 
     def with_seed(self, seed: int) -> Self:
-        """Return the same load with other random choices."""
+        """Return this load with another seed, and so with other random choices."""
         return replace(self, seed=seed)
 
     @abstractmethod
     def at_rate(self, rate: float) -> Self:
-        """Return the same load at another rate (requests per second). Raises ConfigError if no single rate applies."""
+        """Return this load at another rate (requests per second). Raises ConfigError if it cannot have this rate."""
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return `count` similar requests with new prompts, all sent at once. `output_len` replaces their lengths."""
+        """Return a load of `count` similar requests with new prompts, all sent at once.
+
+        The answers have `output_len` tokens or, if that is None, lengths like those of this load.
+        """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return `count` similar requests with new prompts, each sent when the previous one has ended."""
+        """Return a load of `count` similar requests with new prompts. Each is sent when the previous one has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 
 def plan_first(
     load: Load, count: int | None, ids: Sequence[int] | None, encode: TextEncoder | None = None
 ) -> tuple[list[PlannedRequest], float | None]:
-    """Return the first `count` requests of a load (None: all), and `stop_after` scaled to them. See `Load.plan`."""
+    """Return the first `count` requests of a load (None: all), and the load's `stop_after` in seconds.
+
+    `stop_after` is reduced in proportion to the number of requests. For `ids` and `encode`, see `Load.plan`.
+    """
     planned, stop_after = load.plan(ids, encode), load.stop_after
     if count is None:
         return planned, stop_after
@@ -128,8 +141,10 @@ async def run_load(
 ) -> list[RequestRecord]:
     """Send each request when it is due, and return the records in the order of `planned`.
 
-    `timeout` is in seconds after sending. A closed loop stops sending `stop_after` seconds after the start; unsent
-    requests have no record. A failed request does not stop the load.
+    At most `max_concurrency` requests run at the same time (None: no limit). A request fails `timeout` seconds after it
+    was sent. If the loop is `closed`, each request is sent when an earlier one ends, and none is sent after
+    `stop_after` seconds. A request that was not sent has no record. `on_end` is called with the record of each request
+    that ends. A failed request does not stop the load.
     """
     now = asyncio.get_running_loop().time
     free = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)

@@ -1,7 +1,8 @@
 """Prompts: random tokens or words of an exact length, given texts, or given token ids.
 
-Random prompts depend only on the seed; another seed gives prompts that no cache holds. A prompt is stored as positions
-in random sequences, and its tokens are drawn when it is sent. So loads of many millions of tokens need little memory.
+Random prompts depend only on the seed. With a new seed, no prefix cache holds the prompts. A prompt is stored as
+positions in random sequences, and its tokens are drawn when it is sent. So loads of many millions of tokens need little
+memory.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _WORDS = (
 #: Words that, with a space before them, are one token in nearly every vocabulary.
 WORDS = tuple(_WORDS.split())
 
-#: Families of random sequences, from which the parts of a prompt are taken.
+#: Families of random sequences. A part of a prompt is a prefix of all prompts, the prompt's own, or a shared block.
 PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt, either as token ids or as text; the other property is None.
+    """Prompt of token ids or of text. Of `token_ids` and `text`, one is None.
 
-    Each access computes the value again, so keep a value that is needed twice.
+    Each access computes the value again, so keep a value that you need twice.
     """
 
     __slots__ = ()
@@ -55,7 +56,7 @@ class Prompt:
 
     @property
     def messages(self) -> list[Message]:
-        """The text as messages of a chat. Raises TypeError for token ids."""
+        """Text of the prompt as messages of a chat. Raises TypeError for a prompt of token ids."""
         if (text := self.text) is None:
             raise TypeError("a prompt of token ids has no messages")
         return [{"role": "user", "content": text}]
@@ -69,12 +70,15 @@ class TextEncoder(Protocol):
         ...
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of an answer."""
+        """Return the number of tokens in the text of an answer."""
         ...
 
 
 class Part(NamedTuple):
-    """Part of a prompt: the first `length` symbols of the infinite random sequence `number` of a family."""
+    """Part of a prompt: the first `length` symbols of a random sequence.
+
+    `family` is PREFIX, OWN or BLOCK, and `number` tells the sequences of a family apart. Sequences are infinite.
+    """
 
     family: int
     number: int
@@ -82,7 +86,7 @@ class Part(NamedTuple):
 
 
 class Vocabulary:
-    """Symbols from which prompts are drawn: token ids, or words if `ids` is None."""
+    """Vocabulary of random prompts. Its symbols are token ids, or words if `ids` is None."""
 
     def __init__(self, ids: Sequence[int] | None) -> None:
         self.of_words = ids is None
@@ -91,7 +95,8 @@ class Vocabulary:
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
         """Return the symbols of all parts, in order.
 
-        The generator is counter-based, keyed by seed, family, number and position.
+        A counter-based generator draws each symbol. It depends only on the seed, the part's family and number, and the
+        position in the part.
         """
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
@@ -105,7 +110,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompt(Prompt):
-    """Prompt of random symbols. Prompts that share a part have the same symbols in it."""
+    """Prompt of random symbols. Equal parts of prompts with the same seed consist of the same symbols."""
 
     seed: int
     parts: tuple[Part, ...]
@@ -148,7 +153,7 @@ class TextPrompt(Prompt):
 
 
 class TokenizerEncoder:
-    """Encoder with a model's tokenizer. Messages go through its chat template, if it has one."""
+    """Encoder that uses a model's tokenizer and, for messages, the tokenizer's chat template if it has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -166,7 +171,10 @@ class TokenizerEncoder:
 
 
 def load_encoder(model: str) -> TokenizerEncoder:
-    """Return an encoder with the model's tokenizer. Raises ConfigError for `tokenizer` if it cannot be loaded."""
+    """Return an encoder with the tokenizer of `model`.
+
+    Raises ConfigError, which names the setting `tokenizer`, if the tokenizer cannot be loaded.
+    """
     from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
 
@@ -177,7 +185,7 @@ def load_encoder(model: str) -> TokenizerEncoder:
 
 
 class WordEncoder:
-    """Encoder without a tokenizer: maps each word to one of `ids`, equal words to the same id."""
+    """Encoder without a tokenizer. It maps each word to one of `ids`, and equal words to the same id."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = ids
@@ -190,7 +198,7 @@ class WordEncoder:
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the token ids below `vocab_size` that stand for text, unlike special tokens."""
+    """Return the token ids below `vocab_size` that stand for text. Special tokens do not."""
     size = min(tokenizer.vocab_size, vocab_size)
     return [
         token_id for token_id in range(size) if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
@@ -204,7 +212,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return 64-bit numbers mixed so that close inputs give unrelated outputs. Arithmetic is modulo 2^64."""
+    """Return a hash of each 64-bit number. Close numbers have unrelated hashes. Arithmetic is modulo 2^64."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]

@@ -20,10 +20,10 @@ _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class RandomLengths:
-    """Distribution of lengths in tokens.
+    """Distribution of lengths in tokens from `low` to `high`. If `high` is None, the longest is MOST_TOKENS.
 
-    Uniform over low..high, or log-normal if `mean` is set: then the logarithm of a length is normal with standard
-    deviation `sigma`, and `mean` is the mean of the lengths before they are rounded and clipped to low..high.
+    The distribution is uniform if `mean` is None, else log-normal. `mean` is the mean of the log-normal lengths in
+    tokens, before they are rounded and clipped to low..high. `sigma` is the standard deviation of their logarithm.
     """
 
     low: int
@@ -37,7 +37,7 @@ class RandomLengths:
         return f"lognormal:{self.mean:g},{self.sigma:g}" + (f",{self.high}" if self.high is not None else "")
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Return `count` random lengths."""
+        """Return `count` random lengths in tokens."""
         if self.mean is None:
             assert self.high is not None
             return generator.integers(self.low, self.high, count, dtype=np.int64, endpoint=True)
@@ -47,12 +47,15 @@ class RandomLengths:
 
 
 def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Return `count` lengths, all equal if `lengths` is an int."""
+    """Return `count` lengths in tokens: random ones, or all equal to `lengths` if it is an int."""
     return np.full(count, lengths) if isinstance(lengths, int) else lengths.draw(generator, count)
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Return the lengths that `text` describes in SYNTAX. Raises ConfigError for setting `name`."""
+    """Return the lengths that `text` describes in the form of SYNTAX.
+
+    Raises ConfigError, which names the setting `name`, if `text` has another form or a length is out of range.
+    """
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))

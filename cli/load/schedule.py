@@ -1,4 +1,4 @@
-"""When the requests of a load are sent: at random times, all at once, or as earlier requests end."""
+"""Schedule of a load: requests are sent at random times, all at once, or as earlier requests end."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Settings for when requests are sent. `request_rate` is in requests per second; inf sends all at once.
+    """Settings for the times at which requests are sent.
 
-    With `max_concurrency` and no rate the loop is closed: the next request is sent when an earlier one ends. With both,
-    requests keep their times, and the wait for an earlier request counts as latency. With neither, all requests are
-    sent at once. `Arrivals` documents `arrivals` and the settings after it. `duration` (seconds) ends the sending.
+    `request_rate` is in requests per second; inf sends all requests at once. With `max_concurrency` and no rate, the
+    loop is closed: each request is sent when an earlier one ends. With both, a request is due at a time of the
+    schedule; if it then has to wait for an earlier request to end, the wait counts as latency. With neither, all
+    requests are sent at once. No request is due later than `duration` seconds after the start. `Arrivals` documents
+    `arrivals` and the four settings after it.
 
     Raises ConfigError if a setting is out of range or has no effect.
     """
@@ -59,7 +61,10 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if the schedule has a shape but no rate. Call it after `at_rate`, which sets a rate."""
+        """Raise LlmschedError if settings in SHAPES are given without a rate.
+
+        Call this after `at_rate`, which may set a rate.
+        """
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"
@@ -67,12 +72,12 @@ class Schedule:
 
     @property
     def replayed(self) -> bool:
-        """Whether requests are sent at recorded times."""
+        """True if requests are sent at the times that a trace recorded."""
         return False
 
     @cached_property
     def process(self) -> Arrivals | None:
-        """The random schedule. None if times are recorded, all requests are sent at once, or the loop is closed."""
+        """Random schedule. None if times are recorded, if all requests are sent at once, or if the loop is closed."""
         if self.replayed or self.request_rate is None or math.isinf(self.request_rate):
             return None
         return Arrivals(
@@ -81,7 +86,10 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """The settings of SHAPES that were changed, without gamma `arrivals` that follow from `burstiness`."""
+        """Names of the settings in SHAPES that differ from their defaults.
+
+        If `burstiness` differs, gamma `arrivals` follow from it and are not named.
+        """
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":
@@ -90,12 +98,12 @@ class Schedule:
 
     @property
     def closed(self) -> bool:
-        """Whether the loop is closed: requests are scheduled as earlier ones end."""
+        """True if the loop is closed: each request is sent when an earlier one ends."""
         return not self.replayed and self.request_rate is None and self.max_concurrency is not None
 
     @property
     def at_once(self) -> bool:
-        """Whether all requests are due at the start."""
+        """True if all requests are due at the start."""
         return not self.replayed and not self.closed and self.process is None
 
     @property
@@ -109,17 +117,20 @@ class Schedule:
         return None if self.process is None else self.process.mean_rate
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a new random generator for `stream`, derived from the seed; every call restarts it."""
+        """Return a new random generator for `stream`, which yields the same numbers whenever the seed is the same."""
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:
-        """Return the offsets in seconds of at most `count` requests; None: as many as `duration` allows."""
+        """Return the times of at most `count` requests, in seconds after the start.
+
+        If `count` is None, there are as many requests as `duration` allows.
+        """
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
         return np.zeros(_MOST_CLOSED if count is None else count)
 
     def describe(self) -> str:
-        """Return in words when requests are sent."""
+        """Return a description in words of when requests are sent."""
         during = f" for {self.duration:g} s" if self.duration is not None else ""
         if self.closed:
             return f"closed loop, {self.max_concurrency} at a time{during}"

@@ -20,9 +20,10 @@ from llmsched.engine.errors import ConfigError, check_range, setting
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLoad(Load):
-    """Random prompts. Lengths are in tokens; all prompts share their first `prefix_len` tokens.
+    """Load of random prompts. Lengths are in tokens. All prompts share their first `prefix_len` tokens.
 
-    If `num_prompts` is None, `duration` limits the load. Raises ConfigError, as Schedule does.
+    If `num_prompts` is None, `duration` limits the load. Raises ConfigError if a setting is out of range or has no
+    effect.
     """
 
     num_prompts: int | None = 100

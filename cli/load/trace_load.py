@@ -1,4 +1,4 @@
-"""Load from a trace: recorded lengths, shared prefixes or texts, at recorded times or on a schedule."""
+"""Load from a trace: requests with recorded lengths, shared prefixes or texts, at recorded or other times."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ _SLOWEST = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class TraceLoad(Load):
-    """The requests of a trace.
+    """Load of the requests of a trace.
 
-    A timed trace is replayed at its recorded times, `speedup` times as fast. A finite `request_rate` rescales these
-    times to that mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, `Schedule`
-    applies and needs a rate or `max_concurrency`.
+    A trace with times is replayed at these times, `speedup` times as fast. A finite `request_rate` rescales the times
+    to this mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, requests are sent
+    by the settings of `Schedule`, which must include a rate or `max_concurrency`.
 
-    Only requests due within `duration` are sent. `max_input_len` and `max_output_len` cut longer prompts and answers;
-    by default nothing is cut, and the target rejects requests that are too long. `output_len` is for requests whose
-    answer length the trace does not state. Lengths of 0 become 1, because a request needs a token.
+    Only requests that are due within `duration` seconds are sent. `max_input_len` and `max_output_len` (tokens) cut
+    longer prompts and answers; by default nothing is cut, and the target rejects a request that is too long.
+    `output_len` (tokens) is for requests whose answer length the trace does not state. A length of 0 becomes 1, because
+    a request needs a token.
     """
 
     trace: Trace = field(repr=False)
@@ -92,7 +93,7 @@ class TraceLoad(Load):
 
     @property
     def _pace(self) -> float:
-        """The speed of the replay relative to the recorded times."""
+        """Speed of the replay, as a multiple of the recorded speed."""
         return self.speedup if self.request_rate is None else self.request_rate / (self.trace.rate or math.nan)
 
     @property
@@ -122,7 +123,7 @@ class TraceLoad(Load):
                 yield TextPrompt(request.content)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
-        """Yield the blocks of a prompt; without blocks, one part that no other prompt shares."""
+        """Yield one part per block of a prompt. Without blocks, yield one part that no other prompt shares."""
         left = _sendable(request.input_len or 0, self.max_input_len)
         if not request.hash_ids:
             yield Part(OWN, index, left)
@@ -200,5 +201,5 @@ class TraceLoad(Load):
 
 
 def _sendable(length: int, most: int | None) -> int:
-    """Return a length cut to `most`, but at least 1."""
+    """Return `length` cut to `most` tokens (None: not cut), but at least 1."""
     return max(1, length if most is None else min(length, most))

@@ -1,7 +1,7 @@
-"""Reader of streamed answers from any OpenAI-compatible server, which fills in the request's record.
+"""Reader of streamed answers from any OpenAI-compatible server. It fills in the record of a request.
 
-Servers differ in their chunks and in how a stream ends or fails: [DONE] or just a finish reason; an error as an event
-of that type, as an object, or as a field `error:` beside `data:` (llama.cpp).
+Servers end a stream with [DONE] or only with a finish reason. They report an error as an event of type "error", as a
+JSON object with an error, or as a line `error: ...` in place of `data: ...` (llama.cpp).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REFUSED_FIELDS = {
     "prompt": "--text-prompts sends words, not token ids",
 }
 
-#: Other HTTP status -> flag that may help.
+#: HTTP status of another refusal -> flag that may help.
 _REMEDIES = {
     401: "--api-key sends a key",
     403: "--api-key sends a key",
@@ -39,15 +39,15 @@ _QUOTED = 2000
 #: Characters of a server's message that are quoted.
 _DETAIL_LENGTH = 300
 
-#: Highest plausible token count: a larger one is an error, and one sample per token would exhaust memory.
+#: Largest plausible token count. A larger one is the server's error, and its samples would exhaust the memory.
 _MAX_TOKENS = 1_000_000
 
 
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
-    """Record the chunks, the usage and the end of an answer.
+    """Record the chunks, the usage and the end of an answer. `now` returns the event loop's time in seconds.
 
-    Raises RequestFailed unless the answer is a stream with at least one token that ends with [DONE], or with a finish
-    reason and the end of the response.
+    Raises RequestFailed unless the answer is a stream that has at least one token and ends with [DONE], or with a
+    finish reason before the end of the response.
     """
     if response.status_code != httpx.codes.OK:
         await response.aread()
@@ -70,7 +70,7 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
 
 
 def _refusal(response: httpx.Response) -> str:
-    """Return the server's message, its Location and Retry-After headers, and a flag that may help."""
+    """Return the server's message, its headers Location and Retry-After, and a bench flag that may help."""
     said, headers = shorten(response.text), response.headers
     more = [f"{name}: {shorten(headers[name])}" for name in ("Location", "Retry-After") if name in headers]
     if response.status_code in (400, 422):
@@ -83,10 +83,10 @@ def _refusal(response: httpx.Response) -> str:
 async def _read_stream(
     response: httpx.Response, record: RequestRecord, now: Callable[[], float], patience: asyncio.Timeout
 ) -> None:
-    """Record all events. After [DONE], `patience` limits the wait for the end of the response.
+    """Record all events of an answer. After [DONE], let `patience` limit the wait for the end of the response.
 
-    An event's time is the time its last byte was received, if the transport reports it. Raises RequestFailed for an
-    answer without events.
+    The time of an event is when its last byte was received, if the transport reports that, else when it was parsed.
+    Raises RequestFailed if the body is not empty and has no event.
     """
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False
@@ -108,7 +108,7 @@ async def _read_stream(
 
 
 def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
-    """Record an event; return whether it is the last. Raises RequestFailed for an error or invalid data."""
+    """Record an event. Return True for [DONE], the last event. Raises RequestFailed for an error or invalid data."""
     said = event.data.strip()
     if said == "[DONE]":
         record.end = time
@@ -127,7 +127,7 @@ def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
 
 
 def _note_content(content: dict[str, Any], said: str, record: RequestRecord, time: float) -> None:
-    """Record the JSON object of an event; it is a chunk only if it has choices."""
+    """Record the JSON object of an event. An object without choices is no chunk. `said` is the object as text."""
     if content.get("error") is not None or content.get("object") == "error":
         raise RequestFailed("error event", shorten(said))
     if record.request_id is None and isinstance(name := content.get("id"), str):
@@ -154,7 +154,7 @@ def _note_content(content: dict[str, Any], said: str, record: RequestRecord, tim
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Return all output in a choice: the answer, the reasoning, and names and arguments of tool calls."""
+    """Return all output text of a choice: the reasoning, the answer, and the names and arguments of tool calls."""
     if isinstance(text := choice.get("text"), str):
         return text
     if not isinstance(delta := choice.get("delta"), dict):
@@ -169,7 +169,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _joined(content: Any) -> str:
-    """Return a text, or the joined texts of a list of parts; "" for anything else."""
+    """Return `content` if it is a text, the joined texts if it is a list of parts, else ""."""
     if isinstance(content, str):
         return content
     parts: Iterable[Any] = content if isinstance(content, list) else ()
@@ -178,7 +178,7 @@ def _joined(content: Any) -> str:
 
 
 def _usage(usage: dict[str, Any], before: ReportedUsage) -> ReportedUsage:
-    """Return the counts of a usage object; missing counts are taken from `before`."""
+    """Return the token counts of a usage object. A missing count keeps its value in `before`."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MAX_TOKENS:
@@ -195,7 +195,7 @@ def _count(value: Any, otherwise: int | None) -> int | None:
 
 
 def shorten(text: str) -> str:
-    """Return a server's message on one line of limited length, without control characters."""
+    """Return a server's message as one line of limited length, without control characters."""
     words = " ".join(text[: 4 * _DETAIL_LENGTH].split())
     line = "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
     return line if len(line) <= _DETAIL_LENGTH else line[:_DETAIL_LENGTH] + "..."

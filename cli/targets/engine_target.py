@@ -1,4 +1,4 @@
-"""An engine in this process as a target: without HTTP, with exact token counts."""
+"""Engine in this process as a target of a load, without HTTP and with exact token counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
-    """Run an engine in its own thread until the block ends."""
+    """Run an engine in a thread until the block ends, and yield it as an AsyncEngine."""
     from llmsched.engine.service import AsyncEngine
 
     service = AsyncEngine(engine)
@@ -108,7 +108,10 @@ class EngineTarget:
 
 @asynccontextmanager
 async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -> AsyncIterator[OpenTarget]:
-    """Run a model in this process and warm it up. Raises ModelError or ConfigError."""
+    """Load a model into this process, warm it up, and yield it as a target.
+
+    Raises ModelError if the model cannot be loaded, and ConfigError if a setting is out of range.
+    """
     from llmsched.engine.build import build_engine
 
     warmup = 1 if plan.warmup is None else plan.warmup
@@ -127,6 +130,6 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Wait until requests that a timeout has aborted have left the engine."""
+    """Wait until the engine has no request or has failed. Requests that timed out may still be in a step."""
     while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
         await asyncio.sleep(0.01)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each read.
+"""HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each socket read.
 
-httpx's own transport needs more time per chunk than parsing its JSON does. With some hundred streams, the benchmark
-would measure the client instead of the server.
+httpx's own transport needs more time for a chunk than the parsing of the chunk's JSON does. With a few hundred streams,
+the benchmark would measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import httpx
 #: Receive buffer of all connections: allocating one per read would take longer than the rest of the read.
 _BUFFER = memoryview(bytearray(1 << 16))
 
-#: Most bytes without content (head, chunk sizes, trailers) in a row before the answer is rejected.
+#: Most bytes in a row that are no content (head, chunk sizes, trailers). An answer with more is rejected.
 _MAX_OVERHEAD = 1 << 16
 
 
 class Received(NamedTuple):
-    """Bytes, and the event loop's time when they were received."""
+    """Bytes, and when they were received, in seconds of the event loop's clock."""
 
     content: bytes
     time: float
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Connection that queues what it receives with the time of the socket read, not of the task that handles it.
+    """Connection that queues the bytes that it receives, with the time of the socket read.
 
-    There is no flow control: answers are small, and pausing the sender would falsify the times.
+    The task that handles the bytes may run later. There is no flow control, because answers are small and a paused
+    sender would falsify the times.
     """
 
     transport: asyncio.Transport
@@ -45,11 +46,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether a request can be sent: the connection is open, and the server has sent nothing unrequested."""
+        """True if a request can be sent: the connection is open, and no unexpected bytes have arrived."""
         return self._received.empty()
 
     async def read(self) -> Received:
-        """Return the next bytes received, empty at the end of the connection. Raises OSError if it broke."""
+        """Return the next bytes, or b"" at the end of the connection. Raises OSError if the connection broke."""
         received = await self._received.get()
         if isinstance(received, Exception):
             raise received
@@ -74,10 +75,11 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class ResponseParser:
-    """Incremental parser of one response; interim responses (1xx) before it are skipped.
+    """Incremental parser of one response. It skips interim responses (1xx).
 
-    `status` and `headers` are set once `has_head`. `complete`: the body has ended. `reusable`: the connection can carry
-    another request, because the body has ended, nothing came after it, and the server does not close the connection.
+    `has_head` is True once `status` and `headers` are set, and `complete` once the body has ended. `reusable` is True
+    if the connection can carry another request: the body has ended, no bytes followed it, and the server keeps the
+    connection open.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,10 @@ class ResponseParser:
         self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def feed(self, received: bytes) -> bytes:
-        """Return the body's content in these bytes, which may be split anywhere. Raises ValueError if malformed."""
+        """Return the part of the body that `received` contains. The response may be split between calls anywhere.
+
+        Raises ValueError if the response is malformed.
+        """
         self._content.clear()
         try:
             self._parser.feed_data(received)
@@ -112,7 +117,10 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError unless the body may end where the connection ends."""
+        """Raise ValueError if the closed connection has cut the body short.
+
+        Only the body of a response without Content-Length and chunks ends with the connection.
+        """
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():
             raise ValueError("the connection was closed before the answer was over")
@@ -120,7 +128,7 @@ class ResponseParser:
     # -- called by httptools ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self.reusable = False  # if another response has begun
+        self.reusable = False  # a second response has begun, which was not requested
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.has_head:  # later headers are trailers
@@ -143,10 +151,11 @@ class ResponseParser:
 
 
 class Http1Transport(httpx.AsyncBaseTransport):
-    """Transport with one connection, for one request at a time. It opens the connection when needed and keeps it open.
+    """Transport for one request at a time. It opens a connection for the first request and keeps it for the next ones.
 
-    The request's extension `trace` is called before connecting, after connecting, and before sending the request. The
-    response's extension `arrived` returns the event loop's time when the content read last was received.
+    It calls the request's extension `trace` (see httpx) before and after it connects, and before it sends the request.
+    The response's extension `arrived` is a function that returns when the content read last was received, in seconds
+    of the event loop's clock.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
@@ -154,7 +163,10 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self._connection: Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and read the head of its answer. Raises httpx's errors."""
+        """Send a request and read the head of its answer.
+
+        Raises httpx's ConnectError, ReadError or RemoteProtocolError.
+        """
         if self._connection is not None and not self._connection.idle:
             self.drop()
         used_before = self._connection is not None
@@ -210,9 +222,9 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
 @dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
-    """Body of an answer, which begins with the content that came with its head.
+    """Body of an answer. `first` is the content that was received together with the head.
 
-    `arrived` is the time when the last part that was yielded was received.
+    `arrived` is when the content yielded last was received, in seconds of the event loop's clock.
     """
 
     transport: Http1Transport
@@ -241,7 +253,10 @@ class _Body(httpx.AsyncByteStream):
 
 
 async def _read_head(connection: Connection, parser: ResponseParser) -> Received:
-    """Read up to the end of the head; return the content that came with it."""
+    """Read up to the end of the head, and return the content that was received together with it.
+
+    Raises httpx.ReadError if the connection is closed before any byte, and ValueError if it is closed within the head.
+    """
     begun = False
     while True:
         received, time = await connection.read()
@@ -259,9 +274,10 @@ def _reason(problem: Exception) -> str:
 
 
 class TransportPool:
-    """Transports to one server, lent to one request at a time; the last one returned is lent first.
+    """Pool of transports to one server. The pool lends a transport to one request at a time.
 
-    If `transport` is given, all requests go through it. If the environment names a proxy, httpx's transport is used.
+    It lends the transport that was returned last. If `transport` is given, all requests share it. If the environment
+    names a proxy for `url`, the pool uses httpx's own transports.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -274,7 +290,7 @@ class TransportPool:
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
-        """Yield a transport that no other request uses until the block ends."""
+        """Lend a transport until the block ends. Other requests use it at the same time only if it is shared."""
         if self._shared is not None:
             yield self._shared
             return

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server as a target, over HTTP."""
+"""OpenAI-compatible server as a target of a load, over HTTP."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from llmsched.engine.provenance import Provenance
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
 
-#: Number of requests whose decisions an llmsched server keeps.
+#: Number of requests about which an llmsched server remembers its scheduler's decisions.
 _MOST_TIMELINES = 2000
 
-#: API paths that may end a copied URL.
+#: API paths in which a URL that the user has copied may end.
 _ENDPOINTS = ("/chat/completions", "/completions", "/models")
 
 #: Compressed chunks would arrive late and cost time; some gateways refuse requests without a User-Agent.
@@ -51,12 +51,15 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Settings for talking to a server.
+    """Settings for the requests to a server.
 
-    `url` may end in /v1 or in an endpoint below it. If `model` is None, the first model that the server lists is used.
-    Prompts are drawn from the vocabulary of the model `tokenizer`. `text_prompts`: send words, not token ids.
-    `lookup_timeout` (seconds) is for requests outside the load, for models and metrics. `timelines`: after the load,
-    ask an llmsched server for its scheduler's decisions.
+    `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
+    lists. `ignore_eos` asks for answers of the exact length, and `ask_usage` for token counts. `tokenizer` is a model:
+    random prompts are drawn from its vocabulary, and it encodes the texts of a trace. If `text_prompts` is set, prompts
+    are sent as text, not as token ids.
+
+    `lookup_timeout` is in seconds, for requests that are not part of the load, such as GET /metrics. If `timelines` is
+    set, an llmsched server is asked for its scheduler's decisions after the load.
     """
 
     url: str
@@ -72,7 +75,7 @@ class HttpOptions:
 
     @property
     def root(self) -> str:
-        """The URL before /v1."""
+        """URL of the server, without /v1 and an endpoint below it."""
         root = self.url.rstrip("/")
         for endpoint in _ENDPOINTS:
             root = root.removesuffix(endpoint)
@@ -80,7 +83,7 @@ class HttpOptions:
 
 
 class HttpTarget:
-    """An OpenAI-compatible server. Call `connect` first, `close` last."""
+    """OpenAI-compatible server as a target. Call `connect` first and `close` last."""
 
     in_process = False
     encode: TextEncoder | None = None
@@ -107,7 +110,10 @@ class HttpTarget:
         self._transports = TransportPool(options.url, transport)
 
     async def connect(self) -> None:
-        """Look up the model in /v1/models, if it exists. Raises TargetUnreachableError if no connection is accepted."""
+        """Look up the model and the kind of server in /v1/models. The server need not have this route.
+
+        Raises TargetUnreachableError if the server accepts no connection.
+        """
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
@@ -200,7 +206,10 @@ class HttpTarget:
         return self._memory
 
     async def _look_up(self, path: str) -> httpx.Response:
-        """Send a GET that is not part of the load. Raises TimeoutError if the response is not complete in time."""
+        """Send a GET request that is not part of the load, and return the response.
+
+        Raises TimeoutError if the response is not complete within `lookup_timeout` seconds.
+        """
         async with asyncio.timeout(self._options.lookup_timeout):
             return await self._lookups.get(f"{self._root}{path}")
 
@@ -224,7 +233,11 @@ def _detail(problem: Exception) -> str:
 
 @asynccontextmanager
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
-    """Connect to a server and warm it up. Raises TargetUnreachableError if it accepts no connection."""
+    """Connect to a server, warm it up, and yield it as a target.
+
+    Raises TargetUnreachableError if the server accepts no connection, and ConfigError if the tokenizer cannot be
+    loaded.
+    """
     encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
     ids: Sequence[int] | None = COMMON_IDS
     if options.endpoint == "chat" or options.text_prompts:

@@ -1,4 +1,4 @@
-"""Targets of a load: the interface of all kinds, and the result of preparing a target."""
+"""Targets of a load: the interface that every kind of target has, and a target that is ready for a load."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """Engine or server that a load can be sent to.
+    """Engine or server to which a load can be sent.
 
-    `in_process`: the target runs in the client's process and shares its event loop. `encode` turns the texts of a trace
-    into token ids (None: texts are sent). Calls of `state` every `sample_interval` seconds do not disturb the target.
-    `meter` observes every step (None: steps cannot be observed).
+    If `in_process` is set, the target runs in the client's process and shares its event loop. `encode` turns the texts
+    of a trace into token ids; if it is None, texts are sent as text. `sample_interval` is in seconds; calls of `state`
+    at this interval do not disturb the target. `meter` observes each step of the engine; it is None if the steps cannot
+    be observed.
     """
 
     name: str
@@ -39,32 +40,32 @@ class Target(Protocol):
         """Send a request and record its times, chunks and usage. Raises RequestFailed if the request fails."""
 
     async def preemptions(self) -> int | None:
-        """Return the number of preemptions since the target started; None if unknown."""
+        """Return the number of preemptions since the target started, or None if unknown."""
 
     async def state(self) -> TargetState | None:
-        """Return the current state with the event loop's time; None if unknown."""
+        """Return the current state, with its time in seconds of the event loop's clock, or None if unknown."""
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
-        """Return the scheduler's decisions about each request, in the event loop's time; None if unknown.
+        """Return the scheduler's decisions about each request, with times in seconds of the event loop's clock.
 
-        A target keeps them for its latest requests only.
+        An entry is None if the decisions are unknown. A target remembers only its latest requests.
         """
 
     def memory(self) -> MemoryParts | None:
-        """Return the parts of the target's memory, as last reported; None if unknown."""
+        """Return the sizes of the parts of the target's memory, as last reported, or None if unknown."""
 
 
 class TargetUnreachableError(Exception):
-    """Server that accepts no connection, so that sending it a load is pointless."""
+    """Error for a server that accepts no connection, so that no load can be sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Load for a target of any kind, with the SLOs it is measured against.
+    """Plan of a run: the load, the SLOs against which it is measured, and how to send it to any kind of target.
 
-    `timeout` is in seconds. `warmup` is a number of requests (None: the usual number for the kind of target).
-    `timelines`: ask an llmsched server, after the load, for its scheduler's decisions. `partial`: if the user
-    interrupts the load, measure the requests that have ended.
+    `timeout` is in seconds per request. `warmup` is the number of warm-up requests; None stands for the usual number
+    of the kind of target. If `timelines` is set, an llmsched server is asked for its scheduler's decisions after the
+    load. If `partial` is set and the user interrupts the load, the requests that have ended are measured.
     """
 
     workload: Load
@@ -77,10 +78,10 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
-    """A target that is ready and warmed up.
+    """Target that is ready and has answered `warmup` warm-up requests.
 
-    `measure` sends a load to the target and measures it; a model in this process starts with an empty prefix cache.
-    `settings` are the engine's, as far as they are known.
+    `measure` sends a load to the target and returns its figures. A model in this process starts each load with an empty
+    prefix cache. `settings` are the settings of the engine, as far as they are known.
     """
 
     name: str
@@ -90,5 +91,5 @@ class OpenTarget:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def experiment(self, workload: Load, slo: Slo) -> Experiment:
-        """Return the setup of a run with this load, for a report."""
+        """Return the setup of a run of `workload` on this target, for a report."""
         return Experiment(self.name, self.provenance, workload, slo, self.warmup, self.settings)

@@ -1,4 +1,4 @@
-"""Runs of a load on a target: warm-up, the load itself, samples of the target's state, counters, figures."""
+"""Runs of a load on a target, with a warm-up before them and samples of the target's state during them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsched.cli.targets.interface import Target
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import Progress
 
-#: Most samples of one run; beyond it, every second sample is dropped and the interval is doubled.
+#: Most samples of one run. When there are more, every second sample is dropped and the interval is doubled.
 MOST_SAMPLES = 4096
 
 #: Added to the seed for warm-up prompts, so that the warm-up does not put the run's prompts into a cache.
@@ -36,7 +36,10 @@ async def run_workload(
     partial: bool = False,
     first: int | None = None,
 ) -> Measurement:
-    """Send a load to a target and return its figures; see send_workload for the parameters."""
+    """Send a load to a target and return its figures, measured against `slo`.
+
+    `count_tokens` returns the number of tokens in a text. For the other parameters, see send_workload.
+    """
     run = await send_workload(
         target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial, first=first
     )
@@ -53,9 +56,11 @@ async def send_workload(
     partial: bool = False,
     first: int | None = None,
 ) -> RunRecord:
-    """Send a load to a target, or only its `first` requests. Random prompts consist of token `ids`, or else of words.
+    """Send a load to a target, or only its first `first` requests, and return the record of the run.
 
-    With `partial`, cancellation (Ctrl-C) stops the load and the record has the requests that have ended, if any.
+    Random prompts consist of token ids from `ids`, or of words if `ids` is None. `timeout` is in seconds per request.
+    If `partial` is set and Ctrl-C cancels the task, the load stops and the record has the requests that have ended.
+    If no request has ended, CancelledError is raised.
     """
     planned, stop_after = plan_first(workload, first, ids, target.encode)
     total = 0 if stop_after else len(planned)
@@ -108,7 +113,7 @@ async def send_workload(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list to which a state is added every `interval` seconds, until `state` returns None."""
+    """Yield a list of samples, and add the result of `state` to it every `interval` seconds until that is None."""
     samples: list[TargetState] = []
 
     async def sample() -> None:
@@ -132,7 +137,7 @@ async def _sampled(
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
-    """Store the scheduler's decisions in the records, and empty the list."""
+    """Ask for the scheduler's decisions about the requests, store them in the records, and empty the list."""
     records = ended.copy()
     ended.clear()
     for record, timeline in zip(records, await target.timelines(records), strict=True):
@@ -148,9 +153,9 @@ async def warm_up(
     timeout: float | None,
     output_len: int | None = None,
 ) -> None:
-    """Send `count` requests similar to the load's at once, with other prompts, and ignore failures.
+    """Send `count` requests at once that are like the load's but have other prompts. Ignore failed requests.
 
-    Answers are as long as the load's, or `output_len` tokens.
+    Answers have `output_len` tokens or, if that is None, the lengths of the load's answers.
     """
     if count < 1:
         return

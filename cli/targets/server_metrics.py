@@ -1,7 +1,7 @@
-"""State of a server from its /metrics, with the metric names of llmsched, vLLM, SGLang, llama.cpp and TGI.
+"""State of a server as its /metrics reports it. Known are the names of llmsched, vLLM, SGLang, llama.cpp and TGI.
 
-llmsched reports the parts of its KV memory in bytes; vLLM, SGLang and older llama.cpp report the share in use; TGI
-reports nothing about it.
+llmsched reports the parts of its KV memory in bytes. vLLM, SGLang and older versions of llama.cpp report the share of
+KV memory in use. TGI reports nothing about KV memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self
 from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.engine.memory.plan import MemoryParts
 
-#: Names without the server's prefix; the first name that is found is used.
+#: Metric names without the server's prefix. The first name that the server reports is used.
 _RUNNING = ("num_requests_running", "num_running_reqs", "requests_processing", "tgi_batch_current_size")
 _WAITING = ("num_requests_waiting", "num_queue_reqs", "requests_deferred", "tgi_queue_size")
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage", "kv_cache_usage_ratio")
@@ -31,14 +31,17 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """Metrics of a server: for each name (without the prefix and its colon), a value per set of labels."""
+    """Metrics of a server. `values` has, for each metric name, one number per set of labels.
+
+    Names are without the server's prefix, such as `vllm:`.
+    """
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values
 
     @classmethod
     def of(cls, text: str) -> Self | None:
-        """Parse a Prometheus exposition; return None if the text is not one."""
+        """Parse the body of /metrics. Return None if it is not in Prometheus's text format."""
         from prometheus_client.parser import text_string_to_metric_families
 
         # Parsing the whole text would block the client's streams for some 10 ms.
@@ -58,13 +61,16 @@ class ServerMetrics:
         return None if value is None else int(value)
 
     def memory(self) -> MemoryParts | None:
-        """Return the parts of the server's memory; None if not reported."""
+        """Return the sizes of the parts of the server's memory, or None if the server does not report them."""
         parts = [self._first((name,)) for name in _PARTS]
         known = [int(size) for size in parts if size is not None]
         return MemoryParts(*known) if len(known) == len(parts) else None
 
     def sample(self, time: float) -> TargetState | None:
-        """Return the state at `time`; None if the numbers of running and waiting requests are not reported."""
+        """Return the server's state, with `time` (seconds of the event loop's clock) as its time.
+
+        The result is None if the server does not report the numbers of running and waiting requests.
+        """
         running, waiting = self._first(_RUNNING), self._first(_WAITING)
         if running is None or waiting is None:
             return None
@@ -77,6 +83,6 @@ class ServerMetrics:
         return TargetState(time, int(running), int(waiting), kv_held=held)
 
     def _first(self, names: Sequence[str]) -> float | None:
-        """Return the first of the metrics that is reported, summed over all labels; None if there is none."""
+        """Return the first of the metrics that the server reports, summed over all labels, else None."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total

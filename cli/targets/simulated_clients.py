@@ -1,4 +1,4 @@
-"""Clients of a simulated engine, which send a load and keep records as run_load does, but on its virtual clock."""
+"""Clients of a simulated engine. They send a load and keep records as run_load does, but in virtual time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from llmsched.engine.simulated_engine import SimulatedEngine
 
 
 class SimulatedClients:
-    """Clients of a load. A request that is due goes to the client that has been free longest.
+    """Clients that send a load to a simulated engine. A due request goes to the client that has been free longest.
 
-    `_free` is a heap with the time when each free client became free. `_running` are the requests in flight,
-    `_deadlines` the times at which they time out. For the parameters, see `run_load`.
+    For the parameters, see `run_load`. `_free` is a heap of the times at which the free clients became free. `_running`
+    has the requests in flight by id, and `_deadlines` the times at which requests time out. All times are in seconds of
+    virtual time.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class SimulatedClients:
         self._records: list[RequestRecord] = []
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
-        """Serve the load; return a record of each request that was sent, in the order of `planned`.
+        """Serve the load, and return the records of all requests that were sent, in the order of `planned`.
 
-        Raises CancelledError after a step if the current task was cancelled (Ctrl-C): no await would raise it.
+        Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task;
+        asyncio itself would raise it at an await, and this method has none.
         """
         try:
             task = asyncio.current_task()
@@ -76,7 +78,10 @@ class SimulatedClients:
         return self._records
 
     def _advance(self) -> bool:
-        """Send due requests and advance the clock until a step can be computed; return False if all have ended."""
+        """Send due requests and advance the clock until the engine can compute a step.
+
+        Return False if all requests have ended and no request is left to send.
+        """
         engine = self._engine
         while True:
             while self._coming and self._free and (due := self._due(self._coming[0])) <= engine.clock.now:
@@ -98,7 +103,7 @@ class SimulatedClients:
                 return False
 
     def _due(self, planned: PlannedRequest) -> float:
-        """Return the time when a request can be sent: its due time, or later, when a client is free."""
+        """Return when a request can be sent: at its due time or, if no client was free then, when one became free."""
         return max(self._start if self._closed else self._start + planned.offset, self._free[0])
 
     def _send(self, planned: PlannedRequest, now: float) -> None:
@@ -122,7 +127,7 @@ class SimulatedClients:
             self._deadlines.append((now + self._timeout, name))
 
     def _end_overdue(self) -> None:
-        """End requests that have exceeded the timeout; their later tokens are ignored."""
+        """End the requests that have exceeded the timeout. Tokens that they still get are ignored."""
         while self._deadlines and self._deadlines[0][0] <= self._engine.clock.now:
             deadline, name = self._deadlines.popleft()
             if name in self._running:

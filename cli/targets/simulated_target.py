@@ -1,7 +1,7 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-`simulate_run(blueprint, load, max_num_batched_tokens=512)` returns the records, which figures.measure turns into
-figures. One blueprint serves any number of loads and settings within its memory reservation.
+`simulate_run(blueprint, load, max_num_batched_tokens=512)` returns the record of a run, which figures.measure turns
+into figures. One blueprint is enough for any number of loads and settings that fit its memory reservation.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ _SAMPLE_INTERVAL = 0.1
 
 
 def no_warning(text: str) -> None:
-    """Drop a warning."""
+    """Ignore a warning."""
 
 
 def make_blueprint(
     config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
 ) -> Blueprint:
-    """Return the blueprint of an engine on a GPU (named as for gpu_blueprint), or on this machine for "local".
+    """Return the blueprint of an engine on the GPU `device`, or on this machine if `device` is "local".
 
-    `quantization` is one of QUANTIZATIONS, for the weights. Raises ModelError or ConfigError; ConfigError also if this
-    machine was not calibrated for the model.
+    `gpu_blueprint` documents the names of GPUs. `quantization`, one of QUANTIZATIONS, is the format of the weights;
+    None stands for the model's own.
+
+    Raises ModelError if the model cannot be read. Raises ConfigError for a bad setting, or if "local" is asked for
+    and this machine was not calibrated for the model.
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")
@@ -68,10 +71,12 @@ def simulate_run(
     warn: Warn = no_warning,
     **limits: Unpack[Limits],
 ) -> RunRecord:
-    """Serve a load on a new engine; `limits` replace those of the blueprint.
+    """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
 
-    Texts are encoded with the model's tokenizer if it is on this disk. Raises ConfigError if the limits exceed the
-    blueprint's memory reservation.
+    `limits` replace those of the blueprint. `timeout` is in seconds of virtual time per request. The model's tokenizer
+    encodes the texts of a trace; if it is not on this disk, `warn` is called and each word counts as one token.
+
+    Raises ConfigError if the limits exceed the blueprint's memory reservation.
     """
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
@@ -81,7 +86,7 @@ def simulate_run(
     interval = next_sample = _SAMPLE_INTERVAL
 
     def sample() -> None:
-        """Take a sample if the interval has passed. At MOST_SAMPLES, drop every second one and double the interval."""
+        """Take a sample if it is due. When there are too many samples, drop half of them and double the interval."""
         nonlocal interval, next_sample
         if (now := engine.clock.now) < next_sample:
             return
@@ -114,7 +119,10 @@ def simulate_run(
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt within the block, which does not return to the event loop until it ends."""
+    """Make Ctrl-C raise KeyboardInterrupt at once within the block.
+
+    The event loop's own handler would act only after the block, because the block never returns to the event loop.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -127,9 +135,9 @@ def _interrupted_at_once() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TextEncode:
-    """Encoder of texts with the model's tokenizer, loaded at the first text. If it is missing, a word is a token.
+    """Encoder of texts with the tokenizer of `model`, which is loaded when the first text is encoded.
 
-    `warn` is called once per model if the tokenizer is missing.
+    If the tokenizer is missing, each word counts as one token, and `warn` is called once per model.
     """
 
     model: str
@@ -144,7 +152,7 @@ class TextEncode:
 
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
-    """Return the encoder of a model. For a hub id it counts words, because only config.json is fetched."""
+    """Return the encoder for a model. For a hub id it counts words, because a simulation fetches only config.json."""
     path = Path(os.path.expanduser(model))
     with suppress(ConfigError):
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
@@ -154,7 +162,7 @@ def _encoder(model: str, warn: Warn) -> TextEncoder:
 
 
 def refuse_warmup(plan: RunPlan) -> None:
-    """Raise LlmschedError if the user asks for warm-up requests."""
+    """Raise LlmschedError if the user asks for warm-up requests, which have no effect in a simulation."""
     if plan.warmup:
         raise LlmschedError(f"{setting('warmup')} {plan.warmup}: there is nothing to warm up on a virtual clock")
 
@@ -168,7 +176,10 @@ async def open_simulated(
     warn: Warn = no_warning,
     quantization: str | None = None,
 ) -> AsyncIterator[OpenTarget]:
-    """Plan a model on a simulated GPU (see make_blueprint). Raises ModelError or ConfigError."""
+    """Make a blueprint and yield it as a target. For the parameters and errors, see make_blueprint.
+
+    Raises LlmschedError if `plan` has warm-up requests.
+    """
     refuse_warmup(plan)
     blueprint = make_blueprint(config, device, progress, quantization)
     for note in blueprint.notes:

@@ -1,4 +1,4 @@
-"""Server-sent events, parsed from bytes that may be split anywhere (WHATWG HTML, section 9.2.6)."""
+"""Parser of server-sent events (WHATWG HTML, section 9.2.6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONGEST = 1 << 24
 
 
 class Event(NamedTuple):
-    """Event with its type ("message" unless named) and its data lines, joined by newlines."""
+    """Event with its type ("message" if the stream names none) and its data lines, joined by newlines."""
 
     type: str
     data: str
@@ -18,8 +18,9 @@ class Event(NamedTuple):
 class EventParser:
     """Incremental parser of server-sent events.
 
-    Lines end in LF, CRLF or CR; comments are skipped. Unlike the standard, `close` returns an event whose blank line is
-    missing, and a field "error" is read as an event of type "error", because some servers end or fail that way.
+    Lines end in LF, CRLF or CR. Comments are skipped. The parser differs from the standard in two ways, because some
+    servers do: `close` returns a last event without its blank line, and a line `error: ...` is data of an event of type
+    "error".
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,10 @@ class EventParser:
         self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """Return the events completed by these bytes. Raises ValueError for an event that is too long."""
+        """Return the events that `received` completes. The stream may be split between calls anywhere.
+
+        Raises ValueError for an event of more than 16 MiB.
+        """
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False
@@ -49,7 +53,7 @@ class EventParser:
         return events
 
     def close(self) -> Event | None:
-        """Return the event that was incomplete when the stream ended, if there is one."""
+        """Return the event that had no blank line when the stream ended, or None."""
         return (self._end_line() if self._line else None) or self._end_event()
 
     def _end_line(self) -> Event | None:

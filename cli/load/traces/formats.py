@@ -1,4 +1,4 @@
-"""File formats of traces: how to read their records, and how to make requests of a record."""
+"""File formats of traces, each with a function that reads records and one that turns a record into requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "l
 _TIMES = ("timestamp", "arrival_time", "created_at", "created", "time")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
-#: Speakers of a ShareGPT conversation and their roles in the chat API. Early dumps also name other assistants.
+#: Speakers in a ShareGPT conversation -> their roles in the chat API. Early dumps also name other assistants.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
@@ -57,7 +57,11 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """Options of some formats: the turns per conversation that become requests, and the tokens per block."""
+    """Options of single formats.
+
+    `turns` is the largest number of requests from one ShareGPT conversation. `block_tokens` is the number of tokens per
+    block of a Mooncake trace.
+    """
 
     turns: int
     block_tokens: int
@@ -65,11 +69,11 @@ class FormatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A file format.
+    """File format of traces.
 
-    `rows` reads the records of a file. `requests` makes the requests of a record, with offset 0. `time` returns the
-    name of the field that holds the record's timestamp, or None; `unit` is the unit of numbers in it. The functions may
-    raise TraceError.
+    `rows` reads the records of a file. `requests` returns the requests of a record, with an offset of 0. `time` returns
+    the name of the field with the record's timestamp, or None. `unit` is the unit of timestamps that are numbers. The
+    functions raise TraceError for a bad record.
     """
 
     rows: Callable[[Path], Iterator[Row]]
@@ -79,15 +83,18 @@ class Format:
 
 
 def has_lengths(line: str, names: Collection[str]) -> bool:
-    """Return whether `length_rows` can read a file with this first line, or with these columns or keys."""
+    """Return True if `length_rows` can read a file with the first line `line`, or with columns or keys `names`."""
     return bool(_NUMBERS.fullmatch(line)) or bool(_length_fields([name.lower() for name in names]))
 
 
 def length_rows(path: Path) -> Iterator[Row]:
-    """Yield a row per request with the field INPUT, and OUTPUT if the file states it. Raises TraceError."""
+    """Yield a row per request, with the field INPUT and, if the file states answer lengths, the field OUTPUT.
+
+    Raises TraceError for a file or a record without lengths.
+    """
     line = first_line(path)
     if _NUMBERS.fullmatch(line):
-        # Lines with one length, or with a prompt's and an answer's; commas and brackets are ignored.
+        # Each line has one length, or those of a prompt and its answer. Commas and brackets are ignored.
         with open_text(path) as text:
             for number, row_text in enumerate(text, start=1):
                 if not (cells := row_text.strip().strip("[]").replace(",", " ").split()):
@@ -114,7 +121,10 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
-    """Return the column or key for INPUT, and for OUTPUT if there is one; {} if none is a prompt length or a total."""
+    """Return the names (of columns or keys) that hold lengths, mapped to INPUT and OUTPUT.
+
+    A total counts as INPUT if no name is a prompt length. If no name is a total either, the result is empty.
+    """
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
         if name in names:
@@ -133,7 +143,7 @@ def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request whose `hash_ids` name the blocks of the prompt. The last block may be shorter."""
+    """Return the request of a record, in a list. `hash_ids` name the blocks of the prompt; the last may be shorter."""
     length, answer = row.length("input_length"), row.length("output_length")
     blocks = row.values.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
@@ -148,7 +158,10 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request per answered user message, at most `options.turns`, each with all messages before it."""
+    """Return a request for each user message that was answered, up to `options.turns` requests.
+
+    The prompt of a request is the conversation up to and including the user message.
+    """
     field = "items" if "items" in row.values and "conversations" not in row.values else "conversations"
     said = row.values.get(field)
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
@@ -165,7 +178,10 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request in a record: the body of an OpenAI API request, or an object whose `body` is one."""
+    """Return the request of a record, in a list.
+
+    The record is the body of an OpenAI API request, or an object with such a body in its field `body`.
+    """
     body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
     limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)
     answer = None if limit is None else body.length(limit)

@@ -1,4 +1,4 @@
-"""Reader of trace files: detects the format, checks the records, sorts the requests by time."""
+"""Reader of trace files. It detects the format, checks the records, and sorts the requests by time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def read_trace(
 ) -> Trace:
     """Return the trace in a file, which may be gzipped. If `trace_format` is None, the format is detected.
 
-    Requests are sorted by time; equal times keep the file's order; `limit` keeps the first requests. `timestamp_unit`
-    is the unit of numeric timestamps. `turns` is for ShareGPT: how many turns of a conversation become requests
-    (default 1). `trace_block_size` is for Mooncake: the tokens per block (default 512).
+    Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
+    kept. `timestamp_unit` is the unit of timestamps that are numbers; see `timestamps` for None. `turns`, only for
+    ShareGPT, is the largest number of requests from one conversation (1 if None). `trace_block_size`, only for
+    Mooncake, is the number of tokens per block (512 if None).
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, if the unit of the timestamps is ambiguous, or if an option does not fit the format.
@@ -82,7 +83,10 @@ def _entries(
 
 
 def detect(path: Path) -> TraceFormat:
-    """Return the format of a file, judged by its header or the fields of its first object. Raises TraceError."""
+    """Return the format of a file, judged by its header or by the fields of its first object.
+
+    Raises TraceError if the file has no known format.
+    """
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")

@@ -1,4 +1,4 @@
-"""Reader of the records of a trace file, with errors that name the line."""
+"""Reader of the records of a trace file. Its errors name the line."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LONGEST_WORD = 12
 
 
 class TraceError(LlmschedError):
-    """Unreadable or unusable trace. The message names the file and, if possible, the line."""
+    """Error for a trace that cannot be read or used. The message names the file and, if possible, the line."""
 
 
 class Row:
-    """Record of a trace: its fields by name, and its line (or entry) in the file."""
+    """Record of a trace: its fields by name, and the number of its line (or entry) in the file."""
 
     def __init__(self, path: Path, line: int, values: Mapping[str, Any], word: str = "line") -> None:
         self.line = line
@@ -46,11 +46,14 @@ class Row:
         return inner
 
     def wrong(self, message: str) -> TraceError:
-        """Return an error about this record."""
+        """Return an error about this record, which names the file and the line."""
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """Return the field `name`, a number of tokens. Raises TraceError unless it is from 0 to MOST_TOKENS."""
+        """Return the number of tokens in the field `name`.
+
+        Raises TraceError unless it is a whole number from 0 to MOST_TOKENS.
+        """
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
@@ -62,7 +65,7 @@ class Row:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message, on one short line; "missing" for None and the empty string."""
+    """Return a value as one short line for an error message, or "missing" for None and the empty string."""
     if value is None or value == "":
         return "missing"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -72,7 +75,10 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 file as text, gunzipped if needed, without its byte order mark. Errors become TraceError."""
+    """Open a UTF-8 file for reading. Decompress it if it is gzipped, and skip a byte order mark.
+
+    An error in reading, also within the block, becomes a TraceError.
+    """
     try:
         if path.is_char_device():
             raise TraceError(f"{path} is a device, not a file")
@@ -88,7 +94,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def first_line(path: Path) -> str:
-    """Return the first non-blank line, stripped and cut to a maximum length; "" if there is none."""
+    """Return the first line that is not blank, stripped and cut to about a million characters, or ""."""
     with open_text(path) as text:
         while line := text.readline(_CHUNK):
             if stripped := line.strip():
@@ -97,7 +103,7 @@ def first_line(path: Path) -> str:
 
 
 def csv_header(line: str) -> list[str]:
-    """Return the column names of a CSV header; an empty list if the line is not valid CSV."""
+    """Return the column names of a CSV header, or an empty list if the line is not valid CSV."""
     try:
         return [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error:
@@ -105,7 +111,10 @@ def csv_header(line: str) -> list[str]:
 
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the records of a CSV with a header. `needed` maps lower-case column names to the fields of the rows."""
+    """Yield the records of a CSV file with a header. `needed` maps lower-case column names to field names of the rows.
+
+    Raises TraceError if a column is missing.
+    """
     with open_text(path) as text:
         reader = csv.reader(text)
         try:
@@ -123,7 +132,10 @@ def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
 
 
 def json_objects(path: Path) -> Iterator[Row]:
-    """Yield the objects of a file that has one JSON object per line, or one JSON array of objects."""
+    """Yield the JSON objects of a file, which has one object per line or a single array of objects.
+
+    Raises TraceError for invalid JSON and for a value that is not an object.
+    """
     if first_line(path).startswith("["):
         yield from _elements(path)
         return
@@ -142,7 +154,7 @@ def json_objects(path: Path) -> Iterator[Row]:
 
 
 def _elements(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON array, reading the file in chunks as they are needed."""
+    """Yield the objects of a JSON array. Read the file in chunks, so that a large one need not fit into memory."""
     decoder = json.JSONDecoder()
     with open_text(path) as text:
         waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK

@@ -1,8 +1,9 @@
-"""Timestamps of traces: their unit, and the seconds from the first request to each.
+"""Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
-Numbers are in the unit of `--timestamp-unit` if given. Else they are in the format's unit, or in a finer one if they
-look like Unix timestamps in that; a coarser one is an error. Unix timestamps of 2001 to 2099 in seconds, milliseconds,
-microseconds and nanoseconds do not overlap, because those units are a factor of 1000 apart.
+If `--timestamp-unit` is given, it is the unit of numbers. Otherwise the unit is found: numbers that look like Unix
+timestamps in a finer unit than the format's are in the finer unit; if they look like Unix timestamps in a coarser unit,
+that is an error; all other numbers are in the format's unit. Unix timestamps of 2001 to 2099 look different in seconds,
+milliseconds, microseconds and nanoseconds, because these units are a factor of 1000 apart.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ TimestampUnit = Literal["s", "ms", "us", "ns"]
 #: Units per second.
 UNITS: dict[TimestampUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
-#: Seconds since 1970 that count as a date: 2001-09-09 to 2099-12-31.
+#: Numbers between these, as seconds since 1970, look like Unix timestamps: 2001-09-09 to 2099-12-03.
 _EPOCH = (1e9, 4.1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
-    """Timestamp as the file states it. A date is in microseconds since 1970, in UTC if it has no time zone."""
+    """Timestamp of a record. `value` is the number in the file or, for a date, the microseconds since 1970.
+
+    A date without a time zone is in UTC.
+    """
 
     value: float
     is_date: bool = False
 
 
 def read_timestamp(row: Row, name: str) -> Timestamp:
-    """Return the timestamp in the field `name`. Raises TraceError if it is missing, invalid, infinite or negative."""
+    """Return the timestamp in the field `name`. Raises TraceError unless it is a number of 0 or more, or a date."""
     value = row.values.get(name)
     text = str(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
     stamp = Timestamp(math.nan)
@@ -52,7 +56,9 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
 
 
 def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
-    """Return seconds after the earliest stamp. `unit` is the user's choice, if any, `stated` the format's unit.
+    """Return the seconds from the earliest timestamp to each.
+
+    `unit` is the user's choice or None, `stated` the format's unit. `where` names the file in errors.
 
     Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
     """

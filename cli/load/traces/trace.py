@@ -1,4 +1,4 @@
-"""Trace in memory, in the same form for all file formats."""
+"""Trace in memory. It has the same form for all file formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Prompt as text: the messages of a chat, or only `text` if `messages` is None."""
+    """Prompt as text. `messages` are the messages of a chat, or None if the prompt has no messages."""
 
     text: str
     messages: tuple[Message, ...] | None = None
@@ -32,11 +32,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace, from line (or entry) `line` of its file.
+    """Request of a trace. `line` is the number of its line (or entry) in the file.
 
-    `offset` is in seconds after the first request, 0 if the trace is not timed. The prompt is either `content`, or
-    `input_len` tokens whose blocks are named by `hash_ids`, if the trace has blocks. The length of the answer is
-    `output_len`, else the length of the text `answer`; if both are None, it is unknown.
+    `offset` is in seconds after the first request, or 0 if the trace has no times. The prompt is either `content`, or
+    `input_len` tokens; if the trace has blocks, `hash_ids` name the blocks of these tokens. The answer has `output_len`
+    tokens or, if that is None, the text `answer`. If both are None, the length of the answer is unknown.
     """
 
     line: int
@@ -49,19 +49,20 @@ class TraceRequest:
 
     @property
     def words_in(self) -> int:
-        """Length of the prompt in tokens; each word of a text counts as one token."""
+        """Length of the prompt in tokens. Each word of a text counts as one token."""
         return len(self.content.words) if self.content is not None else self.input_len or 0
 
     def answer_len(self, count: Callable[[str], int] = lambda text: len(text.split())) -> int | None:
-        """Return the answer's length in tokens, of a text with `count`; None if the trace does not state it."""
+        """Return the length of the answer in tokens, or None if it is unknown. `count` counts the tokens of a text."""
         return self.output_len if self.output_len is not None or self.answer is None else count(self.answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests of a file in the order of their offsets; `timed` says whether the file states their times.
+    """Requests of a file, in the order of their offsets. `timed` is True if the file states their times.
 
-    `block_tokens` is the number of tokens per entry of `hash_ids`. The last block of a prompt may be shorter.
+    `block_tokens` is the number of tokens per block, which an entry of `hash_ids` names. The last block of a prompt may
+    be shorter.
     """
 
     name: str
@@ -72,18 +73,21 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Requests per second from the first request to the last; 0 if all have the same time."""
+        """Requests per second from the first request to the last, or 0 if all have the same time."""
         span = self.requests[-1].offset - self.requests[0].offset
         return (len(self.requests) - 1) / span if span > 0 else 0.0
 
     @property
     def of_text(self) -> bool:
-        """Whether prompts are text, so that their tokens depend on a tokenizer."""
+        """True if a prompt is text, so that its number of tokens depends on the tokenizer."""
         return any(request.content is not None for request in self.requests)
 
 
 def digest(requests: Sequence[TraceRequest]) -> str:
-    """Return the SHA-256 of the requests, independent of the file's format, with times in microseconds."""
+    """Return the SHA-256 of the requests as hexadecimal digits. It does not depend on the format of the file.
+
+    Times are rounded to microseconds.
+    """
     found = hashlib.sha256()
     for request in requests:
         content = request.content
