@@ -1,6 +1,7 @@
-"""Dispatch of the ops by device: Triton on CUDA, Numba on the CPU, the reference on every other device.
+"""Dispatch of ops by device: Triton kernels on CUDA, CPU kernels on the CPU, the reference on other devices.
 
-LLMSCHED_KERNELS=reference in the environment selects the reference on every device, to test whether a kernel is wrong.
+The environment variable LLMSCHED_KERNELS=reference selects the reference on every device, to test whether a kernel is
+wrong.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def paged_attention(
     context_lens: Tensor,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Run `reference.paged_attention` on the backend of the query's device.
+    """Compute `reference.paged_attention` with the backend of the query's device.
 
-    Raises ValueError unless the arguments fit each other. Only shapes are checked, so the CPU never waits for a GPU.
+    Raises ValueError unless the shapes and options fit each other. Values in tensors are not checked, because then the
+    CPU would have to wait for the GPU.
     """
     _check_caches(key_cache, value_cache)
     _, heads, head_dim = query.shape
@@ -66,7 +68,10 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Run `reference.write_kv` on the backend of the keys' device. Raises ValueError unless the shapes fit."""
+    """Write KV like `reference.write_kv`, with the backend of the keys' device.
+
+    Raises ValueError unless the shapes fit each other.
+    """
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):
@@ -88,7 +93,7 @@ def backend_name(device_type: str) -> BackendName:
 
 @cache
 def load_backend(name: BackendName) -> ModuleType:
-    """Return a backend, imported on first use: importing Numba or Triton takes a second, and no process needs both."""
+    """Import a backend when it is first used. Numba and Triton take a second to import, and no process uses both."""
     return importlib.import_module(MODULES[name])
 
 

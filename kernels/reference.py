@@ -1,12 +1,13 @@
 """Specification of every op in plain torch: slow but easy to check. Tests compare the other backends with it.
 
-A packed batch holds T new tokens of B sequences, one sequence after the other. Sequence b has q_len_b of them, the rows
-from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]: many for a prefill chunk, one for a decode. A batch may mix both.
+A packed batch holds T new tokens of B sequences, one sequence after the other. The q_len_b new tokens of sequence b are
+the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. A prefill chunk has many new tokens, a decode has one. A batch may
+mix both.
 
-The KV cache is cut into blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
-sequence b is in block block_tables[b, p // block_size] at offset p % block_size. A sequence's blocks may have any order
-and may be shared. Table entries beyond the context are never read; with a window, neither are those of blocks that no
-query sees.
+The KV cache consists of blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
+sequence b is in block block_tables[b, p // block_size] at offset p % block_size. The blocks of a sequence may have any
+order, and sequences may share blocks. Entries of a block table after the context are never read. With a sliding window,
+entries of blocks that no query attends to are not read either.
 """
 
 from __future__ import annotations
@@ -43,16 +44,19 @@ def paged_attention(
 ) -> Tensor:
     """Return the causal attention of a packed batch over a paged KV cache that already holds the new keys and values.
 
-    query [T, heads, D], key_cache [num_blocks, kv_heads, block_size, D], value_cache [num_blocks, kv_heads, block_size,
-    Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32 (all tokens, including
-    the new ones), sinks and slopes [heads]. Returns [T, heads, Dv] in the query's dtype; the softmax is computed in
-    float32.
+    The shapes are: query [T, heads, D], key_cache [num_blocks, kv_heads, block_size, D], value_cache [num_blocks,
+    kv_heads, block_size, Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32,
+    sinks [heads], slopes [heads]. A context length includes the new tokens. Returns [T, heads, Dv] in the query's
+    dtype. The softmax is computed in float32.
 
-    Query i of sequence b is at position p = context_lens[b] - q_len_b + i and sees keys 0..p, or with a `window` keys p
-    - window + 1..p (transformers' `sliding_window`). Query head h reads KV head h // (heads // kv_heads). `softcap` c
-    turns a scaled score s into c * tanh(s / c) (Gemma-2). A sink is a logit per head that joins the softmax's
-    denominator and has no value (gpt-oss). A slope is a number per head: a key's score falls by the slope times the
-    key's distance to the query in tokens (ALiBi, Press et al. 2021).
+    Query i of sequence b is at position p = context_lens[b] - q_len_b + i. It attends to the keys 0 to p, or, with a
+    `window`, to the keys p - window + 1 to p (transformers' `sliding_window`). Query head h uses KV head h // (heads //
+    kv_heads).
+
+    - softcap: a scaled score s becomes softcap * tanh(s / softcap) (Gemma-2).
+    - sinks: each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
+    - slopes: a key's score is lowered by the head's slope times the distance between key and query in tokens (ALiBi,
+      Press et al. 2021).
     """
     group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
@@ -84,10 +88,10 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] into the cache, in place.
+    """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache in place.
 
-    slot_mapping [T] int64: token t goes to block slot // block_size at offset slot % block_size. A negative slot
-    marks padding, which is not written. No slot may appear twice.
+    `slot_mapping` is [T] int64. Token t is written to block slot_mapping[t] // block_size at offset slot_mapping[t] %
+    block_size. A negative slot marks padding, which is not written. No other slot may appear twice.
     """
     real = slot_mapping >= 0
     slots = slot_mapping[real]

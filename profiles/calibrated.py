@@ -1,12 +1,14 @@
-"""Calibrations: step costs that `llmsched calibrate` measured, as TOML files inside the profiles directory.
+"""Calibrations: step costs that `llmsched calibrate` measured, stored as TOML files in the profiles directory.
 
-created = 2026-01-31T12:00:00+00:00
-error = 0.031                    median relative error on steps left out of the fit
-swap_seconds_per_byte = 1e-10
-steps = [ { step = "4 decodes of 512", measured_ms = 34.1, ... }, ... ]
+A file looks like this:
 
-[cost]                           coefficients, by their names in FittedCost
-[model]  [device]  [engine]  [versions]       what was measured
+    created = 2026-01-31T12:00:00+00:00
+    error = 0.031                    # median relative error on steps that the fit did not use
+    swap_seconds_per_byte = 1e-10
+    steps = [ { step = "4 decodes of 512", measured_ms = 34.1, ... }, ... ]
+
+    [cost]                           # coefficients, by their names in FittedCost
+    [model]  [device]  [engine]  [versions]       # what was measured
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients of a step's cost, and the model, device and engine that they were measured on.
+    """Coefficients of the cost of a step, with the model, device and engine on which they were measured.
 
-    `error` is a share (0.03 is 3 %); `steps` has one mapping for each measured step. `model` has at least name and
-    digest, `device` has kind and name, `engine` has dtype and kv_cache_dtype. `created` is in UTC.
+    `error` is a share (0.03 means 3 %). `steps` has one mapping for each measured step. `model` has at least name and
+    digest, `device` has at least kind and name, `engine` has at least dtype and kv_cache_dtype. `created` is in UTC.
     """
 
     cost: Mapping[str, float]
@@ -60,12 +62,12 @@ class Calibration:
 
 
 def calibration_dir() -> Path:
-    """Return the directory of calibrations, inside the profiles directory."""
+    """Return the directory of calibrations, which is inside the profiles directory."""
     return profile_dir() / "calibrated"
 
 
 def calibration_name(model: str, device: str, dtype: str, kv_dtype: str) -> str:
-    """Return the name of the calibration for a model, a device, a dtype and a type of the KV cache."""
+    """Return the name of the calibration for a model, a device, a dtype and a dtype of the KV cache."""
     kinds = dtype if kv_dtype == dtype else f"{dtype}-{kv_dtype}"
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{Path(model).name}-{device}-{kinds}").strip("-.")
 
@@ -76,7 +78,7 @@ def list_calibrations() -> list[str]:
 
 
 def load_calibration(name: str) -> Calibration | None:
-    """Return the calibration `name`, or None if its file is missing. Raises ProfileError if the file is not valid."""
+    """Return the calibration `name`, or None if it has no file. Raises ProfileError if the file is not valid."""
     path = calibration_dir() / f"{name}.toml"
     try:
         return _validated(path, read_toml(path, "calibration"))
@@ -85,7 +87,10 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its name, replacing any older one; return its path. Raises ProfileError on failure."""
+    """Write a calibration under its own name and return the path. An older calibration of this name is replaced.
+
+    Raises ProfileError if the file cannot be written.
+    """
     path = calibration_dir() / f"{calibration.name}.toml"
     content: dict[str, Any] = {
         name: getattr(calibration, name) for name in ("created", "error", "swap_seconds_per_byte")

@@ -1,4 +1,4 @@
-"""Classes of engines, from engines.toml: shares of a GPU's figures that they reach, and fixed costs of their steps."""
+"""Classes of engines, read from engines.toml: fixed costs of a step, and shares of a GPU's datasheet figures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches; engines.toml explains each share.
+    """Shares of a GPU's datasheet figures that an engine reaches. engines.toml explains each share.
 
-    `error` is the median relative error of TPOT on published results left out of the fit; None if there were none.
+    `error` is the median relative error of TPOT on published results that the fit did not use; None without such
+    results.
     """
 
     matrix: float
@@ -31,7 +32,11 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Class of engines: seconds per step, per layer and per row of a step, and shares by GPU or architecture."""
+    """Class of engines.
+
+    `step_seconds`, `layer_seconds` and `row_seconds` are the fixed costs of a step: in total, per layer, and per row.
+    `shares` has the efficiencies by key of a GPU, by GPU architecture, and under "default".
+    """
 
     key: str
     step_seconds: float
@@ -40,28 +45,29 @@ class EngineSpec:
     shares: Mapping[str, Efficiency]
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """Return the shares for this GPU; without these, the shares for its architecture; else the default shares."""
+        """Return the shares for this GPU if there are any, else those for its architecture, else the default shares."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 
 @cache
 def engines() -> dict[str, EngineSpec]:
-    """Return all engine classes of engines.toml by key."""
+    """Return all engine classes in engines.toml by key."""
     table = shipped_table("engines.toml")
     default = table["default"]
     return {key: engine_spec(key, entry, None if key == "default" else default) for key, entry in table.items()}
 
 
 def find_engine(name: str) -> EngineSpec:
-    """Return the engine class called `name`, ignoring case. Raises UnknownNameError if there is no such class."""
+    """Return the engine class called `name`, ignoring case. Raises UnknownNameError for an unknown name."""
     return find_entry(engines(), name.lower(), "engine class")
 
 
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
-    """Build a class from its table in engines.toml, which states only what differs from the `default` class.
+    """Build a class from its table in engines.toml, which states only the values that differ from the `default` class.
 
-    The most specific share applies: first the GPU's, then its architecture's, then the typical one; at each level,
-    first this class's share, then that of the `default` class. `error` comes only from this class's table.
+    For each share, the most specific entry applies: the GPU's entry, then the entry of its architecture, then the entry
+    under "default". At each of these levels this class's own entry comes before that of the `default` class. `error`
+    comes only from this class's own entry.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}

@@ -1,4 +1,4 @@
-"""GPUs by name, from gpus.toml: memory, bandwidth and arithmetic rates."""
+"""GPUs by name, read from gpus.toml: memory, bandwidth and arithmetic rates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from llmsched.profiles.toml_files import UnknownNameError, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One GPU: `memory` in bytes that CUDA offers, bandwidths in bytes/s, rates in FLOP/s (dense, summed in float32).
+    """Datasheet of one GPU.
 
-    `driver_name` is the name that the driver reports, `architecture` the generation in lower case ("hopper"),
-    `host_bandwidth` the bandwidth of the link to host memory in one direction. `fp8_flops` is 0 for a GPU without fp8
-    units. `sustained` is the share of the tensor cores' rate that the power limit allows in continuous use.
+    `memory` is the bytes that CUDA can use. Bandwidths are in bytes/s. Fields ending in `_flops` are dense rates in
+    FLOP/s with float32 accumulation; `fp8_flops` is 0 for a GPU without fp8 units. `driver_name` is the name that the
+    driver reports. `architecture` is the generation in lower case ("hopper"). `host_bandwidth` is the bandwidth to host
+    memory in one direction. `sustained` is the share of the tensor cores' rate that the power limit allows in
+    continuous use.
     """
 
     key: str
@@ -35,7 +37,7 @@ class GpuSpec:
 
 @cache
 def gpus() -> dict[str, GpuSpec]:
-    """Return all GPUs of gpus.toml by key."""
+    """Return all GPUs in gpus.toml by key."""
     found = {}
     for key, entry in shipped_table("gpus.toml").items():
         bf16 = float(entry["bf16_tflops"]) * 1e12
@@ -59,7 +61,8 @@ def gpus() -> dict[str, GpuSpec]:
 def find_gpu(name: str) -> GpuSpec:
     """Return the GPU called `name`, ignoring case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
 
-    Raises UnknownNameError for an unknown name, and for a name that fits several GPUs ("a100").
+    The beginning of a name suffices if only one GPU's name begins so. Raises UnknownNameError for an unknown name, and
+    for a name that fits several GPUs ("a100").
     """
     wanted = _bare(name)
     listed = {_bare(key): spec for key, spec in gpus().items()}
@@ -74,7 +77,7 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return whether two device names are equal, or are the listed name and the driver's name of the same GPU."""
+    """Return True if two device names are equal, or are the listed name and the driver's name of one GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 

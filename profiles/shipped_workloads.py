@@ -1,4 +1,4 @@
-"""Workloads by name, from workloads/workloads.toml: traces, and settings of synthetic loads."""
+"""Workloads by name, read from workloads/workloads.toml: traces and settings of synthetic loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Workload: the `file` of a trace or, if that is None, the `settings` of a synthetic load by flag name."""
+    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load that `settings` describes.
+
+    `settings` maps names of flags to values. `about` is a description for users.
+    """
 
     name: str
     about: str
@@ -23,7 +26,7 @@ class ShippedWorkload:
 
 @cache
 def workloads() -> Mapping[str, ShippedWorkload]:
-    """Return all workloads of workloads.toml by name."""
+    """Return all workloads in workloads.toml by name."""
     folder, found = Path(__file__).parent / "workloads", {}
     for name, entry in shipped_table("workloads/workloads.toml").items():
         about, file = entry.pop("about"), entry.pop("file", None)
@@ -32,5 +35,5 @@ def workloads() -> Mapping[str, ShippedWorkload]:
 
 
 def find_workload(name: str) -> ShippedWorkload:
-    """Return the workload called `name`. Raises UnknownNameError if there is no such workload."""
+    """Return the workload called `name`. Raises UnknownNameError for an unknown name."""
     return find_entry(workloads(), name, "workload")

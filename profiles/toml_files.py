@@ -1,4 +1,4 @@
-"""TOML files: tables that are shipped with llmsched, and files that commands write and read back."""
+"""Helpers for the TOML files that are shipped with llmsched, and for those that commands write and read back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Entry = TypeVar("Entry")
 
 
 class UnknownNameError(LookupError):
-    """Error for a name that is in no shipped table. The message lists the known names."""
+    """Error for a name that is not in a shipped table. The message lists known names."""
 
 
 class ProfileError(ValueError):
@@ -25,13 +25,14 @@ class ProfileError(ValueError):
 
 
 def shipped_table(name: str) -> dict[str, Any]:
-    """Return the content of a TOML file in this package."""
+    """Return the content of the TOML file `name` in this package."""
     return tomllib.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry called `name`. Raises UnknownNameError for a name that is not in `entries`, which are called
-    `kind`.
+    """Return the entry called `name`.
+
+    Raises UnknownNameError for a name that is not in `entries`. `kind` is the word for an entry in the message.
     """
     if name not in entries:
         raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
@@ -39,13 +40,14 @@ def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names of the TOML files in a directory, sorted."""
+    """Return the names of the TOML files in a directory, without .toml, sorted."""
     return sorted(path.stem for path in directory.glob("*.toml"))
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the content of a file, which messages call a `kind`. Raises FileNotFoundError or, on other failures,
-    ProfileError.
+    """Return the content of a TOML file. `kind` is the word for the file in messages.
+
+    Raises FileNotFoundError if the file does not exist, and ProfileError if it cannot be read.
     """
     try:
         return tomllib.loads(read_file(path))
@@ -65,7 +67,10 @@ def check_table(where: str, table: Any) -> None:
 
 
 def created_in(where: str, content: Mapping[str, Any]) -> datetime:
-    """Return the time of creation that a file states, 1970 without one. Raises ProfileError if it is not a time."""
+    """Return the value of `created` in the content of a file; 1970 if it has none.
+
+    Raises ProfileError if the value is not a date and time. `where` begins the message.
+    """
     created = content.get("created", datetime.fromtimestamp(0, UTC))
     if not isinstance(created, datetime):
         raise ProfileError(f"{where}: created is not a date and time such as 2026-01-31T12:00:00Z")
@@ -73,7 +78,7 @@ def created_in(where: str, content: Mapping[str, Any]) -> datetime:
 
 
 def now() -> datetime:
-    """Return the current time in UTC, in whole seconds."""
+    """Return the current time in UTC, without fractions of a second."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
@@ -87,20 +92,23 @@ def check_directory(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Create the directory of `path`. Raises ProfileError if `write_file` could not write the file."""
+    """Create the directory of `path`. Raises ProfileError if `write_file` could not write a file at `path`."""
     _check_regular(path)
     check_directory(path.parent)
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a regular file. Raises OSError, also for pipes and devices, whose content may be endless."""
+    """Return the text of a regular file. Raises OSError if it cannot be read.
+
+    Pipes and devices also raise OSError, because their content may be endless.
+    """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
     return path.read_text(encoding="utf-8")
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, replacing any older one completely or not at all. Raises ProfileError on failure."""
+    """Write a file. An older file at `path` is replaced completely or not at all. Raises ProfileError on failure."""
     _check_regular(path)
     try:
         replace_file(path, text)
@@ -109,7 +117,10 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file beside `path` and rename it, so readers see the old or the new text. Raises OSError on failure."""
+    """Write `text` to a temporary file and rename it to `path`, so that readers see either the old text or the new one.
+
+    Raises OSError on failure.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
         try:
@@ -123,7 +134,10 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ProfileError if `path` exists and is not a regular file, because replacing a device would remove it."""
+    """Raise ProfileError if `path` is not a regular file, because writing would replace a device with a file.
+
+    A path at which nothing exists is allowed.
+    """
     try:
         if path.exists() and not path.is_file():
             raise ProfileError(f"profile {path} cannot be written: it is not a regular file")

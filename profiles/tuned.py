@@ -1,15 +1,17 @@
-"""Tuned profiles: settings that `tune` found, as TOML files that `serve --profile` loads.
+"""Tuned profiles: settings that `tune` found, stored as TOML files that `serve --profile` loads.
 
-created = 2026-01-31T12:00:00+00:00
-measured = true            false: found by simulation
-reason = "256 gives the most tokens per second of the values that meet the SLOs"
-trials = [ { max_num_batched_tokens = 128, ... }, ... ]     all values that were tried
+A file looks like this:
 
-[engine]                   fields of EngineConfig, by their names
-max_num_batched_tokens = 256
+    created = 2026-01-31T12:00:00+00:00
+    measured = true            # false: found by simulation
+    reason = "256 gives the most tokens per second of the values that meet the SLOs"
+    trials = [ { max_num_batched_tokens = 128, ... }, ... ]     # all values that were tried
 
-[slo]  [workload]  [model]  [device]  [versions]            what the settings were found for
-[memory]                   actual / predicted bytes, written by `tune` and by `serve --profile` when it starts
+    [engine]                   # fields of EngineConfig, by their names
+    max_num_batched_tokens = 256
+
+    [slo]  [workload]  [model]  [device]  [versions]            # conditions under which the settings were found
+    [memory]                   # actual / predicted bytes, written by `tune` and by `serve --profile` when it starts
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ _KEYS = {"created", "measured", "reason", "trials", *_TABLES}
 
 @dataclass(frozen=True, slots=True)
 class TunedProfile:
-    """Settings, and what they were found for. Only `engine` is applied; the rest is for people and for warnings.
+    """Settings that `tune` found, and the conditions under which it found them.
 
-    `engine` maps field names of EngineConfig to values. `slo` is in milliseconds (ttft_ms, itl_ms, ...), `memory` holds
-    actual / predicted bytes (weights_ratio, ...), `trials` has one mapping for each value that was tried. `created` is
-    in UTC. Unknown values are left out, never None.
+    Only `engine` is applied; it maps field names of EngineConfig to values. The other tables inform users and cause
+    warnings. `slo` is in milliseconds (ttft_ms, itl_ms, ...). `memory` has ratios of actual to predicted bytes
+    (weights_ratio, ...). `trials` has one mapping for each value that was tried. `created` is in UTC. Unknown values
+    are left out; they are never None.
     """
 
     engine: Mapping[str, Scalar]
@@ -68,16 +71,17 @@ class TunedProfile:
 
 
 def profile_dir() -> Path:
-    """Return the directory of named profiles: $LLMSCHED_PROFILES, or else one in the user's config directory."""
+    """Return the directory of named profiles: $LLMSCHED_PROFILES if set, else one in the user's config directory."""
     if given := os.environ.get("LLMSCHED_PROFILES"):
         return Path(os.path.expanduser(given))
     return Path(platformdirs.user_config_dir("llmsched")) / "profiles"
 
 
 def profile_path(name_or_path: str) -> Path:
-    """Return the file of a profile: a path if it has a slash or ends in .toml, else a name in profile_dir().
+    """Return the path of a profile's file, given as a path or as the name of a profile in profile_dir().
 
-    Raises ProfileError for a name with characters other than letters, digits, ".", "_" and "-".
+    A text with a slash, or that ends in .toml, is a path. Raises ProfileError for a name with characters other than
+    letters, digits, ".", "_" and "-".
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(os.path.expanduser(name_or_path))
@@ -92,13 +96,16 @@ def list_profiles() -> list[str]:
 
 
 def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return whether two [model] tables describe the same model: by the digest of config.json, or else by the name."""
+    """Return True if two [model] tables describe the same model.
+
+    The digests of config.json are compared if both tables have one, else the names.
+    """
     key = "digest" if "digest" in one and "digest" in other else "name"
     return one.get(key) == other.get(key)
 
 
 def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return whether two [device] tables describe the same device. The number of cores matters only for a CPU."""
+    """Return True if two [device] tables describe the same device. The number of cores matters only for a CPU."""
     keys = ("kind", "cores") if one.get("kind") == "cpu" else ("kind",)
     return all(one.get(key) == other.get(key) for key in keys) and same_gpu(
         str(one.get("name")), str(other.get("name"))
@@ -106,9 +113,9 @@ def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 
 
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
-    """Return the newest profile in profile_dir() for this model and device, with its name; None if there is none.
+    """Return the name and content of the newest profile in profile_dir() for this model and device.
 
-    Files that are not valid profiles are skipped.
+    Returns None if no profile fits. Files that are not valid profiles are skipped.
     """
     found = []
     for name in list_profiles():
@@ -122,7 +129,7 @@ def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) ->
 
 
 def load_profile(name_or_path: str) -> TunedProfile:
-    """Return a profile. Raises ProfileError if the file is missing or not valid; the message names the wrong key."""
+    """Load a profile. Raises ProfileError if the file is missing or not valid; the message names the wrong key."""
     path = profile_path(name_or_path)
     try:
         return _validated(path, read_toml(path, "profile"))
@@ -132,7 +139,10 @@ def load_profile(name_or_path: str) -> TunedProfile:
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, replacing any older one, and return its path. Raises ProfileError on failure."""
+    """Write a profile, in place of an older one at its path, and return the path.
+
+    Raises ProfileError if the file cannot be written.
+    """
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
@@ -142,7 +152,7 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
 
 
 def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
-    """Replace the table [memory] in the file of a profile; keep everything else, comments included.
+    """Replace the table [memory] in the file of a profile. Keep everything else in the file, including comments.
 
     Raises ProfileError if the file cannot be read or written.
     """

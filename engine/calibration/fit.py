@@ -1,4 +1,4 @@
-"""Fit of a FittedCost to measured steps: least squares of relative errors, with no coefficient below 0."""
+"""Fit of a FittedCost to measured steps, which minimises relative errors with coefficients of at least 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KNEES = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class MeasuredStep(NamedTuple):
-    """A step and the median of its measured times."""
+    """Step that was measured: its shape, the median of its times in seconds, and its name."""
 
     shape: StepShape
     seconds: float
@@ -28,9 +28,10 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted cost and its relative errors (predicted - measured) / measured at each step.
+    """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step.
 
-    `errors` are those of `cost`. For `left_out`, each step is predicted by a fit to all other steps.
+    `errors` are the errors of `cost`. `left_out` are the errors of predictions for which the fit did not use the step
+    that it predicts (leave-one-out cross-validation).
     """
 
     cost: FittedCost
@@ -39,12 +40,15 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Median absolute value of `left_out`."""
+        """Median of the absolute values of `left_out`."""
         return float(np.median(np.abs(self.left_out)))
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a cost with each of KNEES; return the fit with the smallest mean absolute `left_out` error."""
+    """Fit a cost for each knee in KNEES. Return the fit with the smallest mean absolute `left_out` error.
+
+    `window` is the model's sliding window in tokens; None means no sliding-window layers.
+    """
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 
@@ -62,10 +66,10 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 
 
 def non_negative(matrix: Array) -> Array:
-    """Return the x >= 0 that minimises |matrix @ x - 1|.
+    """Return the vector x >= 0 that minimises |matrix @ x - 1|.
 
-    The result is exact: it is the unconstrained solution for the columns that it uses, and all subsets of columns are
-    tried.
+    The solution is exact: it is the best of the unconstrained solutions for all subsets of columns that are nowhere
+    negative.
     """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale

@@ -1,4 +1,4 @@
-"""Timing of a device: its steps, the overhead of serving, and copies to host memory."""
+"""Measurement of a device: the time of steps, the overhead of serving, and the time of copies to host memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MAX_SWAPPED = 64
 
 
 class StepLimits(NamedTuple):
-    """Limits of an engine: tokens and sequences per step, tokens per sequence, and tokens in all KV blocks."""
+    """Limits of an engine: tokens per step, sequences per step, tokens per sequence, and tokens in all KV blocks."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -55,7 +55,7 @@ class StepLimits(NamedTuple):
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def allow(self, rows: Rows) -> bool:
-        """Return whether the engine could plan a step of these rows."""
+        """Return True if a step with these rows is within the limits."""
         lengths = [context + tokens for context, tokens in rows]
         return (
             len(rows) <= self.max_num_seqs
@@ -66,7 +66,7 @@ class StepLimits(NamedTuple):
 
 
 def choose_steps(limits: StepLimits) -> dict[str, Rows]:
-    """Return about twenty steps to time, by name; fewer if the limits are tight."""
+    """Return about twenty steps to measure, by name. Tight limits allow fewer steps."""
     short, middle, long = (max(1, min(tokens, int(share * limits.max_model_len))) for tokens, share in _CONTEXTS)
     most, largest = limits.max_rows, limits.max_num_batched_tokens
     quarter = max(1, largest // 4)
@@ -98,8 +98,9 @@ def describe(rows: Rows) -> str:
 class ServingOverhead(NamedTuple):
     """Overhead of serving while `num_seqs` sequences decode.
 
-    `between` is the time in seconds from the end of a step to the start of the next step. `slowdown` is the time of a
-    step divided by the time of the same step alone; other threads compete for the Python interpreter.
+    `between` is the time, in seconds, from the end of a step to the start of the next. `slowdown` is the time of a step
+    divided by the time of the same step when nothing is served. Serving slows steps down because other threads compete
+    for the Python interpreter.
     """
 
     num_seqs: int
@@ -111,8 +112,8 @@ class ServingOverhead(NamedTuple):
 class DeviceTimings:
     """Timings of `engine` on its device.
 
-    `fit` is the cost of the `steps` when run alone; `cost` includes the overhead of serving. `swap_seconds_per_byte` is
-    the time to copy KV in one direction.
+    `fit` is fitted to the `steps`, which were measured while nothing was served. `cost` also includes the overhead of
+    serving. `swap_seconds_per_byte` is the time, in seconds, to copy one byte of KV in one direction.
     """
 
     engine: Engine
@@ -124,16 +125,20 @@ class DeviceTimings:
 
 
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Load the model and time its steps. The steps take turns, so that other load on the machine affects all alike.
+    """Load the model and measure its steps, each `repeats` times.
 
-    Raises ModelError if the model cannot be loaded, and ConfigError if the limits allow too few different steps.
+    All steps are measured once before any is measured again, so that other load on the machine affects all of them
+    alike. Raises ModelError if the model cannot be loaded, and ConfigError if the limits allow too few different steps.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
     return measure_engine(engine, repeats, progress)
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Time the steps of an engine, as measure_device does. Afterwards, use the engine only to call `engine_beside`."""
+    """Measure the steps of an engine like `measure_device`.
+
+    The measurement overwrites the KV cache, so afterwards the engine may only be passed to `engine_beside`.
+    """
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window
@@ -165,7 +170,7 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
 
 
 def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> FittedCost:
-    """Return the cost of a step while requests are served, including the time until the next step starts."""
+    """Return the cost of a step while requests are served, which includes the time until the next step starts."""
     matrix = np.array([[1 / each.between, each.num_seqs / each.between] for each in serving])
     per_step, per_row = non_negative(matrix).tolist()
     slowdown = max(1.0, statistics.median(each.slowdown for each in serving))
@@ -174,7 +179,10 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _RecordingExecutor:
-    """Executor that records each step: number of rows, number of tokens, start and end in seconds."""
+    """Executor that records the number of rows, the number of tokens, the start and the end of each step.
+
+    Times are in seconds of `time.perf_counter`.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -190,8 +198,8 @@ class _RecordingExecutor:
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
     """Measure how much longer steps take while serving, for several numbers of sequences.
 
-    Serving and the same steps alone take turns, and their medians are compared. A number of sequences is left out if no
-    two consecutive steps had all the sequences.
+    For each number, the function alternates between serving and running the same steps alone, and compares the medians.
+    It leaves out a number if serving never had two consecutive steps with that many sequences.
     """
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})
@@ -220,7 +228,7 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
 
 
 async def _serve(engine: AsyncEngine, num_seqs: int, num_tokens: int) -> None:
-    """Serve `num_seqs` requests together, with one reader for each request."""
+    """Serve `num_seqs` requests at the same time, each with its own reader."""
     engine.start()
 
     async def read(number: int) -> None:

@@ -81,7 +81,7 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds of work that both arithmetic and reading limit."""
+    """Return the seconds of work that takes `arithmetic` seconds of arithmetic and `reading` seconds of reads."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
@@ -108,7 +108,10 @@ def _seconds(
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sums over full-attention layers and over sliding-window layers."""
+    """Return the sum of the values of full-attention layers, and that of sliding-window layers.
+
+    `parts` are (is windowed, value) pairs.
+    """
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

@@ -156,8 +156,8 @@ class TorchExecutor:
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
         """Run the two largest steps that the scheduler may plan, which compiles the kernels.
 
-        One step is a full prefill, the other a full batch of decodes. On CUDA, returns the peak of the bytes allocated
-        in addition to weights and cache. On other devices torch does not count bytes, so the result is None. The steps
+        One step is a full prefill, the other a full batch of decodes. Returns the peak of the bytes allocated in
+        addition to weights and cache; None on devices other than CUDA, where torch does not count bytes. The steps
         overwrite the cache, so call `warmup` before serving.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)

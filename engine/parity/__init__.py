@@ -1,1 +1,1 @@
-"""Comparison of the engine with plain transformers: same weights, device and type, for each way of scheduling."""
+"""Comparison of the engine with plain transformers: same weights, device and dtype, for each way of scheduling."""

@@ -1,4 +1,4 @@
-"""Cases of the parity check: ways of scheduling, and prompts whose lengths lie around block boundaries."""
+"""Cases of the parity check. They cover all ways of scheduling, and prompts that end near block boundaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class ParityPrompt:
-    """A prompt and its name in reports."""
+    """Prompt with the name that reports show."""
 
     name: str
     token_ids: tuple[int, ...]
@@ -32,9 +32,10 @@ class ParityPrompt:
 class PromptSet:
     """Prompts of all cases.
 
-    `general` prompts have varied lengths; the first is exactly 3 blocks long. Each `edges` prompt begins with the first
-    tokens of that prompt; `shared` has their numbers: 1 and 2 blocks, each -1, +0 and +1 token. The first four `edges`
-    are two blocks long, so that each needs another block for its second output token.
+    `general` prompts have varied lengths; the first is exactly 3 blocks long. Each prompt in `edges` begins with the
+    first tokens of that prompt. `shared` has the number of these tokens for each: 1 block - 1, 1 block, 1 block + 1, 2
+    blocks - 1, 2 blocks, and 2 blocks + 1. The first four `edges` are two blocks long, so that each needs a third block
+    for its second output token.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -47,17 +48,17 @@ class PromptSet:
 
 
 def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_size: int, seed: int) -> PromptSet:
-    """Make `count` general prompts and six `edges` prompts. Equal arguments make equal prompts."""
+    """Make `count` general prompts and six `edges` prompts. Equal arguments give equal prompts."""
     generator, id_limit = random.Random(seed), min(vocab_size, tokenizer.vocab_size)
 
     def text(length: int) -> tuple[int, ...]:
-        """Return `length` tokens of text, repeated as needed."""
+        """Return `length` tokens of text, which is repeated if it is too short."""
         known = tokenizer.encode("".join(generator.sample(_TEXTS, len(_TEXTS))), add_special_tokens=True)
         known = [token_id for token_id in known if token_id < vocab_size] or [0]
         return tuple((known * -(-length // len(known)))[:length])
 
     def random_ids(length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return `length` random tokens; the first is not in `other_than`."""
+        """Return `length` random token ids, of which the first is not in `other_than`."""
         ids = [generator.randrange(id_limit) for _ in range(length)]
         if ids and ids[0] in other_than:
             ids[0] = (ids[0] + 1) % id_limit
@@ -85,11 +86,12 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """One engine and its prompts. The prompts of a wave are added together, once the previous wave has finished.
+    """Case of the parity check: an engine's settings and the prompts that it gets.
 
-    `token_budget` and `num_blocks` configure the engine; `num_tokens` is the length of each output. `cached_tokens` are
-    the prefix hits that the prompts of the last wave must have. `preempted` is the way in which a request must be
-    preempted at least once.
+    The prompts of a wave are added together after the previous wave has finished. `token_budget` is
+    max_num_batched_tokens, `num_blocks` is the size of the KV cache, and `num_tokens` is the length of each output.
+    `caching` enables prefix caching. `cached_tokens` are the expected prefix hits, in tokens, of the prompts in the
+    last wave. If `preempted` is set, at least one request must be preempted in this way.
     """
 
     name: str
@@ -103,7 +105,7 @@ class ParityCase:
 
 
 def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:
-    """Yield cases with single requests, a mixed batch, chunked prefills, prefix hits, and preemption."""
+    """Yield cases with single requests, a mixed batch, chunked prefills, prefix hits and preemption."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     block_size = layout.block_size
     width = sum(layout.width(len(prompt.token_ids) + num_tokens) for prompt in prompts.all)

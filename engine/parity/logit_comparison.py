@@ -19,10 +19,11 @@ IMPLEMENTATION = "eager"
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Greedy output of transformers' `generate`: `token_ids` [n], and their `logits` [n, V] from one full pass.
+    """Greedy output of transformers' `generate`.
 
-    `spread` is the largest difference between these logits and the logits of `generate`, which computes token by token
-    with a KV cache. It shows how much two correct computations of transformers differ.
+    `token_ids` has n tokens. `logits` [n, V] come from one full forward pass over prompt and output. `spread` is the
+    largest difference between these logits and the logits of `generate`, which computes one token at a time with a KV
+    cache. It shows how much two correct computations by transformers differ.
     """
 
     token_ids: tuple[int, ...]
@@ -31,13 +32,16 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers, which run `model` with eager attention, one prompt at a time, and leave it set to eager."""
+    """Plain transformers as the reference. It runs `model` with eager attention, one prompt at a time.
+
+    Afterwards the model's attention implementation is still eager.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def continuation(self, prompt: ListLike[int], num_tokens: int) -> Continuation:
-        """Generate `num_tokens` greedy tokens after `prompt`, ignoring end-of-sequence tokens."""
+        """Generate `num_tokens` greedy tokens after `prompt`, and ignore end-of-sequence tokens."""
         model: Any = self._model
         set_attention(model, IMPLEMENTATION)
         make_settings: Any = GenerationConfig
@@ -62,7 +66,10 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Return logits [len(token_ids) - start, V] that predict token_ids[start:], from one full pass, on the CPU."""
+        """Compute the logits [len(token_ids) - start, V] that predict token_ids[start:] in one full pass.
+
+        The result is on the CPU.
+        """
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -71,20 +78,23 @@ class Reference:
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return max |one - other| over the last dimension, in float64. Equal infinities differ by 0; NaN gives NaN."""
+    """Return the largest |one - other| over the last dimension, in float64. Equal infinities differ by 0.
+
+    The result is NaN where one of the logits is NaN.
+    """
     return torch.where(one == other, 0.0, (one.double() - other.double()).abs()).amax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest difference of logits that counts as correct for one model.
+    """Tolerance for one model: the largest difference of logits that counts as correct.
 
-    The order of a floating-point sum depends on the shape of the batch, so the logits of correct computations differ in
-    proportion to their size. On SmolLM2-135M, whose largest logits are about 40, transformers' cached generation
-    differs from its full pass by up to 8e-5 in float32 and 0.75 in bfloat16.
+    The shape of a batch decides in which order floating-point numbers are added, so the logits of two correct
+    computations differ in proportion to their size. On SmolLM2-135M, whose largest logits are about 40, transformers'
+    generation with a KV cache differs from its full forward pass by up to 8e-5 in float32 and 0.75 in bfloat16.
 
-    `routed` marks a mixture of experts, where rounding may select another expert and change logits abruptly. In types
-    shorter than float32, only the median position of such a model must be within the limit.
+    `routed` is True for a mixture of experts, where rounding may select another expert and change logits abruptly. In
+    types shorter than float32, only the median over positions must be within the limit for such a model.
     """
 
     dtype: torch.dtype
@@ -101,21 +111,21 @@ class Tolerance:
         return cls(dtype, routed=(fields.num_experts or fields.get("moe_num_experts", default=0)) > 1)
 
     def limit(self, largest_logit: float) -> float:
-        """Return the limit for logits whose largest absolute value is `largest_logit`."""
+        """Return the largest allowed difference of logits whose largest absolute value is `largest_logit`."""
         if self.dtype == torch.float32:
             return max(self.FLOAT32, self.FLOAT32_SHARE * largest_logit)
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the figure that the limit is for: the largest of the differences [n] at a case's positions.
+        """Return the number that must be within the limit, from the differences [n] at all positions of a case.
 
-        For a routed model in 16 bits it is their median.
+        It is the largest difference; for a routed model in a type shorter than float32 it is the median.
         """
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
     def rule(self) -> str:
-        """The tolerance in words."""
+        """Description of the tolerance for reports."""
         name = str(self.dtype).removeprefix("torch.")
         if self.dtype == torch.float32:
             return f"{name}: {self.FLOAT32:g}, or {self.FLOAT32_SHARE:g} of the largest logit if that is more"
@@ -128,7 +138,11 @@ class Tolerance:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """The engine's output for one prompt: n tokens, and the logits [V] that each was chosen from, on the CPU."""
+    """Output of the engine for one prompt.
+
+    `logits` has one CPU tensor [V] for each token in `token_ids`: the logits from which it was chosen.
+    `num_cached_tokens` is the prefix hit in tokens.
+    """
 
     prompt: ParityPrompt
     token_ids: list[int] = field(default_factory=list)
@@ -139,10 +153,11 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First output token of `prompt` that differs from the reference, at `position`.
+    """First output token of `prompt` that differs from the reference, at index `position` of the output.
 
-    `margin` is the reference's logit of its own token (`expected`) minus the reference's logit of the engine's token
-    (`got`). `explained` means that the two computations' logits at this position differ enough to swap these tokens.
+    `expected` is the reference's token and `got` the engine's. `margin` is the reference's logit of `expected` minus
+    its logit of `got`. `explained` is True if the engine's logits differ from the reference's enough to swap these
+    tokens.
     """
 
     prompt: str
@@ -155,11 +170,11 @@ class Divergence:
 
 @dataclass(slots=True)
 class CaseResult:
-    """Result of comparing one case. `differences` has the largest difference of logits at each position.
+    """Result of one case.
 
-    `judged_logit_diff` must be within `tolerance` (see Tolerance.judged); it is None if nothing could be compared.
-    `problems` are other faults: the engine failed, or the preemptions or prefix hits that the case tests did not
-    happen.
+    `differences` [n] has the largest difference of logits at each position. `judged_logit_diff` must be within
+    `tolerance` (see Tolerance.judged); None means that no logits could be compared. `problems` describes other faults:
+    the engine failed, or an expected preemption or prefix hit did not happen.
     """
 
     name: str
@@ -180,14 +195,14 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        """True if logits are within tolerance, tokens are equal or diverge at a near tie, and there are no problems."""
+        """True if logits are within the tolerance, all divergences are explained, and there are no problems."""
         within = self.judged_logit_diff is not None and self.judged_logit_diff <= self.tolerance
         return within and not self.problems and all(divergence.explained for divergence in self.divergences)
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model, and the largest `spread` of all continuations."""
+    """Results of all cases of one model. `spread` is the largest `spread` of all its continuations."""
 
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
@@ -201,10 +216,10 @@ class ParityReport:
 def compare(
     result: CaseResult, output: EngineOutput, expected: Continuation, reference: Reference, tolerance: Tolerance
 ) -> None:
-    """Compare the engine's output with the reference's continuation of the same prompt; add the outcome to `result`.
+    """Compare the engine's output with the reference's continuation of the same prompt. Add the outcome to `result`.
 
-    If the tokens diverge, the reference computes logits for the engine's tokens, so that the compared logits always
-    follow the same tokens.
+    If the tokens diverge, the reference computes logits for the engine's tokens. So the compared logits always follow
+    the same tokens.
     """
     name, prompt, tokens = output.prompt.name, output.prompt.token_ids, output.token_ids
     if output.error is not None or not tokens or len(tokens) != len(output.logits):
@@ -227,7 +242,7 @@ def compare(
 
 
 def _divergence(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Divergence:
-    """Return the divergence at `position`. Logits that differ by at most d can swap tokens up to 2 d apart."""
+    """Return the divergence at `position`, explained if its margin is at most twice the difference of the logits."""
     wanted, own = expected.logits[position].double(), expected.token_ids[position]
     margin = float(wanted[own] - wanted[got])
     explained = margin <= 2 * float(differences(logits.double(), wanted))

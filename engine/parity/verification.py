@@ -1,4 +1,4 @@
-"""Parity check: outputs of plain transformers as references, then one engine for each case."""
+"""Parity check. It first computes the reference outputs with plain transformers, then runs one engine for each case."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_LOGIT_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The model under test, on its device."""
+    """Model under test, on its device."""
 
     model: PreTrainedModel
     info: ModelInfo
@@ -53,12 +53,15 @@ class LoadedModel:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the engine's KV cache, whatever the length of the context."""
+        """Layout of the engine's KV cache for sequences of any length."""
         return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 
 def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
-    """Load `config.model` on the device and in the dtype that `serve` would use. Raises ModelError and ConfigError."""
+    """Load `config.model` on the device and in the dtype that `serve` would use.
+
+    Raises ModelError if the model cannot be loaded, and ConfigError for an unusable device.
+    """
     opened = open_model(config, progress)
     model = opened.load(progress)
     return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
@@ -67,9 +70,9 @@ def load_for_parity(config: EngineConfig, progress: Progress = silent) -> Loaded
 def check_parity(
     loaded: LoadedModel, *, num_prompts: int, num_tokens: int, seed: int = 0, progress: Progress = silent
 ) -> ParityReport:
-    """Compare the engine with plain transformers over `num_tokens` greedy tokens of each prompt.
+    """Compare the engine with plain transformers over `num_tokens` greedy tokens for each prompt.
 
-    Raises ConfigError if the model's context or the host memory is too small.
+    Raises ConfigError if outputs of that length exceed the model's context, or if their logits exceed MAX_LOGIT_BYTES.
     """
     prompts = make_prompts(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
@@ -100,7 +103,7 @@ def check_parity(
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
-    """Raise ConfigError if prompts with outputs exceed the model's context, or their logits the host memory."""
+    """Raise ConfigError if prompts and outputs exceed the model's context, or if the logits exceed MAX_LOGIT_BYTES."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -119,7 +122,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Describe the case's preemptions and prefix hits in `result`; add a problem if the expected ones are missing."""
+    """Add the case's preemptions and prefix hits to `result`, and a problem if an expected one did not happen."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:
@@ -171,7 +174,7 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
 def _run_wave(
     engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
 ) -> list[EngineOutput]:
-    """Add all prompts as requests, step until they have finished, and return their outputs."""
+    """Add all prompts as requests, run steps until they have finished, and return their outputs."""
     outputs = {prompt.name: EngineOutput(prompt) for prompt in prompts}
     by_sequence = {f"{name}/0": output for name, output in outputs.items()}
 

@@ -10,17 +10,18 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one output.
 
-    The texts that `push` returns, followed by that of `flush`, equal `tokenizer.decode(ids, skip_special_tokens)` for
-    any ids. Only text that the next token may change is held back: the bytes of an incomplete character.
+    The texts that `push` returns, followed by the text that `flush` returns, equal `tokenizer.decode(ids,
+    skip_special_tokens)` for any ids. `push` holds back only the bytes of an incomplete character, which the next token
+    may change.
 
-    With a byte-level tokenizer the text is the bytes of all tokens, decoded as UTF-8. Invalid bytes give the same text
-    as in the tokenizers library: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
+    For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives the
+    same text for invalid bytes: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
     subpart (Unicode 15, section 3.9).
 
-    With other tokenizers the new text is the difference between two decodes of the last few tokens. The library strips
-    the space before the first token, so the decoded tokens begin with one whose text was already returned. The library
-    decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, to one U+FFFD per byte if the run is not
-    valid UTF-8, so a run is held back until another token ends it.
+    For other tokenizers, the new text is the difference between two decodes of the last few tokens. The decodes begin
+    with a token whose text was already returned, because the library strips the space before the first token. The
+    library decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, and writes one U+FFFD per byte if
+    the run is not valid UTF-8. So `push` holds back a run until another token ends it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -32,7 +33,7 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add the next token and return the text that no later token can change."""
+        """Add the next token. Return the text that became final, which no later token can change."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         if self._utf8 is not None:
@@ -44,7 +45,7 @@ class Detokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        """Return the text held back. Call it at the end of the output; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back, at the end of the output. An incomplete character becomes U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_pending() if self._pending else ""

@@ -1,14 +1,15 @@
-"""Stop strings: they end the text of an output, and text that may begin one is held back."""
+"""Search for stop strings in the text of an output."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Matcher that ends a text, which arrives in pieces of any size, at the first stop string.
+    """Matcher that ends a text at the first stop string. The text arrives in pieces of any size.
 
-    The match that ends first counts; if several matches end at the same character, the longest. So the result does not
-    depend on the pieces. Text is held back only while it may be the beginning of a stop string. Each stop string has a
-    Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of the stop strings.
+    The match that ends first counts. If several matches end at the same character, the longest one counts. So the
+    result does not depend on the pieces. Text is held back only while it may be the beginning of a stop string. Each
+    stop string has a Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of the stop
+    strings.
     """
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
@@ -19,7 +20,7 @@ class StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text. Return the text that is certain to be part of the output, and the stop string if one is found.
+        """Add a piece of text. Return the text that is certain to be part of the output, and the stop string, if any.
 
         Do not call `push` again after a match.
         """
@@ -35,13 +36,13 @@ class StopMatcher:
         return buffer[:certain], None
 
     def flush(self) -> str:
-        """Return the text held back. Call it at the end of an output without a stop string."""
+        """Return the text that was held back. Call this at the end of an output in which no stop string was found."""
         held, self.held = self.held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Pass one character to every automaton; return the longest stop string that it completes, or None."""
+        """Pass one character to every automaton. Return the longest stop string that ends with it, or None."""
         met = ""
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             matched = self._matched[i]
@@ -56,7 +57,7 @@ class StopMatcher:
 
 
 def _borders(pattern: str) -> list[int]:
-    """Return, for each prefix of `pattern`, the length of the longest shorter prefix that is also a suffix of it."""
+    """Return, for each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

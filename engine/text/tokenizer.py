@@ -22,9 +22,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """Thread-safe tokenizer of one model.
 
-    `vocab_size` is the largest id with a token, plus 1. The model's vocabulary may be larger (padding); ids without a
-    token have no text. `eos_token_ids` has only the tokenizer's EOS id; ModelInfo has all EOS ids. `byte_level` says
-    whether tokens are written in GPT-2's byte-level alphabet.
+    `vocab_size` is the largest id that has a token, plus 1. The model's vocabulary may be padded to a larger size; ids
+    without a token have no text. `eos_token_ids` has only the tokenizer's own EOS id; ModelInfo has all EOS ids.
+    `byte_level` is True if tokens are written in GPT-2's byte-level alphabet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerBase) -> None:
@@ -49,15 +49,15 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja template for chats; if the model has several, the template named default."""
+        """Jinja template for chats. If the model has several, this is the one called "default"."""
         template = self.fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`. Special tokens written in the text are recognised.
+        """Return the token ids of `text`. Special tokens that are written in the text are recognised.
 
-        With `add_special_tokens`, the tokens that the tokenizer puts around a text (often only BOS) are added. Raises
-        RequestError for text that is not valid Unicode (a lone surrogate).
+        `add_special_tokens` adds the tokens that the tokenizer puts around a text, often only BOS. Raises RequestError
+        if the text is not valid Unicode (has a lone surrogate).
         """
         check_unicode(text, "prompt")
         # Unlike the backend's `encode`, this call releases the interpreter lock and computes no offsets.
@@ -65,14 +65,15 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`. Ids without a token are skipped; bytes that form no character become U+FFFD."""
+        """Return the text of `ids`. Ids without a token are skipped. Bytes that form no character become U+FFFD."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which may be special; b"" for an id without a token.
+        """Return the bytes of one token, which may be a special token; b"" for an id without a token.
 
-        Byte-level tokenizers: added tokens go through the byte alphabet too, or UTF-8 if a character is not in it.
+        A byte-level tokenizer also reads added tokens as byte-level text. An added token with a character outside that
+        alphabet is encoded as UTF-8.
         """
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
@@ -87,13 +88,13 @@ class Tokenizer:
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the id has a token that decode(skip_special_tokens=True) omits."""
+        """Return True if decode(skip_special_tokens=True) omits the token of this id."""
         added = self._added.get(token_id)
         return added is not None and bool(added.special)
 
 
 def check_unicode(text: str, param: str) -> None:
-    """Raise RequestError if `text` cannot be written as UTF-8."""
+    """Raise RequestError, for the parameter `param`, if `text` cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -106,7 +107,10 @@ def check_unicode(text: str, param: str) -> None:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet: printable Latin-1 stands for its own bytes, U+0100 and up for other bytes."""
+    """Return the byte of each character in GPT-2's byte-level alphabet.
+
+    Printable Latin-1 characters stand for their own bytes, characters from U+0100 on for the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

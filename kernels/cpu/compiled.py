@@ -1,8 +1,8 @@
-"""Numba compilation, and the small functions that the CPU kernels share.
+"""Numba compilation, and small functions that the CPU kernels share.
 
-Compiled code is cached on disk, beside the source or in the user's cache directory; if neither can be written, each
-process compiles again. Numba recompiles a function when its own file changes, but not when a function that it calls
-changes: after editing this file, remove the *.nbi and *.nbc files in __pycache__.
+Numba caches compiled code on disk, beside the source or in the user's cache directory. If neither can be written, each
+process compiles again. Numba recompiles a function when the function's own file changes, but not when a function that
+it calls changes. So after editing this file, remove the *.nbi and *.nbc files in __pycache__.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ELEMENTS = {
 
 
 def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
-    """Return a decorator that compiles a function at its first call. The compiled function runs without the GIL."""
+    """Return a decorator that compiles a function when it is first called. Compiled functions release the GIL."""
 
     def decorate(function: Function) -> Function:
         options = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
@@ -43,7 +43,10 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function at once, to a C function `void f(argument)` at `.address`."""
+    """Return a decorator that compiles a function at once to a C function `void f(argument)`.
+
+    The compiled function's attribute `address` is a pointer to the C function.
+    """
 
     def decorate(function: Callable[..., None]) -> Any:
         return with_cache(lambda **cache: numba.cfunc(types.void(argument), **cache)(function))
@@ -59,7 +62,7 @@ def with_cache(build: Callable[..., Any]) -> Any:
 
 
 def to_float32(element: Any) -> Any:
-    """Convert a float32, or the bits of a bfloat16 (uint16) or float16 (int16), to float32."""
+    """Convert an element of a cache to float32: a float32, or the bits of a bfloat16 (uint16) or float16 (int16)."""
     raise NotImplementedError("compiled code only")
 
 
@@ -77,7 +80,7 @@ def from_bfloat16(element: Any) -> Any:
 
 
 def from_float16(element: Any) -> Any:
-    """Convert the bits of a float16: shift them into float32's fields, then correct the exponent by a product."""
+    """Convert the bits of a float16: shift them into float32's fields, then multiply to correct the exponent."""
     bits = np.uint32(np.uint16(element))
     magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
     magnitude = np.float32(magnitude * np.float32(2.0**112))
@@ -88,9 +91,10 @@ def from_float16(element: Any) -> Any:
 
 @jit(EXACT)
 def exp32(x: Any) -> Any:
-    """Return exp(x) for x <= 0, to about one unit in the last place. Loops over exp32 are vectorised, unlike math.exp.
+    """Return exp(x) for x <= 0, accurate to about one unit in the last place. Below -87 the result is exp(-87).
 
-    Cephes' expf: x = k ln 2 + r, with ln 2 in two parts, and a polynomial in r. Below -87 the result is exp(-87).
+    Unlike math.exp, it allows LLVM to vectorise loops. Algorithm of Cephes' expf: x = k ln 2 + r, with ln 2 in two
+    parts, and a polynomial in r.
     """
     x = np.float32(-87) if x < np.float32(-87) else x
     k = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
@@ -109,7 +113,7 @@ def exp32(x: Any) -> Any:
 
 @jit(EXACT)
 def tanh32(x: Any) -> Any:
-    """Return tanh(x) as Cephes' tanhf does: by a polynomial near zero, by the exponential elsewhere."""
+    """Return tanh(x), computed like Cephes' tanhf: with a polynomial near zero, with the exponential elsewhere."""
     square = x * x
     y = np.float32(-5.70498872745e-3)
     y = y * square + np.float32(2.06390887954e-2)
@@ -142,7 +146,7 @@ def prefetch_line(typing_context: Any, array: Any, offset: Any) -> Any:
 
 @jit()
 def prefetch_rows(array: Any, first: int, end: int) -> None:
-    """Prefetch rows first..end - 1 of a contiguous matrix."""
+    """Prefetch rows first to end - 1 of a contiguous matrix."""
     row_bytes = array.shape[1] * array.itemsize
     for offset in range(first * row_bytes, end * row_bytes, CACHE_LINE):
         prefetch_line(array, offset)

@@ -1,8 +1,9 @@
-"""Attention of single queries (decodes and very short chunks), computed on the KV cache's blocks in place.
+"""Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place.
 
-The keys that a row (one query token) sees are cut into splits of SPLIT tokens. Each split yields its maximum score, its
-sum of exponentials and its weighted values; the splits are joined afterwards, as in flash-decoding. Threads get equal
-numbers of splits. The splits depend on the row alone, so its result is the same, to the bit, in every batch.
+A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. Each split yields its
+maximum score, its sum of exponentials and its weighted sum of values. `join_splits` joins the splits of a row, as in
+flash-decoding. Every thread gets the same number of splits. The splits of a row depend on this row alone, so its result
+is bit for bit the same in every batch.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ ARGUMENTS = np.dtype(
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """Return the query tokens of the sequences with at most max_queries of them, as an array [5, rows + 1] of intp.
+    """List the query tokens of all sequences with at most max_queries of them, as an array [5, rows + 1] of intp.
 
-    Row i is token [TOKEN, i] of the batch. It sees keys [START, i]..[STOP, i] - 1 of sequence [SEQUENCE, i] (the last
-    `window` keys, unless `window` is 0), which are in splits [FIRST_SPLIT, i]..[FIRST_SPLIT, i + 1] - 1.
+    With r = the returned array, row i is the token r[TOKEN, i] of the batch and belongs to the sequence r[SEQUENCE, i].
+    It attends to the keys r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its
+    splits are r[FIRST_SPLIT, i] to r[FIRST_SPLIT, i + 1] - 1.
     """
     rows = np.empty((5, cu_seqlens_q[-1] + 1), np.intp)
     count = splits = 0
@@ -84,10 +86,11 @@ def attend_rows(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Write the attention of sequences with at most MAX_ROW_QUERIES queries to `output` [tokens, heads, value_dim].
+    """Compute attention for the sequences with at most MAX_ROW_QUERIES queries and write it to `output`.
 
-    output, sinks and slopes are float32, the caches have a type of ELEMENTS, block_tables are int32; all are
-    contiguous.
+    `output` is [tokens, heads, value_dim]; other sequences' tokens are left as they are. `output`, `sinks` and `slopes`
+    are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. `bounds` are the values of
+    cu_seqlens_q, `contexts` those of context_lens. All tensors but `query` and `block_tables` must be contiguous.
     """
     rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
     if rows.shape[1] == 1:
@@ -112,7 +115,7 @@ def attend_rows(
 
 @cache
 def thread_body(element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for a cache of this element type."""
+    """Return the function that each thread runs, compiled for a cache with this type of elements."""
 
     @c_function(types.CPointer(numba.from_dtype(ARGUMENTS)))
     def body(pointer: Any) -> None:
@@ -147,7 +150,7 @@ def thread_body(element: np.dtype[Any]) -> Any:
 
 @jit()
 def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale: Any, scores: Any) -> None:
-    """Set scores[h, p - start] = scale * query[h] . key p, for start <= p < stop."""
+    """Set scores[h, p - start] to scale * (query[h] . key p), for each position p from start to stop - 1."""
     kv_heads, block_size = keys.shape[1], keys.shape[2]
     group = query.shape[0] // kv_heads
     last_block = (stop - 1) // block_size
@@ -168,9 +171,10 @@ def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale:
 
 @jit()
 def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
-    """Set scores = scale * query keys^T, four keys at a time, so that they share one load of a query vector.
+    """Set scores to scale * query keys^T. Four keys at a time share one load of a query vector.
 
-    Each step prefetches a part of the block `ahead`; prefetching the whole block at once would block the memory bus.
+    Each iteration prefetches a part of the block `ahead`, because prefetching the whole block at once would saturate
+    the memory bus.
     """
     length = keys.shape[0]
     for head in range(query.shape[0]):
@@ -207,7 +211,10 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 @jit()
 def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """Lower each score by the head's slope times the key's distance; the first key is `distance` from the query."""
+    """Lower each score by the head's slope times the distance of the key from the query.
+
+    `distance` is the distance of the first key, in tokens.
+    """
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -216,7 +223,10 @@ def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None
 
 @jit()
 def exponentiate(scores: Any, length: int, stats: Any) -> None:
-    """Replace each head's scores by exp(score - maximum); set stats[head] to the maximum and the sum of these."""
+    """Replace each score by exp(score - maximum of its head). Store the maximum and the sum of the results.
+
+    stats[head] gets (maximum, sum).
+    """
     for head in range(scores.shape[0]):
         maximum = np.float32(-np.inf)
         for i in range(length):
@@ -231,7 +241,7 @@ def exponentiate(scores: Any, length: int, stats: Any) -> None:
 
 @jit()
 def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, output: Any) -> None:
-    """Set output[h] = sum over start <= p < stop of weights[h, p - start] * value p."""
+    """Set output[h] to the sum of weights[h, p - start] * value p over the positions p from start to stop - 1."""
     kv_heads, block_size = values.shape[1], values.shape[2]
     group = output.shape[0] // kv_heads
     last_block = (stop - 1) // block_size
@@ -252,7 +262,10 @@ def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, out
 
 @jit()
 def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
-    """Add weights x values to output, four values at a time, so that they share one load and store of an output."""
+    """Add the product of weights and values to output. Four values at a time share one load and store of output.
+
+    Each iteration prefetches a part of the block `ahead`.
+    """
     length = values.shape[0]
     for head in range(output.shape[0]):
         key = 0
@@ -276,7 +289,10 @@ def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
 
 @jit()
 def join_splits(parts: Any, stats: Any, rows: Any, sinks: Any, output: Any) -> None:
-    """Join the splits of each row, weighted by their sums of exponentials. A sink only adds to the sum."""
+    """Write each row's output: the sum of its splits' weighted values, divided by the sum of all exponentials.
+
+    All exponentials are first rescaled to the row's largest maximum. A sink adds only to the sum of exponentials.
+    """
     _, heads, value_dim = parts.shape
     for row in range(rows.shape[1] - 1):
         first, end = rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1]

@@ -1,9 +1,10 @@
 """Execution of compiled code on torch's own OpenMP threads.
 
-A Numba thread pool beside torch's pool would double the number of spinning threads: on two cores, a kernel of 0.1 ms
-then takes up to 8 ms (measured). So a body is started through GOMP_parallel, as GCC does for `#pragma omp parallel`,
-and runs on torch's threads, which are still awake from the previous matrix product. LLVM's OpenMP runtime has
-GOMP_parallel too. If torch's runtime lacks it (macOS, Windows), the body runs on the calling thread alone.
+Numba's own thread pool, in addition to torch's, would double the number of spinning threads: on two cores, a kernel of
+0.1 ms then takes up to 8 ms (measured). So GOMP_parallel starts the compiled function, as in code that GCC compiles
+from `#pragma omp parallel`. It runs on torch's threads, which are still awake after the previous matrix product. LLVM's
+OpenMP runtime has GOMP_parallel too. If torch's runtime lacks it (macOS, Windows), the function runs on the calling
+thread alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
 
 @cache
 def load_runtime() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch loaded into the process, or None if the runtime lacks what is needed."""
+    """Return the OpenMP runtime that torch loaded into the process, or None if this runtime lacks GOMP_parallel."""
     if sys.platform != "linux":
         return None
     runtime = ctypes.CDLL(None)
@@ -40,11 +41,11 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
-    """Call `body`, a numba.cfunc of one pointer, on all of torch's threads or, unless `parallel`, on this thread.
+    """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads. Unless `parallel`, call it here.
 
-    `arguments` is one record; `run` sets its field num_threads. The body gets its thread's number from thread_num().
-    All of torch's threads are used, because libgomp ends the threads that a smaller team does not need and restarts
-    them slowly.
+    `body` gets a pointer to `arguments`, one record, of which `run` sets the field num_threads. In `body`, thread_num()
+    returns the number of the thread. `run` always uses all of torch's threads, because for a smaller team libgomp ends
+    the other threads, and starting them again is slow.
     """
     runtime = load_runtime() if parallel else None
     arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1
@@ -56,13 +57,13 @@ def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
 
 @cache
 def alone(body: Any) -> Callable[[int], None]:
-    """Return a cfunc as a Python callable, which releases the GIL."""
+    """Return a Python function that calls the cfunc `body` and releases the GIL meanwhile."""
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body.address)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def as_pointer(typing_context: Any, address: Any) -> Any:
-    """Convert an address (intp) to a pointer for numba.carray."""
+    """Convert an address (intp) to a pointer that numba.carray accepts."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)

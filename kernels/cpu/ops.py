@@ -1,4 +1,4 @@
-"""CPU ops: Numba where memory bandwidth is the limit (decodes, KV writes), torch products where arithmetic is."""
+"""CPU ops: Numba kernels for work that memory bandwidth limits (decodes, KV writes), torch for prefills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Perform `reference.write_kv`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
+    """Write KV like `reference.write_kv`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
     slots = slot_mapping.numpy()
     for new, cache in ((key, key_cache), (value, value_cache)):
         check_dtype(cache)
@@ -50,7 +50,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 @jit()
 def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
-    """Copy rows[t, h] to slot slots[t] of the cache, where both have the same integer type. Skip negative slots."""
+    """Copy rows[t, h] to slot slots[t] of the cache. Skip negative slots. Both arrays have the same integer type."""
     tokens, kv_heads, _ = rows.shape
     block_size = cache.shape[2]
     for token in range(tokens):
@@ -61,7 +61,7 @@ def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
 
 
 def bits(tensor: Tensor) -> Any:
-    """Return a NumPy view of the tensor's memory as integers, which Numba can read."""
+    """Return a NumPy view of the tensor's memory as integers. Numba cannot read bfloat16 and float16."""
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
 
 

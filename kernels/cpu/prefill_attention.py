@@ -1,6 +1,6 @@
 """Attention of a prefill chunk, computed with torch matrix products over gathered keys and values.
 
-Only the blocks that the chunk sees are gathered, and scores are computed for one tile of queries at a time.
+Only the blocks that the chunk attends to are gathered. Scores are computed for one tile of queries at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def attend_chunk(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention [q_len, heads, value_dim] of one sequence's chunk.
+    """Compute the attention of one sequence's chunk. Return it as [q_len, heads, value_dim] in the query's dtype.
 
-    query [q_len, heads, head_dim] holds the last q_len of `context` positions.
+    `query` [q_len, heads, head_dim] has the last q_len of the sequence's `context` tokens.
     """
     first_query = context - query.shape[0]
     block_size = key_cache.shape[2]
@@ -57,7 +57,7 @@ def attend_chunk(
 
 
 def gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return the tokens of the blocks in order, [kv_heads, tokens, head_dim]."""
+    """Return the keys or values of all tokens in these blocks, in order, [kv_heads, tokens, head_dim]."""
     # Selecting from a transposed cache would make torch copy the whole cache first.
     return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
 
@@ -72,9 +72,10 @@ def attend_tile(
     sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of one tile in float32, with options that scaled_dot_product_attention lacks.
+    """Compute the attention of one tile in float32, with the options that scaled_dot_product_attention lacks.
 
-    query [heads, queries, head_dim]; returns [heads, queries, value_dim].
+    `query` is [heads, queries, head_dim]; the result is [heads, queries, value_dim]. `visible` [queries, keys] is True
+    where a query attends to a key. `bias` is added to the scores.
     """
     heads, queries, _ = query.shape
     kv_heads = keys.shape[0]

@@ -1,10 +1,14 @@
 """Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding.
 
-Each program takes a tile of consecutive queries of one sequence, with all query heads that share one KV head, and
-visits the keys that the tile sees. So the heads of a decode fill the rows of a tensor-core product. Each program finds
-the sequence of its tile on the device, so the host never waits for the lengths: the tiles of sequence b begin at number
-cu_seqlens_q[b] // TILE_QUERIES + b, which leaves room for all tiles of every sequence; programs in the gaps end at
-once. If there are few programs, the keys are cut into splits, which `join_kernel` joins.
+Each program computes one tile: consecutive queries of one sequence, with all query heads that share one KV head. So
+even in a decode, the query heads fill the rows of a tensor-core product.
+
+Each program finds the sequence of its tile on the device, so the host never waits for the lengths. The tiles of
+sequence b have the numbers from cu_seqlens_q[b] // TILE_QUERIES + b on. These numbers leave enough room for the tiles
+of every sequence. Programs whose number belongs to no tile end at once.
+
+If a batch has few tiles, the keys of each tile are divided into splits for separate programs, and `join_kernel` joins
+their results.
 """
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
@@ -21,7 +25,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return the last sequence whose first tile has a number of at most `tile`."""
+    """Return the index of the sequence to which the tile number `tile` belongs, by binary search.
+
+    This is the last sequence whose first tile has a number of at most `tile`.
+    """
     low = tl.full([], 0, tl.int32)
     high = num_sequences.to(tl.int32)
     while low < high:
@@ -35,7 +42,10 @@ def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr)
 
 @triton.jit
 def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return the tile's sequence, that one's first token and number of queries, and the tile's first query in it."""
+    """Return (sequence, first token of the sequence, its number of queries, first query of the tile).
+
+    The first query of the tile is counted from the sequence's first query.
+    """
     sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
     first_token = tl.load(cu_seqlens_q + sequence)
     q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token
@@ -44,7 +54,10 @@ def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def split_range(first_position, num_queries, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key of a split and the end of its keys, for consecutive queries from `first_position` on."""
+    """Return the first key of a split, and the position after its last key.
+
+    The tile has `num_queries` consecutive queries, the first at `first_position`.
+    """
     first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     end_key = first_position + num_queries
     length = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), splits) * BLOCK_N
@@ -54,7 +67,7 @@ def split_range(first_position, num_queries, split, splits, BLOCK_N: tl.constexp
 
 @triton.jit
 def begin_softmax(sinks, heads, real, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """Return the maximum and the total of each row before the first key. A sink counts as a key without a value."""
+    """Return each row's maximum and sum of exponentials before the first key. A sink is a key without a value."""
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # noqa: SIM102  (SINKS is decided at compile time)
@@ -79,7 +92,10 @@ def score_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the scores of a tile of keys in units of log2 e; -inf for a key that a row does not see, if MASKED."""
+    """Return the scores of a tile of keys, multiplied by log2 e, so that exp2 of them gives the softmax's exponentials.
+
+    If MASKED, the score is -inf for a key that a row does not attend to.
+    """
     scores = tl.dot(query, key, input_precision="ieee") * scale
     if SOFTCAP:  # softcap * tanh(score / softcap)
         scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
@@ -121,9 +137,10 @@ def visit_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Continue the online softmax over keys begin..end - 1.
+    """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total.
 
-    Unless MASKED, every row sees all these keys, and they fill whole tiles. `scale` contains log2 e without a softcap.
+    Unless MASKED, every row must attend to all these keys, and their number must be a multiple of BLOCK_N. Without a
+    softcap, `scale` already includes the factor log2 e.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
@@ -190,7 +207,10 @@ def attend_keys(
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
-    """Return accumulator, maximum and total of each row after keys begin..end - 1, whole visible tiles unmasked."""
+    """Compute the attention of a tile's rows over the keys begin to end - 1. Return accumulator, maximum and total.
+
+    Tiles of keys that all rows attend to are computed without a mask, which is faster.
+    """
     dims = tl.arange(0, BLOCK_D)
     q = tl.load(
         query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
@@ -231,7 +251,11 @@ def store_rows(
     BLOCK_V: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store the output of each real row in its line; if SPLIT, unscaled and with the statistics that joining needs."""
+    """Store the outputs of the real rows at their `lines`; other rows are padding.
+
+    If SPLIT, the outputs are stored without division by the sum of exponentials, and `stats` gets each row's maximum
+    and sum.
+    """
     value_dims = tl.arange(0, BLOCK_V)
     if SPLIT:
         tl.store(stats + lines * 2, maximum, mask=real)
@@ -283,7 +307,10 @@ def attend_kernel(
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Compute program (tile, KV head, split). Row m of a tile is query m // GROUP, head m % GROUP of the KV head."""
+    """Compute attention in the program (tile, KV head, split).
+
+    Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
+    """
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first_token, q_len, tile_start = locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
@@ -319,7 +346,10 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Join the splits of one line, weighted by their sums of exponentials, in program (line)."""
+    """Join the splits of one line in the program (line).
+
+    Each split is rescaled from its own maximum to the largest maximum of all splits.
+    """
     line = tl.program_id(0).to(tl.int64)
     numbers, value_dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
     there = numbers < splits
@@ -348,7 +378,7 @@ def write_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy one key or value vector in program (token, KV head)."""
+    """Copy one key or value vector to the cache in the program (token, KV head)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     if slot < 0:

@@ -1,4 +1,4 @@
-"""CUDA ops: choice of tile sizes, and launch of the Triton kernels. No op waits for the device."""
+"""CUDA ops: choice of tile sizes and launch of the Triton kernels. No op waits for the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ MAX_SPLITS = 64
 
 
 class Tiling(NamedTuple):
-    """Tile of block_m rows (queries x heads of one KV head) and block_n keys; head sizes are padded to block_d,
-    block_v.
+    """Sizes of the tiles of one launch.
+
+    A tile has block_m rows (queries x query heads of one KV head) and block_n keys. Head sizes are padded: those of
+    keys to block_d, those of values to block_v. The keys of a tile are divided into `splits` parts for separate
+    programs.
     """
 
     block_m: int
@@ -43,8 +46,9 @@ def paged_attention(
 ) -> Tensor:
     """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
 
-    Products of float32 are full float32 (no TF32). Products of half types are accumulated in float32, and the softmax
-    weights are rounded to the query's type, as in every flash attention. `tiling` None chooses tiles by the shapes.
+    Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in float32,
+    and the softmax weights are rounded to the query's dtype, as in every flash attention. Without `tiling`, the shapes
+    determine the tiles.
     """
     _check_heads(query)
     tokens, heads, _ = query.shape
@@ -134,7 +138,7 @@ def _launch_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Perform `reference.write_kv`. Raises ValueError unless each head of key and value is contiguous."""
+    """Write KV like `reference.write_kv`. Raises ValueError unless each head of key and value is contiguous."""
     _check_heads(key)
     _check_heads(value)
     tokens = slot_mapping.shape[0]
@@ -179,11 +183,14 @@ def choose_tiling(
     item_size: int,
     num_processors: int,
 ) -> Tiling:
-    """Return the tiles for a batch.
+    """Choose the tile sizes for a batch.
 
-    `item_size` is the bytes per query element, `num_processors` the number of the GPU's multiprocessors; `max_context`
-    may be an upper bound. There are only two tile heights, one for batches of decodes and one for all other batches, so
-    that few kernels are compiled. The number of splits is the smallest that gives every processor two programs.
+    `group` is the number of query heads per KV head. `max_context`, in tokens, may be an upper bound. `item_size` is
+    the bytes of one element of the query. `num_processors` is the GPU's number of streaming multiprocessors.
+
+    For each dtype and head size there are only two values of block_m, one for batches of decodes and one for all other
+    batches, so that few kernels are compiled. The number of splits is the smallest that gives every multiprocessor two
+    programs, within limits.
     """
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
