@@ -6,17 +6,18 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 #: Largest share of the pool for cached shared blocks, which are evicted last. With 0.25 the Mooncake traces had more
-#: hits than with plain LRU at every pool size tried. Without a limit, unused prefixes displace conversation histories
-#: (as few as two thirds of LRU's hits).
+#: hits than with plain LRU at every pool size tried. Without a limit, unused prefixes displace conversation histories:
+#: then hits fell to two thirds of LRU's in the worst case.
 MAX_SHARED = 0.25
 
 
 class EvictionOrder:
     """Cached blocks of a pool of `num_blocks`, in the order in which they are evicted.
 
-    Private blocks (used only by the request that wrote them) are evicted before shared blocks, and within each kind
-    the least recently used block first. When shared blocks exceed MAX_SHARED of the pool, the least recently used
-    shared block becomes the newest private block (segmented LRU, Karedla et al. 1994).
+    A block is private if only the request that wrote it has used it, and shared otherwise. Private blocks are evicted
+    before shared blocks. Within each kind, the least recently used block is evicted first. When shared blocks exceed
+    MAX_SHARED of the pool, the least recently used shared block becomes the newest private block (segmented LRU,
+    Karedla et al. 1994).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,12 +33,12 @@ class EvictionOrder:
         return block in self._segment_of(block)
 
     def mark_shared(self, blocks: Iterable[int]) -> None:
-        """Mark blocks, which must not be in this order now, as shared until they are evicted or demoted."""
+        """Mark blocks as shared until they are evicted or become private. The blocks must not be cached now."""
         for block in blocks:
             self._is_shared[block] = 1
 
     def add(self, block: int) -> None:
-        """Add a block as the most recently used one of its kind."""
+        """Add a block as the most recently used block of its kind."""
         self._segment_of(block)[block] = None
         if len(self._shared) > self._max_shared:
             demoted, _ = self._shared.popitem(last=False)
@@ -49,7 +50,7 @@ class EvictionOrder:
         del self._segment_of(block)[block]
 
     def touch(self, block: int) -> None:
-        """Make a block the most recently used one of its kind."""
+        """Make a block the most recently used block of its kind."""
         self._segment_of(block).move_to_end(block)
 
     def discard(self, block: int) -> None:
@@ -58,7 +59,7 @@ class EvictionOrder:
         self._is_shared[block] = 0
 
     def pop(self) -> int:
-        """Remove and return the block to evict next. Raises KeyError if there is none."""
+        """Remove and return the block to evict next. Raises KeyError if no block is cached."""
         block, _ = (self._private or self._shared).popitem(last=False)
         self._is_shared[block] = 0
         return block

@@ -24,11 +24,11 @@ MAX_GROUPS = 16
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Numbers of layer groups: `full_groups` with full attention, and `window_groups` with sliding-window attention.
+    """Layout of KV: `full_groups` groups of full-attention layers and `window_groups` groups of sliding-window layers.
 
-    A token attends to the last `window` tokens, itself included. For a sequence with c computed tokens, window groups
-    keep the block of token c and the `num_behind` blocks before it, and release all earlier blocks. (At least one
-    block before it is kept, so that blocks found in the prefix cache stay referenced.)
+    In sliding-window layers, a token attends to the last `window` tokens, itself included. For a sequence with c
+    computed tokens, sliding-window groups keep the block of token c and the `num_behind` blocks before this block, and
+    release all earlier blocks. (`num_behind` is at least 1, so that blocks found in the prefix cache stay referenced.)
     """
 
     block_size: int
@@ -42,29 +42,35 @@ class KVLayout:
 
     @property
     def num_behind(self) -> int:
-        """Number of whole blocks that a window group keeps before the block that is being filled."""
+        """Number of whole blocks that a sliding-window group keeps before the block that is being filled."""
         return max(1, -(-(self.window - 1) // self.block_size))
 
     def first_kept(self, num_tokens: int) -> int:
-        """Return the index of the first block that a window group keeps once `num_tokens` tokens are computed."""
+        """Return the index of the first block that a sliding-window group keeps after `num_tokens` computed tokens."""
         return max(0, num_tokens // self.block_size - self.num_behind)
 
     def width(self, num_tokens: int) -> int:
-        """Return how many blocks of a full-attention group `num_tokens` tokens take: ceil(num_tokens / block_size)."""
+        """Return the number of blocks that `num_tokens` tokens fill in one full-attention group, rounded up."""
         return -(-num_tokens // self.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks, over all groups, a sequence of `num_tokens` tokens holds between two steps."""
+        """Return how many blocks a sequence of `num_tokens` tokens holds between two steps, in all groups together."""
         width = self.width(num_tokens)
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return, for each sequence length in `num_tokens`, how many tokens, summed over groups, stay in blocks."""
+        """Return the number of tokens that sequences of `num_tokens` tokens keep in blocks, summed over groups.
+
+        `num_tokens` and the result have the same shape.
+        """
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """Return the length of the longest sequence that fits; sys.maxsize with window groups alone, if these fit."""
+        """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
+
+        Returns sys.maxsize if all groups are sliding-window groups and one window fits in each.
+        """
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
@@ -75,9 +81,9 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Result of `group_layers`: the layout, and the layers of one group (all groups have the same size).
+    """Result of `group_layers`: the `layout`, and the layers of one `group` (all groups have the same size).
 
-    `reason` says why sliding-window layers keep all tokens; it is None if they keep only their window.
+    `reason` says why sliding-window layers keep all tokens; None means that they keep only their window.
     """
 
     layout: KVLayout
@@ -85,14 +91,14 @@ class LayerGrouping(NamedTuple):
     reason: str | None = None
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return how many bytes one token takes in one group."""
+        """Return how many bytes the KV of one token takes in one group, if a number takes `dtype_bytes` bytes."""
         return sum(layers.cached_bytes_per_token(dtype_bytes) for layers in self.group)
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
     """Return how a model's layers are cached, for sequences of at most `longest` tokens (None: unknown).
 
-    Sliding-window layers get separate groups only if that saves blocks and the KV of all layers has the same shape,
+    Sliding-window layers get separate groups only if these save blocks and the KV of all layers has the same shape,
     because all blocks must have the same size.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")

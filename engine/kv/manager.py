@@ -19,7 +19,7 @@ from llmsched.engine.request import Request
 class StaticBatchBlocks:
     """Blocks of a static batch: each request reserves the maximum length and keeps its blocks until the batch ends.
 
-    `num_empty` is the unused space, in tokens, in the blocks of finished requests.
+    `num_empty` is the number of tokens for which the blocks of finished requests still have room.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -28,9 +28,9 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Allocate blocks for `num_tokens` tokens of the request, or for fewer if the pool has too few blocks.
+        """Allocate blocks for `num_tokens` tokens of the request, or for fewer tokens if the pool has too few blocks.
 
-        Blocks for one sliding window are left free.
+        The blocks of one sliding window are left free.
         """
         table = request.table
         layout = table.layout
@@ -59,13 +59,14 @@ class StaticBatchBlocks:
 
 
 class KVManager:
-    """All KV memory of the engine.
+    """Manager of all KV memory of an engine.
 
     A block is findable if prefix lookup can return it to other requests. Only whole, written blocks are findable, and
     the engine never writes to them again. At least the last token of a request is always computed, into a block that
-    no other request shares. If a cached block begins with the same tokens, its KV is copied there first (`copies`).
+    the request does not share. If a cached block begins with the same tokens as this block, the cached KV is copied
+    into this block first (`copies`).
 
-    Between two steps a request holds blocks for all its tokens in full-attention groups, and at most those that
+    Between two steps a request holds blocks for all its tokens in full-attention groups, and at most the blocks that
     KVLayout describes in sliding-window groups. During a step, sliding-window groups also need room for the tokens that
     the step computes (`reach`).
 
@@ -98,7 +99,7 @@ class KVManager:
     # -- admission --------------------------------------------------------------------------------------------
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many available blocks the request needs to be admitted with all its tokens."""
+        """Return the number of available blocks that the request needs to be admitted with room for all its tokens."""
         layout, width = self.layout, self.layout.width(request.num_tokens)
         missing = layout.full_groups * (width - len(hit.nodes)) + hit.num_evictable
         if not layout.window_groups:
@@ -114,8 +115,8 @@ class KVManager:
     def admit(self, request: Request, hit: PrefixHit) -> int:
         """Allocate blocks for all tokens of the request; tokens found in the cache or host memory count as computed.
 
-        Blocks that a preempted request finds again are not marked as shared, because that request wrote them. Returns
-        how many blocks are copied back from host memory.
+        The blocks of the hit are marked as shared, unless the request was preempted: it may have written them itself.
+        Returns the number of blocks that are copied back from host memory.
         """
         window_start = self._window_start(request, hit)
         swapped = request.swapped if hit.from_host else None
@@ -153,10 +154,10 @@ class KVManager:
             table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
 
     def reach(self, request: Request, end: int) -> int:
-        """Allocate blocks for the request's tokens before `end` in this step; return the end of the tokens that fit.
+        """Allocate blocks so that this step can compute the request's tokens before position `end`.
 
-        The result is less than `end` only if too few blocks are left for sliding-window groups. At least one token
-        always fits.
+        Returns the position before which all tokens have room. It is less than `end` only if too few blocks are left
+        for sliding-window groups, and at least one token always fits.
         """
         table = request.table
         if end > table.capacity:
@@ -195,8 +196,8 @@ class KVManager:
         """Return how many leading blocks the request would find again in the cache if it were preempted now.
 
         These are the blocks that other requests or pins hold too, and the findable blocks that remain after `demand`
-        blocks are allocated (None: after all available blocks are). With sliding windows the result is all findable
-        blocks or none, because a sequence cannot resume without its last blocks.
+        blocks are allocated. None means that all available blocks are allocated. With sliding windows the result is all
+        findable blocks or 0, because a sequence cannot resume without its last blocks.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -210,21 +211,24 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy: all with KV, except leading blocks that others hold too."""
+        """Return how many blocks `swap_out` would copy.
+
+        These are all blocks with KV, except the leading blocks that other requests or pins hold too.
+        """
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
         """Copy the KV of a preempted request to host memory, and release all its blocks.
 
         The caller must check that `num_swapped` host blocks are free, and that the request has been in a step since its
-        admission: before that, KV that counts as computed may still have to be copied into its blocks.
+        admission. Before its first step, KV that counts as computed may still have to be copied into its blocks.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks of full-attention groups other requests or pins hold too."""
+        """Return how many leading findable blocks in a full-attention group other requests or pins hold too."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table
@@ -234,7 +238,7 @@ class KVManager:
     # -- state ------------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> bool:
-        """Set the time (seconds of the engine's clock) and delete expired pins; return whether any had expired."""
+        """Set the cache's time to `now` (engine's clock) and delete expired pins; return whether a pin had expired."""
         self.prefix_cache.now = now
         return self.pins.expire(now)
 
@@ -264,7 +268,7 @@ class KVManager:
 def make_kv(
     config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
 ) -> KVManager:
-    """Return the KV manager of an engine with these settings."""
+    """Return the KV manager of an engine with these settings. The defaults are no swap space and one layer group."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(

@@ -34,9 +34,11 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss. `position` is the number of known leading tokens; for DIVERGED, the first different token.
+    """Reason for a miss. The first `position` tokens of the prompt are known; if `kind` is DIVERGED, the next one
+    differs.
 
-    For EVICTED, `age` is the time since the eviction in seconds; None if only sliding-window layers lost their blocks.
+    If `kind` is EVICTED, `age` is the time in seconds since the eviction. It is missing (None) if only sliding-window
+    layers lost their blocks, and for all other kinds.
     """
 
     kind: MissKind
@@ -54,19 +56,23 @@ class Misses:
         self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember an evicted node until MAX_GHOSTS others have been evicted after it."""
+        """Remember a node evicted at the time `now` until MAX_GHOSTS other nodes have been evicted after it."""
         self._ghosts[node.path_hash] = (node.key, now)
         self._ghosts.move_to_end(node.path_hash)
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
     def skipped(self) -> Miss:
-        """Count a request that was not looked up in the cache, and return the reason."""
+        """Count a request that was not looked up in the cache, and return a miss of kind SKIPPED."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 
     def classify(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
-        """Count and return why the hit is not longer. Running requests will write `num_coming` more of its tokens."""
+        """Count and return the reason why the hit is not longer.
+
+        `num_coming` is the number of the request's tokens after the hit whose KV running requests will write. `now` is
+        the time of the engine's clock.
+        """
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
         diverged_at = miss.position if miss.kind is MissKind.DIVERGED else None
@@ -113,8 +119,8 @@ class ChangingPrompts:
     """Report that `count` of the last `window` prompts differ at token `position` but are similar after it.
 
     The cause is something early in the prompt, such as a time or an id, that changes with each request. `examples` are
-    token ids of two such prompts, from token `start` to AROUND tokens after `position`. `private` is True if either
-    example is private.
+    token ids of two of these prompts, from token `start` to AROUND tokens after `position`. `private` is True if one of
+    these two prompts is private.
     """
 
     position: int
@@ -151,7 +157,8 @@ class PromptWatch:
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
         """Record a request that diverged from cached prompts at token `diverged_at` (None: it did not diverge).
 
-        A divergence counts only in the first half of a prompt, with at least MIN_LOST tokens after it.
+        A divergence is counted only if it is in the first half of the prompt and at least MIN_LOST tokens follow it.
+        Set `private` if only the operator may see the prompt.
         """
         self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):
@@ -161,7 +168,7 @@ class PromptWatch:
         self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST]), private))
 
     def report(self) -> ChangingPrompts | None:
-        """Return the divergence that at least half of the last requests share, or None. Takes milliseconds."""
+        """Return the divergence that at least half of the last WINDOW requests share, or None. Takes milliseconds."""
         diverged = [d for d in self._recent if d is not None]
         places = ([d for d in diverged if low <= d.position < low + SPREAD] for low in {d.position for d in diverged})
         found = max(places, key=len, default=[])

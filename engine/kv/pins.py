@@ -15,15 +15,18 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the limit on pinned blocks: a share of all blocks, or less to leave room for the longest request."""
+    """Return the largest number of blocks that pins may hold: `share` of all blocks, or less.
+
+    The pins must leave `max_request_blocks` blocks, which the longest request needs.
+    """
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """State of a pin. It covers `num_tokens` tokens (whole blocks), and `num_written_tokens` of these are in the cache.
+    """State of a pin, which covers `num_tokens` tokens in whole blocks. `num_written_tokens` of these are in the cache.
 
-    `expires_at` is in seconds of the engine's clock; None if the pin does not expire.
+    `expires_at` is in seconds of the engine's clock; None means that the pin does not expire.
     """
 
     pin_id: str
@@ -44,10 +47,12 @@ class _Pin:
 
 
 class Pins:
-    """Pinned prefixes. A pin references the blocks of its prefix; in sliding-window groups, of the last window only.
+    """Pinned prefixes of an engine.
 
-    A prefix whose KV is not written yet is pinned block by block as requests write it (`advance`). Written and awaited
-    blocks of all pins together never exceed `max_blocks`. A written block counts once, even if several pins share it.
+    A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
+    sliding-window groups. If the KV of a prefix is not written yet, the prefix is pinned block by block as requests
+    write it (`advance`). All pins together never have more than `max_blocks` blocks, written or still to be written. A
+    written block counts once, even if several pins share it.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
@@ -67,7 +72,7 @@ class Pins:
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
-        """Pin the whole blocks of a prefix for `ttl` seconds (None: until deleted).
+        """Pin the whole blocks of a prefix until `ttl` seconds after the time `now`, or until deleted if `ttl` is None.
 
         A prefix that is already pinned keeps its pin_id and gets the new ttl. Raises RequestError if the ttl is not
         positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.
@@ -96,7 +101,7 @@ class Pins:
         return self._state(pin)
 
     def advance(self) -> None:
-        """Pin blocks that were written since the last call. Call it before a request can release those blocks."""
+        """Pin the awaited blocks that were written since the last call. Call this before a request can release them."""
         self.num_waiting = 0
         for pin in self._pins.values():
             if len(pin.nodes) == pin.num_blocks:
@@ -131,14 +136,14 @@ class Pins:
         self._pool.release(blocks)
 
     def expire(self, now: float) -> bool:
-        """Delete expired pins; return whether there were any."""
+        """Delete the pins that have expired at the time `now`; return whether there was one."""
         over = [pin for pin in self._pins.values() if pin.expires_at is not None and pin.expires_at <= now]
         for pin in over:
             self.delete(pin.pin_id)
         return bool(over)
 
     def next_expiry(self) -> float | None:
-        """Return when the next pin expires, in seconds of the engine's clock; None if no pin will."""
+        """Return the time (engine's clock) at which the next pin expires, or None if no pin will expire."""
         return min((pin.expires_at for pin in self._pins.values() if pin.expires_at is not None), default=None)
 
     def states(self) -> list[PinState]:
@@ -154,7 +159,7 @@ class Pins:
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
 
     def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
-        """Return the blocks that the pin holds in `nodes`, which are its nodes from index `first` on."""
+        """Return the blocks that the pin holds in `nodes`, the pin's nodes from index `first` on."""
         if not self._layout.window_groups:
             return blocks_of(nodes, ())
         return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])

@@ -9,10 +9,11 @@ from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
-    """Use of KV memory, as token capacities of blocks; a token in two layer groups counts twice.
+    """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group.
 
-    `held` is the capacity of blocks that requests or pins hold (shared blocks count once), and `empty` the unused part
-    of it. `cached` is the capacity of blocks that only the prefix cache keeps, `total` that of all blocks.
+    `held` is the room in blocks that requests or pins hold, where shared blocks count once. `empty` is the part of
+    `held` without KV. `cached` is the room in blocks that only the prefix cache keeps, and `total` is the room in all
+    blocks.
     """
 
     held: int
@@ -67,7 +68,7 @@ class BlockPool:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks, free ones first, then evicted ones.
+        """Return `count` blocks with one reference each. Free blocks are used first; then cached blocks are evicted.
 
         The caller must check that `num_available` is at least `count`.
         """
@@ -103,7 +104,7 @@ class BlockPool:
             self._cached.add(block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Make cached blocks the most recently used. References to all earlier blocks of the prefix must be held."""
+        """Make cached blocks the most recently used. The caller must hold all earlier blocks of the prefix."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 self._cached.touch(block)

@@ -28,7 +28,7 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Running requests, keyed by the node of their last findable block, or by their cache salt if they have none.
+    """Index of the running requests by the node of their last findable block, or by cache salt if they have no node.
 
     Equal prefixes have the same node, so requests with the same key have equal tokens up to the end of that node.
     """
@@ -50,10 +50,11 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Return the partly written block after `node` that shares the most leading tokens with `tokens` (one block).
+        """Return the partly written block after `node` that shares the most leading tokens with `tokens`.
 
-        Returns (block of each group, number of shared tokens), or None if no token is shared. Requests that have not
-        been in a step since their admission are ignored, because their blocks may still have to be copied or restored.
+        `tokens` is one encoded block. Returns (block of each group, number of shared tokens), or None if no block
+        shares the first token. Requests that have not been in a step since their admission are ignored, because KV may
+        still have to be copied into their blocks.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -67,9 +68,10 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return how many tokens of the request another request will write in whole blocks from its present tokens.
+        """Return how many tokens of `request` another running request with equal tokens will write in whole blocks.
 
-        Only tokens from `start` (the end of the prefix `node`) to `limit` - 1 count.
+        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count. If several requests have equal
+        tokens, the result is the largest number.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -84,7 +86,7 @@ class InFlightPrefixes:
 
 
 class PrefixCache:
-    """Cache in which requests find known prefixes, and into which their written blocks are inserted.
+    """Cache of prefixes: requests look up their known prefix, and the blocks that they write are inserted.
 
     Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
     """
@@ -100,7 +102,7 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return whether the request may reuse KV; it may not if it asks for prompt log-probabilities."""
+        """Return whether the request may reuse KV. Prompt log-probabilities need the whole prompt to be computed."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
@@ -142,7 +144,10 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes a sequence can reuse. The last one must end a full window in every group."""
+        """Return how many leading nodes of `found` a sequence can reuse in a model with sliding windows.
+
+        The last node that is reused, and the nodes less than a window before it, must still have their window blocks.
+        """
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -151,7 +156,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many tokens of the request, after the hit, another running request will write in whole blocks."""
+        """Return how many tokens of the request after the hit another running request will write in whole blocks."""
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size
@@ -169,7 +174,8 @@ class PrefixCache:
     def insert(self, request: Request, num_whole: int) -> None:
         """Make the first `num_whole` blocks of a running request findable.
 
-        If another request has inserted the same prefix before, its blocks replace those of this request.
+        If another request has inserted the same prefix before, the blocks of the tree replace the blocks of this
+        request.
         """
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
@@ -193,14 +199,14 @@ class PrefixCache:
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Replace our blocks at `index`, from `group` on, with a node's blocks, unless they are the same."""
+        """Replace the blocks `ours` at `index` of a table, in groups from `group` on, with `theirs` if they differ."""
         if theirs != ours:
             self.pool.acquire(theirs)
             self.pool.release(ours)
             table.replace(index, group, theirs)
 
     def _forget(self, block: int) -> Sequence[int]:
-        """Remove an evicted block from the tree; return other blocks that no lookup can return without it."""
+        """Remove an evicted block from the tree, and return other blocks that no lookup can return without it."""
         nodes, others = self.tree.remove(block)
         for node in nodes:
             self.misses.evicted(node, self.now)

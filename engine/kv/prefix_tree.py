@@ -19,7 +19,7 @@ def encode(token_ids: Sequence[int]) -> bytes:
 
 
 def num_common_tokens(one: bytes, two: bytes) -> int:
-    """Return how many leading tokens two encoded sequences share; the first different bit gives the position."""
+    """Return how many leading tokens are equal in two encoded sequences."""
     size = min(len(one), len(two))
     different = int.from_bytes(one[:size], "little") ^ int.from_bytes(two[:size], "little")
     if different == 0:
@@ -31,7 +31,7 @@ class PrefixNode:
     """Cached KV of one block of tokens. `key` is the encoded tokens; the path from the root is the whole prefix.
 
     `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group.
-    `window_blocks` is empty once those blocks are evicted; a sequence then cannot resume at this node, nor at a later
+    `window_blocks` is empty once these blocks are evicted. A sequence then cannot resume at this node, nor at a later
     node less than a window after it.
 
     `children` are keyed by their encoded tokens, which are compared in full, so a hash collision cannot make different
@@ -50,7 +50,7 @@ class PrefixNode:
 
 
 class Root(PrefixNode):
-    """Empty prefix under a salt, without blocks."""
+    """Root of the prefixes under one salt. It is the empty prefix and has no blocks."""
 
     __slots__ = ("salt",)
 
@@ -62,9 +62,11 @@ class Root(PrefixNode):
 class PrefixTree:
     """Tree of token blocks with one root per cache salt.
 
-    Invariants: a node's blocks hold the written KV of its tokens, computed after the tokens of its ancestors; a block
-    has at most one node; a node is removed only when it has no children. The pool evicts the end of a prefix before its
-    beginning, except for blocks that have left a sliding window. A node without blocks stays while it has children.
+    Invariants:
+    - A node's blocks hold the written KV of its tokens, computed after the tokens of its ancestors.
+    - A block has at most one node.
+    - A node is removed only when it has no children. The pool evicts the end of a prefix before its beginning, except
+      for blocks that have left a sliding window. A node without blocks stays while it has children.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -79,9 +81,10 @@ class PrefixTree:
     def match(
         self, tokens: bytes, salt: str, max_blocks: int, first: int = 0, node: PrefixNode | None = None
     ) -> list[PrefixNode]:
-        """Return the nodes of the longest known prefix of the encoded tokens, at most its first `max_blocks` blocks.
+        """Return the nodes of the longest known prefix of the encoded tokens, at most of its first `max_blocks` blocks.
 
-        If `first` is not 0, the search starts at that block, and `node` must be the node of the block before it.
+        If `first` is not 0, the search starts at the block with this index, and `node` must be the node of the block
+        before.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -96,10 +99,11 @@ class PrefixTree:
         return path
 
     def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
-        """Return the child of `parent` (None: the salt's root) that shares the most leading tokens, and how many.
+        """Return the child of `parent` that shares the most leading tokens with `tokens`, and their number.
 
-        `tokens` is at most one block. The child is None if no token is shared. If `parent` has more than MAX_COMPARED
-        children and none equals `tokens`, an older child may share more tokens than the result.
+        `parent` None means the salt's root. `tokens` is at most one encoded block. The child is missing (None) if no
+        child shares the first token. If `parent` has more than MAX_COMPARED children and `tokens` is not the key of a
+        child, an older child may share more tokens than the result.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -113,13 +117,13 @@ class PrefixTree:
         return best, most
 
     def path_hash(self, parent: PrefixNode | None, salt: str, key: bytes) -> int:
-        """Return the `path_hash` that a child of `parent` (None: the salt's root) with the tokens `key` would have."""
+        """Return the `path_hash` of a child of `parent` with the tokens `key`. `parent` None means the salt's root."""
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
-        """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root).
+        """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
 
-        Returns their node: a new node, or the existing node if another sequence has inserted these tokens before.
+        If another sequence has inserted these tokens before, its node is returned and `blocks` are not inserted.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
@@ -137,10 +141,11 @@ class PrefixTree:
         self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Remove an evicted block with its node, or, if it is a window block, with the node's other window blocks.
+        """Remove an evicted block from the tree.
 
-        Returns the removed nodes, and the other blocks that no lookup can return any more. If there are only
-        sliding-window groups, a node without blocks is removed once it has no children.
+        With a full-attention block, its whole node is removed. With a window block, all window blocks of its node are
+        removed; in a model without full-attention layers, a node that has no blocks and no children left is removed
+        too. Returns the removed nodes, and the other blocks that no lookup can return any more.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -168,19 +173,23 @@ class PrefixTree:
             del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Return whether a prefix under another salt, among the `most` newest salts, begins with the block `key`."""
+        """Return whether a prefix under another salt begins with the block `key`.
+
+        Only the `most` newest salts are searched.
+        """
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 
 
 class PrefixHit(NamedTuple):
-    """Known prefix of a request. It is stale once any block is allocated.
+    """Known prefix of a request, valid until the pool allocates a block.
 
-    Admission acquires the full-attention blocks of all nodes, and the window blocks from nodes[window_start] on.
+    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:].
     `num_evictable` of these blocks are cached now, so acquiring them lowers the number of available blocks. KV exists
-    for the first `num_tokens` tokens: in the nodes' blocks, then in the first part of `copy_from` (a block of each
-    group). The first `num_alike` tokens equal those of a cached prefix, even if their KV is too short to copy or partly
-    evicted. `from_host` says that the request resumes from its KV in host memory, which is longer than the cached KV.
+    for the first `num_tokens` tokens: in the blocks of the nodes, then in the first part of `copy_from` (a block of
+    each group). The first `num_alike` tokens equal the tokens of a cached prefix, even if their KV is too short to copy
+    or partly evicted. If `from_host` is True, the request resumes from its KV in host memory, which is longer than the
+    cached KV.
     """
 
     nodes: list[PrefixNode]
@@ -208,6 +217,6 @@ NO_HIT = PrefixHit([], 0)
 
 
 def blocks_of(nodes: Iterable[PrefixNode], window_nodes: Iterable[PrefixNode]) -> list[int]:
-    """Return the full-attention blocks of `nodes` and the sliding-window blocks of `window_nodes`."""
+    """Return the full-attention blocks of `nodes`, followed by the sliding-window blocks of `window_nodes`."""
     blocks = [block for node in nodes for block in node.blocks]
     return blocks + [block for node in window_nodes for block in node.window_blocks]

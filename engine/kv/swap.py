@@ -35,8 +35,8 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
 class SwapSpace:
     """Host blocks 0 .. num_blocks-1 of `block_bytes` bytes each, and the next step's copies to and from them.
 
-    A host block is free, held by one preempted request (`Request.swapped`), or waiting to be copied back. A waiting
-    block must not be overwritten; it becomes free when `take` returns the next step's copies.
+    A host block is free, held by one preempted request (`Request.swapped`), or about to be copied back. A host block
+    that is about to be copied back becomes free when `take` returns the copies of the next step.
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
@@ -53,9 +53,11 @@ class SwapSpace:
         return len(self._free) + self.num_blocks - self._num_begun
 
     def save(self, request: Request, first: int) -> None:
-        """Schedule copies of the request's KV to host memory; in full-attention groups, of blocks from `first` on.
+        """Schedule copies of the request's KV to host memory.
 
-        The caller must check `num_free`, and can release the blocks at once, because a step makes these copies first.
+        In full-attention groups, only blocks from index `first` on are copied. The caller must check that `num_free` is
+        large enough. The caller may release the blocks at once, because the next step makes these copies before it
+        computes.
         """
         table, num_tokens = request.table, request.num_computed_tokens
         blocks = table.blocks_with_kv(first, num_tokens)
@@ -67,9 +69,9 @@ class SwapSpace:
         request.swapped = SwappedKV(first, num_tokens, hosts[:num_full], table.window_start, hosts[num_full:])
 
     def restore(self, request: Request, first: int) -> int:
-        """Schedule copies of the request's KV back to its blocks; in full-attention groups, of blocks from `first` on.
+        """Schedule copies of the request's KV from host memory to its blocks, and return the number of blocks to copy.
 
-        Returns the number of blocks to copy.
+        In full-attention groups, only blocks from index `first` on are copied.
         """
         table, swapped = request.table, request.swapped
         assert swapped is not None
@@ -93,7 +95,10 @@ class SwapSpace:
         request.swapped = None
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the copies scheduled since the last call: pairs (block, host block), and pairs (host block, block)."""
+        """Return the copies scheduled since the last call: (block, host block) pairs, and (host block, block) pairs.
+
+        The first list has the copies to host memory, the second list the copies from host memory.
+        """
         outs = [(block, host) for host, block in self._outs.items()]
         ins = [(host, block) for block, host in self._ins.items()]
         self._free += reversed(self._returning)
@@ -108,10 +113,11 @@ class SwapSpace:
 
 
 class BlockCopies:
-    """Copies from block to block in the next step, of known blocks that partly match a prompt (copy on write).
+    """Copies from block to block at the start of the next step (copy on write).
 
-    Sources were written in earlier steps. Each destination occurs once, for its last owner. A source may be the
-    destination of a later copy but not of an earlier one, so make the copies in order, or read all sources first.
+    The sources are known blocks that partly match a prompt; earlier steps have written them. Each destination occurs
+    once: only the copy for its last owner is kept. A source may be the destination of a later copy but not of an
+    earlier copy, so make the copies in order, or read all sources first.
     """
 
     def __init__(self, swap: SwapSpace) -> None:
@@ -119,7 +125,7 @@ class BlockCopies:
         self._source_of: dict[int, int] = {}
 
     def note(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
-        """Schedule copies of `sources`, one block of each group, to the blocks at `index` of the table."""
+        """Schedule copies of `sources`, which has one block of each group, to the blocks at `index` of the table."""
         full, window = table.column(index)
         blocks = [*full, *window]
         for group, source in enumerate(sources):

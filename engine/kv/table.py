@@ -18,12 +18,13 @@ NEVER = sys.maxsize
 class BlockTable:
     """Blocks of one sequence, in order, as int32 `ids` [groups, len(table)].
 
-    Rows of full-attention groups come first and are `len(table)` long. Rows of sliding-window groups hold blocks at
-    indices `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks are
-    in the prefix tree, and `node` is the node of the last of these. At admission `num_initial` tokens were computed.
+    Rows of full-attention groups come first and are filled. Rows of sliding-window groups hold blocks at indices
+    `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks are in the
+    prefix tree, and `node` is the node of the last findable block. `num_initial` tokens counted as computed at
+    admission.
 
-    Two comparisons avoid work in most steps: the sequence needs no new block while num_tokens <= `capacity` (the tokens
-    that every row has room for), and no commit or release while num_computed_tokens < `commit_at`.
+    Two comparisons avoid work in most steps. The sequence needs no new block while num_tokens <= `capacity`, the number
+    of tokens for which every row has room. It needs no commit or release while num_computed_tokens < `commit_at`.
     """
 
     __slots__ = (
@@ -67,7 +68,7 @@ class BlockTable:
     # -- growing and shrinking --------------------------------------------------------------------------------
 
     def num_growing(self, num_tokens: int) -> int:
-        """Return how many more blocks `num_tokens` tokens need between two steps; negative if some blocks are spare."""
+        """Return how many more blocks `num_tokens` tokens need between two steps; negative if blocks are spare."""
         layout = self.layout
         width = layout.width(num_tokens)
         growing = layout.full_groups * (width - self._width)
@@ -107,7 +108,7 @@ class BlockTable:
         self._set_capacity()
 
     def shrink_window(self, start: int) -> list[int]:
-        """Remove the blocks before index `start` from sliding-window rows; return these blocks, the last one first."""
+        """Remove the blocks before index `start` from sliding-window rows and return them, the last one first."""
         blocks = self.window_blocks(self.window_start, start)
         self._ids[self.layout.full_groups :, self.window_start : start] = 0
         self.window_start = start
@@ -124,7 +125,7 @@ class BlockTable:
     # -- blocks held ------------------------------------------------------------------------------------------
 
     def column(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the blocks at `index` as two tuples: of full-attention groups, and of sliding-window groups."""
+        """Return the blocks at `index` as two tuples: full-attention groups, then sliding-window groups."""
         column, full = tuple(self._ids[:, index].tolist()), self.layout.full_groups
         return column[:full], column[full:]
 
@@ -133,11 +134,11 @@ class BlockTable:
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks of full-attention groups at indices `start` to `end` - 1, index by index."""
+        """Return the blocks at indices `start` to `end` - 1 of full-attention groups, by index, then by group."""
         return self._ids[: self.layout.full_groups, start:end].T.ravel().tolist()
 
     def window_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks of sliding-window groups at indices `start` to `end` - 1, index by index."""
+        """Return the blocks at indices `start` to `end` - 1 of sliding-window groups, by index, then by group."""
         return self._ids[self.layout.full_groups :, start:end].T.ravel().tolist()
 
     def blocks_with_kv(self, first: int, num_computed_tokens: int) -> list[int]:
@@ -156,7 +157,7 @@ class BlockTable:
         return blocks[::-1]
 
     def num_empty(self, num_computed_tokens: int) -> int:
-        """Return the unused space in the blocks, in tokens summed over groups."""
+        """Return the number of tokens for which the blocks still have room, summed over groups."""
         layout, size = self.layout, self.layout.block_size
         full = layout.full_groups * (self._width * size - num_computed_tokens)
         return full + layout.window_groups * (self.window_end * size - num_computed_tokens)
@@ -165,9 +166,9 @@ class BlockTable:
 class SwappedKV(NamedTuple):
     """KV of a preempted request's first `num_tokens` tokens in host memory.
 
-    `full_blocks` are the host blocks of full-attention groups from block index `first` on, index by index; earlier
-    blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host blocks of
-    sliding-window groups from index `window_start` on.
+    `full_blocks` are the host blocks of full-attention groups from block index `first` on, sorted by index, then by
+    group. Earlier blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host
+    blocks of sliding-window groups from index `window_start` on.
     """
 
     first: int

@@ -26,8 +26,8 @@ class Admission:
     """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both lists.
 
     An epoch ends whenever a request arrives, ends, is preempted or is admitted. After a round of admission that
-    admitted no request, Admission tries no other round in the same epoch, unless more blocks have become available
-    (prefill chunks free blocks in sliding-window layers).
+    admitted no request, Admission does not try again in the same epoch, unless more blocks have become available.
+    (Prefill chunks free blocks in sliding-window layers.)
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Admission:
         self.first_lacks = WaitReason.STEP
 
     def new_step(self) -> None:
-        """Begin a step: clear what holds for one step only."""
+        """Begin a step: clear the state that belongs to the previous step."""
         self._try_again = False
         self._excluded.clear()
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Begin an epoch, because a request has arrived, ended or lost its memory: admission is worth trying again."""
+        """Begin an epoch, because a request has arrived, ended or been preempted, so that admission may now succeed."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:
@@ -88,10 +88,10 @@ class Admission:
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
-        """Admit short requests while the fast lane's `lane` tokens last, and return them.
+        """Admit short requests until the fast lane's `lane` tokens are used up; return the admitted requests.
 
-        If more requests wait than may still run, at most fast_lane_share of all admissions go to the fast lane;
-        otherwise short requests could take every admission.
+        If more requests wait than may still run, at most fast_lane_share of all admissions go to the fast lane.
+        Otherwise short requests could take every admission.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
@@ -107,8 +107,8 @@ class Admission:
     def admit_in_order(self, step: StepBuilder) -> None:
         """Admit requests in the order of `WaitingQueue.offers` while the token budget and max_running allow it.
 
-        Requests may overtake one that does not fit (see Backfill). If no request can be admitted, the next round waits
-        for the next epoch.
+        Later requests may overtake a request that does not fit (see Backfill). If no request can be admitted, the next
+        round is in the next epoch.
         """
         epoch, places = self._epoch, self.control.max_running - len(self._running)
         if places <= 0:
@@ -126,7 +126,7 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow it; return whether they do."""
+        """Admit a waiting request if max_running, memory and Backfill allow it; return whether it was admitted."""
         if self.is_full:
             return False
         if request in self._excluded:
@@ -150,7 +150,10 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running; count its prefix hit or, after preemption, its recomputed tokens."""
+        """Move a request from waiting to running, with the blocks of its prefix hit.
+
+        The tokens of the hit are counted or, after a preemption, the tokens to recompute.
+        """
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
@@ -177,7 +180,7 @@ class Admission:
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return whether the request may use the fast lane: its uncached prompt and its max_tokens are small."""
+        """Return whether the request's uncached prompt and max_tokens are small enough for the fast lane."""
         config = self._config
         if config.fast_lane_share == 0:
             return False

@@ -1,4 +1,4 @@
-"""Backfill: requests that fit may overtake a request that does not, a bounded number of times."""
+"""Backfill: requests that fit may overtake a request that does not fit, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmsched.engine.scheduler.waiting import WaitingQueue
 class Backfill:
     """Rules for overtaking: how often the first waiting request may be overtaken, and by which requests.
 
-    Admitting any request other than the first by rank overtakes the first, whatever the cause: the fast lane, the
-    arrival quota, a cache bonus, or missing memory. The first is overtaken at most `max_passes` times; after that, only
-    the first may be admitted. For a request that does not fit, a start is reserved: requests ranked behind it must also
-    be predicted to end before that start.
+    Admitting any request other than the first by rank overtakes the first request, whatever the cause: the fast lane,
+    the arrival quota, a cache bonus, or missing memory. The first request is overtaken at most `max_passes` times;
+    after that, only the first request may be admitted. A request that does not fit gets a reserved start. A request
+    ranked behind it may be admitted only if it is also predicted to end before the reserved start.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class Backfill:
         return False
 
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
-        """Reserve a start for a request that lacks blocks: when enough running requests are predicted to have ended.
+        """Reserve a start for a request that lacks `missing_blocks` blocks.
 
-        An existing reservation for a request of smaller rank stays.
+        The start is the step at which enough running requests are predicted to have ended. An existing reservation for
+        a request of smaller rank stays.
         """
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
@@ -65,7 +66,10 @@ class Backfill:
                 break
 
     def admitted(self, request: Request) -> None:
-        """Count that this admission overtakes the first request. Call it while the admitted request still waits."""
+        """Count the admission of a request as overtaking, unless the request is the first, and drop its reservation.
+
+        Call this while the admitted request is still in the queue.
+        """
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1
@@ -75,6 +79,6 @@ class Backfill:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Drop the reservation of a request that no longer waits."""
+        """Drop the reservation of a request, if there is one, because the request no longer waits."""
         if self._reserved is request:
             self._reserved = None

@@ -26,8 +26,8 @@ CAP_GROWTH = 1.1
 class HeadroomControl:
     """Controller of `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
 
-    The controller checks the preemption rate over the last WINDOW admissions. It logs every change and reports it to
-    the caller, which counts the changes.
+    The controller checks the preemption rate over the last WINDOW admissions. It logs every change and returns True for
+    it, so that the caller can count the changes.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:
@@ -39,7 +39,7 @@ class HeadroomControl:
         self._since_change = 0
 
     def admitted(self) -> bool:
-        """Count an admission; return whether headroom or cap changed."""
+        """Count an admission; return whether the headroom or the cap changed."""
         self._preemptions.append(0)
         self._since_change += 1
         if self._since_change < WINDOW // 2:

@@ -1,4 +1,4 @@
-"""Decision ledger: the reasons why each request was delayed, preempted or ended; and the scheduler's totals."""
+"""Decision ledger: the reasons why requests were delayed, preempted or ended. Also the scheduler's totals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Detail = int | float | str
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine was built, in tokens or events."""
+    """Totals since the engine was built. Names that begin with num_ count events; the other names count tokens."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -28,7 +28,10 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class Entry:
-    """Decision about a request, made `count` times in a row from `time` to `until` (times of the engine's clock)."""
+    """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
+
+    `what` names the decision, such as "preempted". `details` has the reason and figures from the latest time.
+    """
 
     time: float
     what: str
@@ -38,9 +41,7 @@ class Entry:
 
 
 class Ledger:
-    """Entries by request id, for all unfinished requests and the latest ended ones. Steps without decisions cost
-    nothing.
-    """
+    """Ledger of the decisions about all unfinished requests and about the MAX_REQUESTS requests that ended last."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -48,14 +49,14 @@ class Ledger:
         self._ended: OrderedDict[str, list[Entry]] = OrderedDict()
 
     def begin(self, request_id: str, arrival_time: float, **details: Detail) -> None:
-        """Note that a request was queued at `arrival_time`; steps may have run since then."""
+        """Add the entry "queued", from `arrival_time` until now, to the entries of a new request."""
         self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
         """Note a decision, or merge it with the last entry if `what` and the details "reason" and "by" are the same.
 
-        A merged entry has the newest numbers. Once a request has MAX_ENTRIES entries, each new entry replaces the last
-        one.
+        A merged entry has the newest details. Once a request has MAX_ENTRIES entries, each new entry replaces the last
+        entry.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
@@ -75,7 +76,8 @@ class Ledger:
             self._ended.popitem(last=False)
 
     def entries(self, request_id: str) -> list[Entry]:
-        """Return a request's entries, oldest first; an empty list if the request is unknown or its entries were
-        dropped.
+        """Return a request's entries, oldest first.
+
+        Returns an empty list if the request is unknown or its entries were dropped.
         """
         return self._living.get(request_id) or self._ended.get(request_id, [])

@@ -1,4 +1,4 @@
-"""Prediction of output lengths, learned from finished outputs, and of the peak of the KV memory in use."""
+"""Prediction of output lengths from finished outputs, and of the largest number of KV blocks that will be in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmsched.engine.request import FinishReason, Request
 #: Number of finished outputs remembered per priority, and number needed to predict from them.
 WINDOW = 512
 MIN_SAMPLES = 16
-#: Quantile of the lengths of longer outputs that is the prediction.
+#: The predicted length is this quantile of the lengths of longer finished outputs.
 QUANTILE = 0.65
 #: Standard deviations added to the mean number of held tokens.
 RISK = 1.0
@@ -32,9 +32,11 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """Lengths of n requests, each int64 [n]: their tokens now, how many of these are generated (`done`), and max_tokens
-    (`limit`). `learned` has one pair per priority: a mask (bool [n]) of the requests, and the sorted lengths of
-    finished outputs of that priority.
+    """Lengths of n requests in tokens, from which their output lengths are predicted.
+
+    `num_tokens` are the present tokens of each request, `done` the tokens among these that were generated, and `limit`
+    is max_tokens, each int64 [n]. `learned` has one pair per priority: a mask (bool [n]) of the requests of this
+    priority, and the sorted lengths of its finished outputs.
     """
 
     num_tokens: Tokens
@@ -45,8 +47,9 @@ class Outlook(NamedTuple):
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
         """Return the probability [n, len(steps)] that each request still generates tokens after `steps` more tokens.
 
-        Estimate: of the finished outputs longer than the request's output is now, the share that reached the new
-        length.
+        The probability is estimated from the finished outputs that are longer than the request's present output. It is
+        the share of these outputs that reached the new length. Without learned outputs, every request runs to
+        max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
@@ -59,9 +62,9 @@ class Outlook(NamedTuple):
 class OutputPredictor:
     """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the QUANTILE of the lengths above what the request has already generated, capped at its
-    max_tokens. With fewer than MIN_SAMPLES outputs, or if the request ignores end-of-sequence tokens, the prediction is
-    max_tokens.
+    Only finished outputs that are longer than the request's present output are used. The prediction is the QUANTILE of
+    their lengths, but at most max_tokens. The prediction is max_tokens if fewer than MIN_SAMPLES outputs have finished,
+    if no finished output is longer, or if the request ignores end-of-sequence tokens.
     """
 
     def __init__(self, method: Prediction) -> None:
@@ -70,8 +73,9 @@ class OutputPredictor:
         self._sorted: dict[int, list[int]] = {}
 
     def learn(self, request: Request) -> None:
-        """Remember the output length of a finished request, unless it was aborted, failed or ignores end-of-sequence
-        tokens.
+        """Remember the output length of a finished request.
+
+        A request that was aborted, failed or ignores end-of-sequence tokens is left out.
         """
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
@@ -94,7 +98,7 @@ class OutputPredictor:
         return max(1, limit - done)
 
     def outlook(self, requests: Sequence[Request]) -> Outlook:
-        """Return the requests' lengths so far and limits, and finished output lengths to predict the rest from."""
+        """Return the Outlook of `requests`, with the lengths of the outputs that have finished so far."""
         num_tokens = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
         done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
@@ -111,10 +115,10 @@ class OutputPredictor:
 def future_peak(held: Tokens, remaining: Tokens) -> int:
     """Return the most tokens that n sequences hold together until all have ended, if each adds a token per step.
 
-    held [n] are the tokens now, remaining [n] the tokens that each sequence will still add. The result is valid for one
-    group of layers that keeps all tokens; `saturating_peak` handles any layout.
+    `held` [n] are the tokens that each sequence holds now, and `remaining` [n] the tokens that it will still add. The
+    result is valid for one group of layers that keeps all tokens; `saturating_peak` handles any layout.
 
-    With the sequences sorted by remaining tokens, most first, the first i sequences still run when sequence i ends.
+    If the sequences are sorted by remaining tokens, most first, the first i sequences still run when sequence i ends.
     They then hold the tokens that they hold now plus i times the remaining tokens of sequence i (LightLLM's admission
     rule).
     """
@@ -124,9 +128,10 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
 
 
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
-    """Return the peak of `future_peak` for any layout; sliding windows limit the tokens that a sequence holds.
+    """Return the same peak as `future_peak` for any layout, in tokens summed over layer groups.
 
-    The peak occurs when a sequence ends, so the tokens of all sequences that still run are summed at each end.
+    Sliding windows limit the tokens that a sequence holds. The peak occurs when a sequence ends, so the tokens of all
+    sequences that still run are summed at each end.
     """
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
@@ -135,8 +140,9 @@ def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
 def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, layout: KVLayout) -> float:
     """Return the maximum, over the future `steps`, of the mean number of held tokens plus RISK standard deviations.
 
-    held [n] are the tokens now; alive [n, len(steps)] is the probability that each sequence still runs after that many
-    steps. Sequences are assumed to be independent.
+    `held` [n] are the tokens that each sequence holds now. `alive` [n, len(steps)] is the probability that each
+    sequence still runs after each number of steps. The sequences are assumed to be independent. Tokens are summed over
+    layer groups.
     """
     size = layout.room(held[:, None] + steps)
     mean = (alive * size).sum(axis=0)
@@ -145,10 +151,11 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
 
 
 def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
-    """Return the peak number of blocks in use, as predicted if the request is admitted and shares no block.
+    """Return the predicted peak of the number of blocks in use if the request is admitted and shares no block.
 
-    Pinned blocks, and blocks that running requests share, count once, at their present number. If the pool has room
-    even for the longest possible outputs of all requests, the result is that sum, without a forecast.
+    Blocks that running requests share count once. Pinned and shared blocks count as many as there are now. If the pool
+    has room for the longest possible outputs of all requests, the result is the number of blocks that these outputs
+    need.
     """
     layout, tables = kv.layout, [other.table for other in running]
     held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size

@@ -1,4 +1,4 @@
-"""Preemption: the choice of the request that gives up its blocks, and of discarding or swapping its KV."""
+"""Preemption: which request gives up its blocks, and whether its KV is dropped or swapped to host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Detail
 
-#: After this many preemptions, a request is preempted again only if all candidates were preempted as often.
+#: After this many preemptions, a request is preempted again only if all candidates were preempted this often.
 SAFE_AFTER = 2
 #: Prefill rate (tokens/s) assumed until a prefill is measured. Rarely used, because every victim was prefilled.
 ASSUMED_PREFILL_RATE = 10_000.0
@@ -20,13 +20,16 @@ ASSUMED_PREFILL_RATE = 10_000.0
 ASSUMED_COPY_RATE = 20e9
 #: Number of later measurements after which a measurement counts half.
 HALF_LIFE = 64
-#: Share by which each decision against a copy moves the measured copy cost back to the assumed one, so that copies are
-#: tried again: the machine may have been busy when copies were measured.
+#: Share of the way by which each decision against a copy moves the measured copy cost towards the assumed cost. So
+#: copies are tried again at some time: the machine may have been busy when copies were measured.
 FADING = 0.02
 
 
 class MeanCost:
-    """Average cost in seconds per unit, in which newer measurements count more."""
+    """Average cost in seconds per unit, in which newer measurements count more.
+
+    Before the first measurement, `per_unit` is the cost `assumed`.
+    """
 
     def __init__(self, assumed: float) -> None:
         self._seconds = self._units = 0.0
@@ -38,7 +41,10 @@ class MeanCost:
         self._units = self._units * forget + units
 
     def fade(self) -> None:
-        """Move the average towards the assumed cost, after a decision against the measured operation."""
+        """Move the average towards the assumed cost.
+
+        Call this when the scheduler decides against the operation, so that an outdated measurement loses its weight.
+        """
         self._seconds += FADING * (self._assumed * self._units - self._seconds)
 
     @property
@@ -49,8 +55,8 @@ class MeanCost:
 class MeasuredCosts:
     """Costs of computing a prefill token and of copying a block from or to host memory, measured while serving.
 
-    The cost of a prefill token is the extra time of steps with prefills over steps of decodes alone, because decodes
-    continue during a recomputation.
+    Costs are in seconds. Other requests go on decoding while a request is recomputed. So the cost of prefill tokens is
+    only the time by which a step with prefills takes longer than a step of decodes alone.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -59,7 +65,7 @@ class MeasuredCosts:
         self._decode_step = MeanCost(0.0)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Add the measured times of a step."""
+        """Add the measured times of a step, of its computation and of its copies from and to host memory."""
         if result.swap_elapsed > 0:
             self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
@@ -73,8 +79,8 @@ class MeasuredCosts:
 class Loss(NamedTuple):
     """Cost of preempting a request now.
 
-    `seconds` is the time to recompute `num_tokens` tokens or, if `swap`, to copy `num_blocks` blocks to host memory and
-    back.
+    If `swap` is True, `seconds` is the time to copy `num_blocks` blocks to host memory and back. Otherwise `seconds` is
+    the time to recompute `num_tokens` tokens.
     """
 
     swap: bool
@@ -83,7 +89,7 @@ class Loss(NamedTuple):
     num_blocks: int
 
     def details(self) -> dict[str, Detail]:
-        """Return the details of the ledger entry."""
+        """Return the loss as details of a ledger entry, with the cost in milliseconds."""
         cost_ms = round(1e3 * self.seconds, 3)
         if self.swap:
             return {"how": "swap", "swapped_blocks": self.num_blocks, "cost_ms": cost_ms}
@@ -91,10 +97,11 @@ class Loss(NamedTuple):
 
 
 class Preemption:
-    """Choice of the requests to preempt and, by `preemption_mode`, of swapping or recomputing their KV.
+    """Choice of the requests to preempt, and whether to swap or to recompute the KV of each (preemption_mode).
 
-    Mode auto takes the way that is predicted to need less time: recomputing the tokens that the prefix cache will not
-    keep, or copying the blocks out and back. Swapping needs free host blocks; without them every mode recomputes.
+    Mode auto chooses the operation that is predicted to take less time: recomputing the tokens that the prefix cache
+    will not keep, or copying the blocks to host memory and back. If too few host blocks are free, every mode
+    recomputes.
 
     When memory runs out, the lowest priority class is preempted first, unless priority_step is 0.
     """
@@ -109,8 +116,8 @@ class Preemption:
     def loss(self, request: Request, demand: int | None = None) -> Loss:
         """Return the cost of preempting the request.
 
-        `demand` is the number of blocks that will be taken from the pool. None assumes that every available block will
-        be needed, because running requests keep growing.
+        `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
+        request's KV the prefix cache keeps. None means all available blocks, because running requests keep growing.
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
@@ -124,18 +131,23 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None) -> Loss:
-        """Return the `loss` of the request that is being preempted, which says whether its KV is swapped."""
+        """Return the `loss` of a request that is being preempted. `Loss.swap` decides whether its KV is swapped.
+
+        In mode auto, a decision against a copy moves the measured cost of copies towards the assumed cost.
+        """
         loss = self.loss(request, demand)
         if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
             self.costs.block_copy.fade()
         return loss
 
     def choose_victim(self, running: Sequence[Request]) -> Request:
-        """Return the request, of two or more running ones, that gives up its blocks when memory runs out.
+        """Return the running request that gives up its blocks when memory runs out, of two or more running requests.
 
-        The victim is of the lowest priority class; within the class it has the smallest loss, then the largest rank. A
-        request that was preempted SAFE_AFTER times is chosen only if all candidates were. The first request by rank is
-        never chosen, so it makes progress in every step, and every request becomes the first at some time.
+        The first request by rank is never chosen, so it makes progress in every step, and every request becomes the
+        first at some time. The victim is of the lowest priority class among the others. Within the class, the request
+        with the smallest loss is chosen, and among equal losses the request with the largest rank. A request that was
+        preempted SAFE_AFTER times is chosen only if every candidate was preempted that often; then the candidate with
+        the largest rank is chosen.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -149,10 +161,10 @@ class Preemption:
         return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt for a waiting one of a higher class, None if there is no such request.
+        """Return the running request to preempt so that `waiting`, a request of a higher class, can run, or None.
 
         The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. Only policy fair has classes.
+        times. The result is always None under policies other than fair, which have no classes.
         """
         if self._policy != "fair":
             return None

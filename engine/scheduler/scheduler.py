@@ -20,7 +20,7 @@ from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, initial_
 
 
 class Update(NamedTuple):
-    """Result of a step for one request, whose computed tokens begin at position `start`."""
+    """Result of a step for one request. `start` is the position of the first token that the step computed."""
 
     request: Request
     start: int
@@ -104,7 +104,7 @@ class Scheduler:
     def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
         """Return how KV memory is used.
 
-        `computed` is a plan that has been computed but not yet passed to `update`: its tokens count as written, and
+        `computed` is a plan that was executed but not yet passed to `update`. Its tokens count as written, and the
         requests that end with it still hold their blocks.
         """
         use = self.kv.usage(self.running)
@@ -115,8 +115,9 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return the time until which an idle engine should wait for more requests to batch; None if it should not
-        wait.
+        """Return the time (engine's clock) until which an idle engine should wait for more requests to batch.
+
+        Returns None if the engine should not wait.
         """
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
@@ -151,14 +152,15 @@ class Scheduler:
         return StepPlan(step.rows(), finished, self.kv.copies.take(), *self.kv.swap.take())
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return what keeps the first waiting request from being admitted, after the step was planned."""
+        """Return the reason why the first waiting request was not admitted to the step that was just planned."""
         if self.admission.is_full:
             return WaitReason.MAX_RUNNING
         return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self) -> bool:
-        """Give running requests blocks for all their tokens; preempt some if blocks run out, and return whether any
-        was.
+        """Give running requests blocks for all their tokens, and preempt requests if there are too few blocks.
+
+        Returns whether a request was preempted.
         """
         growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
@@ -199,7 +201,11 @@ class Scheduler:
         self.waiting.add_at_head_of_class(request, short=self.admission.is_short(request))
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
-        """Share out the budget that decodes leave: the fast lane's part to short requests first, the rest by rank."""
+        """Schedule the tokens that decodes leave: first the fast lane's share to short requests, the rest by rank.
+
+        `behind` are the running requests with more than one uncomputed token, sorted by rank. With `admit`, waiting
+        requests are admitted after them.
+        """
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
             if lane > 0 and self.admission.is_short(request):
@@ -215,7 +221,7 @@ class Scheduler:
     # -- after the step ---------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply the results of a computed step and return them as updates.
+        """Apply the result of an executed plan to its requests and return an update for each request.
 
         Requests that end with the step get their `finish_reason` and release their blocks.
         """
@@ -239,7 +245,7 @@ class Scheduler:
         return updates
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a waiting or running request and release its blocks. Do nothing if it has already finished."""
+        """End a waiting or running request and release its blocks. Do nothing if the request has already finished."""
         if request.status is RequestStatus.FINISHED:
             return
         if request.status is RequestStatus.RUNNING:

@@ -23,8 +23,8 @@ WARN_AFTER = 32
 class Pacer:
     """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
-    The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the model is trusted.
-    `step_budget` is the budget of the latest step.
+    The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the step-time model is
+    trusted. `step_budget` is the budget of the latest step.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -34,7 +34,7 @@ class Pacer:
         self._misses = 0
 
     def next_budget(self, running: Sequence[Request], num_decodes: int) -> int:
-        """Return the token budget of the next step, in which `num_decodes` of the running requests decode."""
+        """Return the most tokens that the next step may compute, if `num_decodes` of the `running` requests decode."""
         self.step_budget = self._most
         if self._target is None or num_decodes == 0 or not self.model.trusted:
             return self.step_budget
@@ -54,7 +54,7 @@ class Pacer:
         return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Add a computed step and its time to the model's fit."""
+        """Add a computed plan and its time in seconds to the fit of the step-time model."""
         if self._target is not None:
             self.model.learn(shape_of(plan), seconds)
 
@@ -70,9 +70,9 @@ class StepBuilder:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Schedule as many of the request's uncomputed tokens as `limit` and the budget allow; return how many.
+        """Schedule as many of the request's uncomputed tokens as `limit` and the budget allow; return their number.
 
-        In sliding-window layers, memory may allow fewer (see KVManager.reach).
+        If the model has sliding-window layers, memory may allow fewer tokens (see KVManager.reach).
         """
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
@@ -87,12 +87,12 @@ class StepBuilder:
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """Schedule one token of each request; each must have exactly one uncomputed token. Call it before `give`."""
+        """Schedule one token of each request, which must have exactly one uncomputed token. Call this before `give`."""
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
-        """Return the rows to compute, and note all rows but the decodes in the ledger."""
+        """Return the rows to compute. Rows of prefills are noted in the ledger."""
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)

@@ -25,9 +25,9 @@ _BY_ARRIVAL = attrgetter("arrival_time", "request_id")
 def initial_rank(request: Request, config: EngineConfig) -> float:
     """Return the request's position in the queue (lower is earlier): its arrival time plus priority x priority_step.
 
-    Ageing is linear in waiting time, so the order of two waiting requests never changes and a sorted list suffices. A
-    request can overtake another only if it arrives less than (difference in priority) x priority_step later. Under
-    policy sptf, the rank is the prompt's length plus max_tokens.
+    A rank does not change while the request waits, because each second of waiting counts the same for all requests. So
+    the order of two waiting requests never changes. A request can overtake another only if it arrives less than
+    (difference in priority) x priority_step later. Under policy sptf, the rank is the prompt's length plus max_tokens.
     """
     if config.scheduling_policy == "sptf":
         return float(request.num_prompt_tokens + request.sampling.max_tokens)
@@ -35,8 +35,10 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
 
 
 class WaitReason(StrEnum):
-    """Obstacle to admitting the first waiting request: the limit of running requests, missing blocks, the step's token
-    budget, or a prefix that running requests are still computing.
+    """Reason why the first waiting request is not admitted.
+
+    MAX_RUNNING: the limit on running requests is reached. MEMORY: too few blocks are available. STEP: the step's token
+    budget is used up. PREFIX: running requests are still computing KV that the request can reuse.
     """
 
     MAX_RUNNING = "slot"
@@ -46,10 +48,10 @@ class WaitReason(StrEnum):
 
 
 class WaitingTimes:
-    """Seconds for which the queue has waited, by reason: in total, and since each waiting request was added.
+    """Record of the seconds for which the queue has waited for each reason, in total and for each waiting request.
 
-    The scheduler sets the reason after each step, and it holds until the next step. The cost per step does not depend
-    on the queue's length.
+    The scheduler sets the reason after each step, and the reason holds until the next step. The cost per step does not
+    depend on the queue's length.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -60,7 +62,7 @@ class WaitingTimes:
         self._at_start: dict[Request, dict[WaitReason, float]] = {}
 
     def now_waiting_for(self, reason: WaitReason | None) -> None:
-        """Set the reason why the queue waits from now on; None if no request waits."""
+        """Set the reason why the queue waits from now on; None means that no request waits."""
         self._count()
         self._reason = reason
 
@@ -83,16 +85,19 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission, chosen `by_arrival` if the arrival quota was due, else by rank."""
+    """Waiting request to consider for admission.
+
+    `by_arrival` is True if the request was chosen because the arrival quota was due, and False if its rank was next.
+    """
 
     request: Request
     by_arrival: bool
 
 
 class WaitingQueue:
-    """Waiting requests, sorted by rank and by arrival. A third list has the short requests by rank.
+    """Queue of the waiting requests, sorted by rank and by arrival time. A third list has the short requests by rank.
 
-    All operations except iteration cost a binary search, however many requests wait.
+    `add` and `remove` find a request's place by binary search.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -125,7 +130,7 @@ class WaitingQueue:
         self.times.begin(request)
 
     def add_at_head_of_class(self, request: Request, *, short: bool) -> None:
-        """Add a request ahead of all waiting requests of its priority."""
+        """Add a request ahead of all waiting requests of its priority; its rank is lowered if necessary."""
         first = next((other.rank for other in self._by_rank if other.priority == request.priority), request.rank)
         request.rank = min(request.rank, first - RANK_STEP)
         self.add(request, short=short)
@@ -142,11 +147,12 @@ class WaitingQueue:
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
-        """Yield the first `count` requests, each once, in the order in which they are considered for admission.
+        """Yield each of the first `count` requests once, in the order in which they are considered for admission.
 
-        The order is by rank; `bonus` (at most `max_bonus`) moves requests forward among the first BONUS_WINDOW.
-        Whenever the arrival quota is due, the request that has waited longest comes next; so pass each admitted offer
-        to `count_taken`. The order is that of a copy of the queue, so the queue may change during the iteration.
+        The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
+        at most `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest
+        comes next, so the caller must pass each admitted offer to `count_taken`. The queue may change during the
+        iteration, which uses a copy.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
@@ -166,7 +172,7 @@ class WaitingQueue:
                 yield Offer(request, by_arrival=False)
 
     def count_taken(self, offer: Offer) -> None:
-        """Count an admitted offer: offers by rank build up the arrival quota, an offer by arrival uses it."""
+        """Count an admitted offer: offers by rank add to the arrival quota, and an offer by arrival uses it up."""
         self._quota += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
