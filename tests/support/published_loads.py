@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from configs import resolved
 from published import PublishedRow
 
 from llmsched.engine.executor.base import RowResult, StepResult
@@ -135,7 +136,7 @@ class _Run:
         if row.static:  # it was measured, so it did fit
             blocks = max(blocks, 1 << 20)
         kv = KVManager(blocks, plan.layout, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = make_scheduler(kv, config, self.clock)
+        self.scheduler = make_scheduler(kv, resolved(**config.chosen()), self.clock)
         self.pending = list(reversed(load_of(row)))
         self.most = row.concurrency if row.concurrency is not None else len(self.pending)
         self.shapes: list[StepShape] = []
