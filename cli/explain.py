@@ -75,10 +75,13 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
 
     import httpx
 
+    from llmsched.engine.proxies import proxy_for
+
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/v1/requests/{quote(request_id, safe='')}/explain"
     try:
-        response = httpx.get(address, headers=headers, timeout=10.0)
+        tls = httpx.create_ssl_context()
+        response = httpx.get(address, headers=headers, timeout=10.0, proxy=proxy_for(url), verify=tls, trust_env=False)
         body = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         reason = str(error) or type(error).__name__

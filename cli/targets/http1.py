@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
-from urllib.request import getproxies, proxy_bypass
 
 import httptools
 import httpx
+
+from llmsched.engine.proxies import proxy_for
 
 #: Receive buffer of all connections: allocating one per read would take longer than the rest of the read.
 _BUFFER = memoryview(bytearray(1 << 16))
@@ -277,16 +278,16 @@ class TransportPool:
     """Pool of transports to one server. The pool lends a transport to one request at a time.
 
     It lends the transport that was returned last. If `transport` is given, all requests share it. If the environment
-    names a proxy for `url`, the pool uses httpx's own transports.
+    names a proxy for `url`, the pool uses httpx's own transports. `verify` has the certificates to trust. Raises
+    LlmschedError if the URL of the proxy is malformed.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._shared = transport
         self._free: list[httpx.AsyncBaseTransport] = []
-        target, proxies = httpx.URL(url), getproxies()
-        self._proxy = None if proxy_bypass(target.host) else proxies.get(target.scheme) or proxies.get("all")
+        self.proxy = proxy_for(url)
         # Loading certificates takes tens of milliseconds: do it once, and only for https.
-        self._verify = httpx.create_ssl_context(verify=url.startswith("https:"))
+        self.verify = httpx.create_ssl_context(verify=url.startswith("https:"))
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
@@ -296,10 +297,10 @@ class TransportPool:
             return
         if self._free:
             transport = self._free.pop()
-        elif self._proxy is None:
-            transport = Http1Transport(self._verify)
+        elif self.proxy is None:
+            transport = Http1Transport(self.verify)
         else:
-            transport = httpx.AsyncHTTPTransport(self._verify, proxy=self._proxy)
+            transport = httpx.AsyncHTTPTransport(self.verify, proxy=self.proxy)
         try:
             yield transport
         finally:

@@ -101,13 +101,16 @@ class HttpTarget:
         self._memory: MemoryParts | None = None
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._headers = {**_HEADERS, **key}
+        self._transports = TransportPool(options.url, transport)
         self._lookups = httpx.AsyncClient(
             headers=self._headers,
             timeout=options.lookup_timeout,
             limits=httpx.Limits(max_connections=1),
             transport=transport,
+            proxy=None if transport else self._transports.proxy,
+            verify=self._transports.verify,
+            trust_env=False,  # the two lines above follow the environment
         )
-        self._transports = TransportPool(options.url, transport)
 
     async def connect(self) -> None:
         """Look up the model and the kind of server in /v1/models. The server need not have this route.

@@ -12,10 +12,15 @@ from typing import Literal
 
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.proxies import check_proxies
 
 #: Files of a hub repository that serving needs; other formats of the same weights are not downloaded.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
+
+
+class HubUnreachableError(ModelError):
+    """Error for a hub that cannot be reached while its cache on this machine is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
         raise ModelError("model: the name is empty; expected a directory, a .gguf file, a hub id or demo")
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
-        return ModelSource(spec, path.resolve().name, path, "directory")
+        return _open_directory(spec, Path(os.path.abspath(path)))
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"model {spec}: there is no such file")
@@ -52,6 +57,20 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
             f"model {spec}: expected a directory, a .gguf file, a hub id or demo, found another kind of file"
         )
     return ModelSource(spec, spec, _download(spec, progress), "directory")
+
+
+def _open_directory(spec: str, path: Path) -> ModelSource:
+    """Return a model directory, or the snapshot in a folder of the hub's cache (models--ORGANISATION--NAME).
+
+    A snapshot's folder is named after its commit, so the model gets the repository's id as its name.
+    """
+    repository = path.parent.parent if path.parent.name == "snapshots" else path
+    if not repository.name.startswith("models--"):
+        return ModelSource(spec, path.name, path, "directory")
+    branch = repository / "refs" / "main"
+    if path == repository and branch.is_file():
+        path = repository / "snapshots" / branch.read_text(encoding="utf-8").strip()
+    return ModelSource(spec, repository.name.removeprefix("models--").replace("--", "/"), path, "directory")
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
@@ -68,21 +87,32 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 def _download(repo_id: str, progress: Progress) -> Path:
     """Download a hub repository and return its local directory. Without a connection, return the cached copy."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
-    with _hub_failures(repo_id):
-        snapshot = Path(
-            snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
-        )
-        if not any(snapshot.glob("*.safetensors")):
-            snapshot_download(repo_id, allow_patterns=["pytorch_model*.bin"])
-        return snapshot
+    try:
+        with _hub_failures(repo_id):
+            snapshot = Path(
+                snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
+            )
+            if not any(snapshot.glob("*.safetensors")):
+                snapshot_download(repo_id, allow_patterns=["pytorch_model*.bin"])
+            return snapshot
+    except HubUnreachableError:
+        # huggingface_hub counts a snapshot without its LICENSE as incomplete. The loader names files that it misses.
+        config = try_to_load_from_cache(repo_id, "config.json")
+        if not isinstance(config, str):
+            raise
+        return Path(config).parent
 
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed."""
+    """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed.
+
+    The error is a HubUnreachableError if a model in the cache could still be served.
+    """
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -91,6 +121,7 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
+    kind: type[ModelError] = ModelError
     log = logging.getLogger("huggingface_hub")
     level = log.level
     log.setLevel(logging.ERROR)  # huggingface_hub would log every retry
@@ -104,12 +135,16 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
     except RepositoryNotFoundError:
         reason = "there is no such directory, and the hub has no such model (if it is private: `hf auth login`)"
     except LocalEntryNotFoundError:
+        kind = HubUnreachableError
         reason = (
-            "there is no such directory, the hub cannot be reached and its cache here lacks the model; "
-            "give a local directory, a .gguf file or demo"
+            "there is no such directory, the hub cannot be reached, and its cache here lacks the model "
+            f"({constants.HF_HUB_CACHE}); give a local directory, a .gguf file or demo"
         )
     except (HfHubHTTPError, OSError) as error:
         reason = f"the hub cannot be read: {one_line(error)}"
+    except Exception as error:  # huggingface_hub converts few errors of its HTTP client
+        check_proxies()
+        kind, reason = HubUnreachableError, f"the hub cannot be reached: {one_line(error)}"
     finally:
         log.setLevel(level)
-    raise ModelError(f"model {repo_id}: {reason}")
+    raise kind(f"model {repo_id}: {reason}")

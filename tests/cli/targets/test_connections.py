@@ -15,8 +15,10 @@ from llmsched.cli.targets import http1
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
+from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
+from llmsched.engine.proxies import proxy_for
 
 
 def bench(name: str, workload: SyntheticLoad) -> Measurement:
@@ -81,3 +83,17 @@ def test_the_proxy_of_the_environment(
 
     asyncio.run(main())
     assert made == [proxy]
+
+
+@pytest.mark.parametrize("value", ["foo:bar", "ftp://host:1", "http://[::1"])
+def test_a_malformed_proxy_is_named_unless_no_proxy_lists_the_host(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", value)
+    with pytest.raises(LlmschedError, match="ALL_PROXY='.*' is not the URL of a proxy"):
+        HttpTarget(HttpOptions("http://host:8000"))
+    monkeypatch.setenv("NO_PROXY", "host")
+    HttpTarget(HttpOptions("http://host:8000"))
+
+
+def test_a_proxy_without_a_scheme_speaks_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "proxy:3128")
+    assert proxy_for("https://host") == "http://proxy:3128"

@@ -1,0 +1,50 @@
+"""Proxies that environment variables name (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from llmsched.engine.errors import LlmschedError
+
+#: Schemes of proxies that httpx supports.
+_SCHEMES = ("http", "https", "socks5", "socks5h")
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the URL of the proxy that requests to `url` go through, or None if they go directly.
+
+    Raises LlmschedError, naming the variable, if the proxy's URL is malformed.
+    """
+    target = urlsplit(url)
+    if proxy_bypass(target.hostname or ""):
+        return None
+    proxies = getproxies()
+    return next((_checked(name, proxies[name]) for name in (target.scheme, "all") if proxies.get(name)), None)
+
+
+def check_proxies(names: Iterable[str] = ("https", "http", "all")) -> None:
+    """Raise LlmschedError if the proxy of one of the schemes `names` has a malformed URL."""
+    proxies = getproxies()
+    for name in names:
+        if proxies.get(name):
+            _checked(name, proxies[name])
+
+
+def _checked(name: str, value: str) -> str:
+    """Return a proxy's URL; a value without a scheme gets http, as in curl."""
+    proxy = value if "://" in value else f"http://{value}"
+    try:
+        parts = urlsplit(proxy)
+        valid = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no valid IPv6 address or port
+        valid = False
+    if not valid:
+        variable = next((key for key in os.environ if key.lower() == f"{name}_proxy"), f"{name}_proxy")
+        raise LlmschedError(
+            f"{variable}={value!r} is not the URL of a proxy; expected one like http://host:port "
+            f"({', '.join(_SCHEMES)}); correct or unset it, or list the host in NO_PROXY"
+        )
+    return proxy
