@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.families import FAMILIES
 from llmsched.engine.errors import ModelError, one_line
+from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.profiles.toml_files import replace_file
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{file}: there is no such file; a model directory has a config.json") from None
     except (OSError, ValueError, RecursionError) as problem:
+        refuse_lfs_pointer(file)
         raise ModelError(f"{file}: cannot be read as JSON ({one_line(problem)})") from problem
     if not isinstance(content, dict):
         raise ModelError(f"{file}: holds a {type(content).__name__}, not a JSON object")

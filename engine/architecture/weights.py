@@ -17,6 +17,7 @@ from llmsched.engine.architecture.parameters import Parameters, add_up, count_pa
 from llmsched.engine.architecture.quantization import Quantization, quantization_of
 from llmsched.engine.architecture.vision import encoder_parameters
 from llmsched.engine.errors import ModelError
+from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.engine.units import human_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_SHARD = re.compile(r"model-\d{5}-of-(?P<total>\d{5})\.safetensors")
 _MAX_HEADER = 100_000_000  # limit of the safetensors library
 
 #: Patterns that classify the tensors of a built model by name.
@@ -65,7 +67,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         content = json.loads((path / _INDEX).read_text(encoding="utf-8"))
         files = [path / name for name in sorted(set(content.get("weight_map", {}).values()))]
     elif path is not None:
-        files = [path / _SINGLE]
+        files = numbered_shards(path) or [path / _SINGLE]
     if files and all(file.is_file() for file in files):  # without one of the shards the sum would be wrong
         return _from_headers(files, dtype_bytes, fields)
     parameters, notes = parameters_of(fields)
@@ -81,6 +83,19 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         note = f"the checkpoint is quantised ({quantization.method}); without its files {counted}"
         return Weights(quantised_bytes(parameters, quantization, dtype_bytes), "config", exact=False, notes=(note,))
     return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
+
+
+def numbered_shards(directory: Path) -> list[Path]:
+    """Return the paths model-00001-of-0000N.safetensors to model-0000N-of-0000N, some of which may be missing.
+
+    Returns an empty list if the directory has none of them.
+    """
+    totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
+    return [
+        directory / f"model-{number:05}-of-{total}.safetensors"
+        for total in sorted(totals)
+        for number in range(1, int(total) + 1)
+    ]
 
 
 def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
@@ -144,6 +159,7 @@ def _header(file: Path) -> dict[str, Any]:
                 raise ValueError(f"header of {length} bytes")
             header: dict[str, Any] = json.loads(stream.read(length))
         except ValueError as problem:
+            refuse_lfs_pointer(file)
             raise ModelError(f"{file}: is not a safetensors file or is cut short ({problem})") from problem
     return header
 

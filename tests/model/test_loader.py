@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, build_model
 from transformers import AutoModelForCausalLM
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
+from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer, open_model
 from llmsched.engine.model.source import locate
 
 IDS = torch.arange(5, 45)[None]
@@ -120,6 +123,48 @@ def test_missing_shard(copy: Any) -> None:
     gone = shards(path)[1]
     gone.unlink()
     refused(path, f"shards missing: {gone.name}")
+
+
+def test_shards_without_an_index(copy: Any) -> None:
+    path = copy("llama", max_shard_size="100KB")
+    expected = logits_of(load(path))
+    (path / INDEX).unlink()
+    assert torch.equal(logits_of(load(path)), expected)
+    gone = shards(path)[1]
+    gone.unlink()
+    refused(path, f"shards missing: {gone.name}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+def test_a_git_lfs_pointer_is_named(name: str, copy: Any) -> None:
+    path = copy("llama")
+    (path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ModelError, match=rf"{name}: is a Git LFS pointer.*git lfs pull"):
+        open_model(EngineConfig(model=str(path), device="cpu")).load()
+
+
+def test_a_sentencepiece_tokenizer_needs_no_tokenizer_json(copy: Any) -> None:
+    path, proto = copy("llama"), io.BytesIO()
+    sentences = ["the quick brown fox jumps over the lazy dog", "one two three four five six seven"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=proto,
+        vocab_size=290,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    for old in path.glob("tokenizer*"):
+        old.unlink()
+    (path / "tokenizer.model").write_bytes(proto.getvalue())
+    edit_json(path / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", add_bos_token=False)
+    tokenizer = load_tokenizer(locate(str(path)))
+    reference = sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
+    for text in ("the fox jumps", "two dogs: \u00e9\U0001f600", "spaces   inside"):
+        assert tokenizer.encode(text) == reference.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_truncated_shard(copy: Any) -> None:

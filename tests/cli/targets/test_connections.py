@@ -88,7 +88,7 @@ def test_the_proxy_of_the_environment(
 @pytest.mark.parametrize("value", ["foo:bar", "ftp://host:1", "http://[::1"])
 def test_a_malformed_proxy_is_named_unless_no_proxy_lists_the_host(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", value)
-    with pytest.raises(LlmschedError, match="ALL_PROXY='.*' is not the URL of a proxy"):
+    with pytest.raises(LlmschedError, match=r"ALL_PROXY='.*' is not the URL of a proxy"):
         HttpTarget(HttpOptions("http://host:8000"))
     monkeypatch.setenv("NO_PROXY", "host")
     HttpTarget(HttpOptions("http://host:8000"))
