@@ -34,10 +34,10 @@ def calibrate(
 ) -> None:
     """Measure a model's step times on this device, for `--simulate local` of bench, tune and kv-budget.
 
-    Runs about twenty kinds of steps (decode, prefill and mixed, up to the largest step of the engine) and fits a cost
-    model with a few coefficients to their times. Each step's error is taken from a fit to all other steps; the median
-    of these errors is printed with every simulated figure. Also measures the overhead of serving and the bandwidth of
-    copies to host memory. Nothing else should run on the machine meanwhile.
+    The command runs about twenty kinds of steps (decode, prefill and mixed, up to the largest step of the engine) and
+    fits a cost model with a few coefficients to their times. To estimate the error of a step, it fits the model to all
+    other steps. Every simulated figure is printed with the median of these errors. The command also measures the
+    overhead of serving and the bandwidth of copies to host memory. Nothing else should run on the machine meanwhile.
 
     \b
     Examples:

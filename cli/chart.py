@@ -1,4 +1,4 @@
-"""Charts: their content, and how to draw them with characters; html_page draws them as SVG."""
+"""Charts, and functions that draw a chart with text characters. The module html_page draws charts as SVG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 Point = tuple[float, float]
 
-#: Marks of the series, reused if there are more series: for terminals, and for plain text.
+#: Characters for the points of each series, in a terminal and in plain text. With more series they are used again.
 MARKS = "●+◆○*"
 PLAIN_MARKS = "o+x.*"
 
@@ -19,7 +19,11 @@ _LIMIT, _MARK = "-", ":"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Named points. Style "line" connects them in their order; "steps" keeps each value until the next point."""
+    """Series of points (x, y) with a name.
+
+    The style "line" connects the points in their order, "steps" keeps each y until the next x, and "dots" draws only
+    the points.
+    """
 
     name: str
     points: Sequence[Point]
@@ -28,10 +32,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Series over the axes `x` and `y` (labels with their units).
+    """Chart of series. `x` and `y` are the labels of the axes, with their units.
 
     `stacked` series are areas, each on top of the previous series, with points at the same x. `limits` are named
-    horizontal lines, such as an SLO; `marks` are named vertical ones, such as a knee. The x axis covers at least
+    horizontal lines, such as an SLO. `marks` are named vertical lines, such as a knee. The x axis covers at least
     `span`, so that charts of one run can be compared. Values that are not finite, or not positive on a logarithmic
     axis, are left out.
     """
@@ -65,7 +69,10 @@ class Axis:
 
 
 def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
-    """Return an axis that covers all values; 0 to 1 if there are no values."""
+    """Return an axis that covers all finite values, with about `ticks` ticks at round values.
+
+    `from_zero` makes a linear axis include 0. Without values, a linear axis covers 0 to 1.
+    """
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0) if log else (0.0, 1.0)
     if log:
@@ -87,7 +94,7 @@ def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False,
 
 
 def axes(chart: Chart) -> tuple[Axis, Axis]:
-    """Return the x and y axes of a chart; y begins at 0 unless it is logarithmic."""
+    """Return the x and y axes of a chart. The y axis includes 0 unless it is logarithmic."""
     chart = drawable(chart)
     shown = [point for series in chart.series for point in series.points]
     heights = [y for _, y in shown] + [value for _, value in chart.limits]
@@ -96,7 +103,7 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def drawable(chart: Chart) -> Chart:
-    """Return the chart without values that cannot be drawn, and with the y values of stacked series added up."""
+    """Return a copy of the chart without values that cannot be drawn. In a stacked chart, add up the y values."""
 
     def fits(value: float, log: bool) -> bool:
         return math.isfinite(value) and (value > 0 or not log)
@@ -116,7 +123,10 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points in order: the lowest and the highest of each stretch."""
+    """Return at most `most` points in order: the lowest and the highest point of each of `most` / 2 equal stretches.
+
+    Fewer points are returned unchanged.
+    """
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
@@ -132,7 +142,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
-    More than `most` samples are thinned to about `most` evenly spaced ranks, with the lowest and the highest.
+    Of more than `most` samples, about `most` at evenly spaced ranks are returned, including the lowest and the highest.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)
@@ -143,14 +153,17 @@ def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Return the label of a tick."""
+    """Return a value as the label of a tick."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}"
     return f"{value:.6g}"
 
 
 def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_MARKS) -> list[str]:
-    """Return the lines of a chart: title, grid of `width` x `height` characters with ticks, legend."""
+    """Draw a chart with characters. Return its lines: title, `height` lines of `width` characters, ticks and legend.
+
+    `marks` has a character for the points of each series.
+    """
     (x_axis, y_axis), chart = axes(chart), drawable(chart)
     grid = [[" "] * width for _ in range(height)]
     for _, value in chart.limits:

@@ -1,4 +1,4 @@
-"""`llmsched explain`: where the time of one request went, from the scheduler's ledger."""
+"""`llmsched explain`: show where the time of one request went, according to the scheduler's decisions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def explain(
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
-    """Return the server's answer. Raises LlmschedError if there is no answer or if it is an error."""
+    """Ask the server about a request and return the answer. Raises LlmschedError unless the answer is valid."""
     from urllib.parse import quote
 
     import httpx
@@ -98,7 +98,10 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
-    """Show what the client saw of a request in a bench run, and the scheduler's decisions if they are known."""
+    """Print the events that the client saw in a saved bench run, and the scheduler's decisions, if known.
+
+    `request` is a request as `read_request` returns it. With `as_json`, print JSON.
+    """
     entries = saved_entries(request)
     if as_json:
         render.emit_json({**request, "entries": entries})
@@ -126,7 +129,7 @@ def _show(title: str, columns: Sequence[str], entries: Sequence[dict[str, Any]])
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> str:
-    """Return one line: how long the request waited, how often it was preempted, how it ended."""
+    """Return a line that says how long the request waited, how often it was preempted and how it ended."""
     admitted = [entry for entry in entries if entry["what"] == "admitted"]
     waited = render.human_seconds((admitted[0] if admitted else entries[-1])["until_ms"] / 1e3)
     told = [f"waited {waited}" if admitted else f"not admitted after {waited}"]
@@ -145,7 +148,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """Return a decision in words. For an unknown decision, list the names and values of its details."""
+    """Return a decision in words. If the decision is unknown, list the names and values of its details."""
     details = entry["details"]
     try:
         words = _WORDS[entry["what"]](details)
@@ -158,7 +161,7 @@ def times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-#: The scheduler's WaitReason -> words.
+#: Words for each WaitReason of the scheduler.
 _WAITED_FOR = {
     "slot": "room among the running requests (max_num_seqs)",
     "memory": "memory",
@@ -187,7 +190,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Return how many blocks are missing, and when: now, or at the running requests' predicted peak."""
+    """Return a sentence on the missing blocks: now, or at the predicted peak of the running requests."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",
@@ -206,7 +209,7 @@ def _preempted(details: dict[str, Any]) -> str:
     return f"{reason}; {details['lost_tokens']} tokens to recompute, about {cost}"
 
 
-#: Decision in the scheduler's ledger, or event seen by the client -> function that puts its details into words.
+#: Functions that put the details of a scheduler's decision or of a client's event into words, by the name of the entry.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
     "held back": lambda d: str(d["reason"]),

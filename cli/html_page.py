@@ -1,4 +1,4 @@
-"""Self-contained HTML page with tables, SVG charts and text. It loads no other files."""
+"""Self-contained HTML page with tables, SVG charts and text. The page loads no other files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 44
 _COLOURS = ("#2a78d6", "#d9622b", "#2e9e6b", "#9a5fc9", "#c2a100", "#6b7280", "#c94f7c")
 
-#: Most points to draw of a series; more could not be distinguished at this width.
+#: Maximum number of points drawn of a series. More points could not be distinguished at this width.
 _MOST_POINTS = 600
 
 _STYLE = """
@@ -37,7 +37,7 @@ svg .dots { stroke-width: 4; stroke-linecap: round; stroke-opacity: .55; fill: n
 
 
 class Page:
-    """Page that is filled from top to bottom. All text is escaped."""
+    """HTML page that is filled from top to bottom. All text is escaped."""
 
     def __init__(self, title: str) -> None:
         self._title = escape(title)

@@ -1,4 +1,4 @@
-"""The Typer app, with all commands and the printing of errors. A command's module is imported when it is called."""
+"""Typer app with all commands, and the printing of errors. A command's module is imported only for a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from llmsched.profiles.toml_files import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """Command: `function` in `module` is its function or its app with subcommands, `summary` its line in the help."""
+    """Command of the app. `summary` is its line in the help.
+
+    `function` in `module` is the function of the command, or the Typer app of a command with subcommands.
+    """
 
     module: str
     function: str
@@ -33,7 +36,7 @@ COMMANDS = {
     name: CommandEntry(f"llmsched.cli.{module}", name.replace("-", "_"), summary)
     for name, module, summary in (
         ("serve", "serve.command", "Serve a model over an OpenAI-compatible HTTP API."),
-        ("bench", "bench.command", "Load a server or a model and measure latency and goodput."),
+        ("bench", "bench.command", "Send a load to a server or a model, and measure latency and goodput."),
         ("kv-budget", "kv_budget.command", "Work out KV memory and max_num_seqs; needs no GPU."),
         ("tune", "tune.command", "Find the token budget that meets your latency targets."),
         ("workload", "workload.command", "Analyse a trace and recommend settings for it."),
@@ -44,7 +47,7 @@ COMMANDS = {
     )
 }
 
-#: Characters shown of a wrong value.
+#: Maximum number of characters shown of a wrong value.
 _SHOWN = 80
 #: Allowed values of a number, by the type of pydantic's error.
 _ALLOWED = {
@@ -88,7 +91,7 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Import the command `name` and return it."""
+    """Import the module of the command `name` and return the command."""
     entry = COMMANDS[name]
     found = getattr(importlib.import_module(entry.module), entry.function)
     if isinstance(found, typer.Typer):
@@ -131,8 +134,8 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 for success, 1 if the result is negative, 2 for bad input (one line on stderr) or output that
-    cannot be written, 130 if interrupted. If the reader of the output has closed it (`| head`), the code is 1.
+    The exit code is 0 for success, 1 if the result is negative, 2 for bad input (one line on stderr) or output that
+    cannot be written, and 130 if interrupted. It is 1 if the reader of the output has closed the pipe (`| head`).
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it (`>&-`): discard the output
@@ -160,13 +163,13 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, which the interpreter would otherwise try to write again when it exits."""
+    """Discard buffered output. Otherwise the interpreter would try to write the output again when it exits."""
     with contextlib.suppress(OSError):  # stdout has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(problem: typer.TyperException) -> str:
-    """Return Typer's message. For an invalid number, which pydantic reports, name the value and the allowed range."""
+    """Return Typer's error message. For an invalid number, name the value and the allowed range instead."""
     text = problem.format_message()
     errors: list[dict[str, Any]] = getattr(problem.__cause__, "errors", list)()
     if not errors:

@@ -1,4 +1,4 @@
-"""Output files named by flags: checked before the work, written after it."""
+"""Output files that flags name. They are checked before the work and written after the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.errors import LlmschedError
 def check_file(flag: str, path: Path, read: Path | None = None) -> None:
     """Raise LlmschedError if the file cannot be written, or if it is the input file `read`.
 
-    An existing file is not changed; a missing one is not created.
+    An existing file is not changed, and a missing file is not created.
     """
     if str(path) == "-":
         raise LlmschedError(f"{flag} -: is not a file; --json prints the report")

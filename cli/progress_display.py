@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, an occasional line in a log."""
+"""Display of the progress of long work: bars on a terminal, or an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ EVERY_S = 10.0
 
 
 class Display(Protocol):
-    """Progress callback that also shows a `detail` text."""
+    """Display of progress: a Progress callback that can also show a `detail` text."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
     def detail(self, text: str) -> None: ...
 
 
 class LogProgress:
-    """Progress for logs: no line for short work, else at most one per EVERY_S seconds and one at the end."""
+    """Progress display for logs. It writes no line for work shorter than QUIET_S seconds.
+
+    For longer work it writes at most one line per EVERY_S seconds, and one line at the end.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -42,7 +45,7 @@ class LogProgress:
         self._detail = f" ({text})"
 
     def done(self) -> None:
-        """Report the end of the work, if its progress was shown. Call it only if the work succeeded."""
+        """Report the end of the work, if any line was written. Call this only if the work succeeded."""
         if self._told:
             self._say(f"done after {self._now() - self._start:.1f} s")
 
@@ -51,19 +54,19 @@ class LogProgress:
         self._told = True
 
 
-#: The displays of the long work that is running, innermost last.
+#: Displays of the work in progress, innermost last.
 _displays: list[Display] = []
 
 
 def detail(text: str) -> None:
-    """Show `text` beside the progress of the running work; do nothing if no progress is shown."""
+    """Show `text` beside the progress of the work in progress. Do nothing if no progress is shown."""
     if _displays:
         _displays[-1].detail(text)
 
 
 @contextmanager
 def shown(display: Display) -> Iterator[None]:
-    """Send `detail` texts to `display` while the block runs."""
+    """Show `detail` texts in `display` while the block runs."""
     _displays.append(display)
     try:
         yield

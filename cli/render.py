@@ -1,4 +1,4 @@
-"""Terminal output: tables, bars, progress, units, JSON. Plain text if the stream is not a terminal."""
+"""Terminal output: tables, bars, progress, units and JSON, in plain text if the stream is not a terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _literal(text: str) -> str:
 
 
 def show_log() -> None:
-    """Write the engine's log to stderr from now on."""
+    """Write the engine's log messages to stderr from now on."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("llmsched")
@@ -78,7 +78,7 @@ def show_log() -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
-    """Print a table; the first `text_columns` columns are aligned left, the others right."""
+    """Print a table. The first `text_columns` columns are aligned left, the others right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -155,7 +155,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield the Progress callback of long work: bars on a terminal, else an occasional line."""
+    """Yield a Progress callback that shows bars on a terminal, or else writes an occasional line to stderr."""
     if sys.stderr.isatty():
         with _bars() as bars, shown(bars):
             yield bars
@@ -167,7 +167,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _bars() -> Any:
-    """Return a Display with a bar per stage and the detail on its own line, because 80 columns cannot hold both."""
+    """Return a Display with a bar per stage. The detail has its own line, because 80 columns cannot hold both."""
     from rich import progress
     from rich.console import RenderableType
     from rich.text import Text

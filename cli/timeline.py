@@ -1,7 +1,7 @@
-"""Timelines of requests as JSON: the scheduler's decisions, and what the client of a saved bench run saw.
+"""Timelines of requests as JSON: the scheduler's decisions, and the events that the client of a bench run saw.
 
-The server's answer, `bench --save-detailed` and `explain` share this format. An entry has `what`, `at_ms`, `until_ms`,
-`count` and `details`.
+The server's answer, `bench --save-detailed` and `explain` share this format. An entry has the keys `what` (the name of
+the decision or event), `at_ms`, `until_ms`, `count` and `details`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def timeline_body(timeline: Timeline) -> dict[str, Any]:
-    """Return the decisions about one choice; times are milliseconds since the request arrived."""
+    """Return the decisions about one choice as JSON. Times are in milliseconds after the request arrived."""
     start = timeline.start
     entries = [
         _entry(entry.what, entry.time - start, entry.until - start, entry.details, entry.count)
@@ -25,7 +25,7 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
 
 
 def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
-    """Return the first choice of a server's answer, for a request assumed to have arrived at `start`.
+    """Return the timeline of the first choice in a server's answer. The request is assumed to have arrived at `start`.
 
     Raises LookupError or TypeError if the answer has another form.
     """
@@ -41,9 +41,10 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the client saw of a request saved by `bench --save-detailed`, and the decisions, in order of time.
+    """Return the entries of a request saved by `bench --save-detailed`, ordered by time.
 
-    Times are milliseconds since the request should have been sent.
+    The entries are events that the client saw and decisions of the scheduler. Times are in milliseconds after the
+    request should have been sent.
     """
     due = request["scheduled_s"]
 

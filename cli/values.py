@@ -1,6 +1,7 @@
-"""Quantities as a person writes them ("800ms", "24GiB", "8k", "90%") in base units: seconds, bytes, tokens, shares.
+"""Parsers of quantities as people write them: "800ms", "24GiB", "8k", "90%".
 
-Every function raises LlmschedError for an invalid text, with what is wrong and what is allowed.
+The results are in seconds, bytes, tokens and shares. Every function raises LlmschedError for an invalid text; the
+message says what is wrong and what is allowed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from llmsched.engine.errors import LlmschedError
 #: Most tokens of a prompt or an answer. A larger number is a typing error, and its prompts would fill the memory.
 MOST_TOKENS = 1 << 24
 
-#: Value of a flag that leaves the choice to the model and the memory; a profile's value is then ignored.
+#: Value of a flag that derives the setting from the model and the memory, and ignores a profile's value.
 AUTO = "auto"
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -31,7 +32,10 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def duration(text: str) -> float:
-    """Return the seconds of "800ms", "1.5s", "2min" or "1h": 0, or 1 ns to 30 years. The unit must be given."""
+    """Return the seconds of a duration such as "800ms", "1.5s", "2min" or "1h". The unit is required.
+
+    A duration is 0, or 1 ns to 250,000 h.
+    """
     number, unit = _split(text, "a duration such as 800ms or 1.5s")
     if unit not in _SECONDS:
         raise LlmschedError(f"{text!r} needs a unit: us, ms, s, min or h (800ms, 1.5s)")
@@ -44,9 +48,10 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Return the bytes of "24GiB" (1024^3 each), "24GB" (1000^3 each) or a plain number of at least 1 MiB.
+    """Return the bytes of a size such as "24GiB" (1024^3 bytes each) or "24GB" (1000^3 bytes each).
 
-    A smaller plain number is refused, because its unit was probably forgotten.
+    A number without a unit is a number of bytes. It must be at least 1 MiB, because the unit of a smaller number was
+    probably forgotten.
     """
     number, unit = _split(text, "a size such as 24GiB or 512MiB")
     factor = _BYTES.get(unit.lower())
@@ -61,12 +66,12 @@ def size(text: str) -> int:
 
 
 def size_or_none(text: str) -> int:
-    """Return the bytes of a size; "0" is allowed and needs no unit."""
+    """Return the bytes of a size. Unlike in `size`, "0" is allowed."""
     return 0 if text == "0" else size(text)
 
 
 def tokens(text: str) -> int:
-    """Return the tokens of "8192" or "8k". One k is 1024, as in the names of models: 128k is 131072."""
+    """Return the number of tokens of "8192" or "8k". One k is 1024, as in the names of models: 128k is 131072."""
     number, unit = _split(text, "a number of tokens such as 8192 or 8k")
     count = number * _TOKENS.get(unit.lower(), math.nan)
     if not 1 <= count <= MOST_TOKENS or not count.is_integer():
@@ -77,12 +82,12 @@ def tokens(text: str) -> int:
 
 
 def context_length(text: str) -> int | str:
-    """Return a number of tokens, or AUTO unchanged."""
+    """Return the number of tokens that the text states, or AUTO if the text is AUTO."""
     return AUTO if text == AUTO else tokens(text)
 
 
 def fraction(text: str) -> float:
-    """Return the share that "0.9" or "90%" stands for."""
+    """Return the share that the text states, such as 0.9 for "0.9" and for "90%"."""
     number, unit = _split(text, "a share such as 0.9 or 90%")
     if unit not in ("", "%"):
         raise LlmschedError(f"{text!r} is not a share such as 0.9 or 90%")
@@ -90,14 +95,17 @@ def fraction(text: str) -> float:
 
 
 def switch(text: str) -> bool:
-    """Return whether the text means on (on, true, yes, 1) or off (off, false, no, 0), in upper or lower case."""
+    """Return True for on, true, yes or 1, and False for off, false, no or 0, in upper or lower case."""
     if (value := _SWITCH.get(text.lower())) is None:
         raise LlmschedError(f"{text!r} is neither on nor off")
     return value
 
 
 def _split(text: str, wanted: str) -> tuple[float, str]:
-    """Split a quantity into its number, which is finite, and its unit, as written."""
+    """Split a quantity into its number, which must be finite, and its unit, which is returned as written.
+
+    `wanted` describes the quantity in the error message.
+    """
     match = _QUANTITY.fullmatch(text)
     if match is None or not math.isfinite(float(match[1])):
         raise LlmschedError(f"{text!r} is not {wanted}")

@@ -41,11 +41,11 @@ def verify(
 ) -> None:
     """Compare the engine with plain transformers: same weights, same device, same dtype.
 
-    Continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a forced
-    preemption. The logits of each token are compared with a full pass of transformers' own attention, the tokens with
-    those of transformers' generate. Exit code 1 if they differ. If tokens differ only at a near tie, which the
-    difference of the logits explains, the check passes and prints the margin. Near ties are common in bfloat16 and rare
-    in float32.
+    The engine continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a
+    forced preemption. The logits of each token are compared with those of a full pass with transformers' own attention,
+    and the tokens with those of transformers' generate. The exit code is 1 if they differ. If tokens differ only at a
+    near tie, which the difference of the logits explains, the check passes and prints the margin. Near ties are common
+    in bfloat16 and rare in float32.
 
     \b
     Examples:
@@ -120,7 +120,7 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
 
 
 def _remarks(check: CaseResult) -> Iterator[str]:
-    """Yield remarks on a check that the table does not show, problems first."""
+    """Yield remarks on a check that the table does not show: first problems, then differing tokens."""
     yield from check.problems
     partings = sorted(check.divergences, key=lambda parting: parting.explained)
     for parting in partings[:MAX_PARTINGS]:

@@ -1,4 +1,4 @@
-"""`llmsched bench`: put load on a server or a model in this process, measure it, and report the figures."""
+"""`llmsched bench`: send a load to a server or to a model in this process, and report latency and goodput."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ def bench(
     server: UrlTargetFlags,
     engine_options: EngineOptions,
 ) -> None:
-    """Load a server or a model and measure latency and goodput.
+    """Send a load to a server or a model, and measure latency and goodput.
 
-    A trace is replayed with its own arrival times. Without a trace, --request-rate or --max-concurrency, all requests
-    are sent at once. Ctrl-C ends a run and reports the requests completed by then. Exit code 1 if a request failed, if
-    no rate meets the SLOs (--find-knee), or if a figure is wrong or this machine was too busy to tell (--self-check).
+    The requests of a trace are sent at the times that the trace states. Without a trace, --request-rate or
+    --max-concurrency, all requests are sent at once. Ctrl-C ends a run and reports the requests completed by then. The
+    exit code is 1 if a request failed, if no rate meets the SLOs (--find-knee), or if a figure is wrong or this machine
+    was too busy to tell (--self-check).
 
     \b
     Examples:

@@ -16,7 +16,10 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class ModeFlags:
-    """Mode flags as given, None if left out. Raises LlmschedError for flags that exclude each other."""
+    """Flags that select a mode of `bench`. A flag that was not given is None or False.
+
+    Raises LlmschedError if flags exclude each other.
+    """
 
     compare: Annotated[
         str | None,
@@ -80,7 +83,7 @@ class ModeFlags:
 
     @property
     def one_run(self) -> bool:
-        """Whether the load is run only once."""
+        """True if `bench` runs the load once: without a comparison, a knee search or a self-check."""
         return self.compare is None and not self.find_knee and not self.self_check
 
     def __post_init__(self) -> None:

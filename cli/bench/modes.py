@@ -37,14 +37,17 @@ async def bench_target(
     plan: RunPlan,
     progress: Progress,
 ) -> Result:
-    """Open a target, and load it once or search for its knee. `url` is its address if it is a server."""
+    """Open a target and run the load once or, with --find-knee, search for the knee of the target.
+
+    `url` is the address of the target if the target is a server, else None.
+    """
     if modes.find_knee:
         return await _bench_knee(opening, modes, plan, progress)
     return await _bench_once(opening, url, plan, progress)
 
 
 async def _bench_once(opening: Opening, url: str | None, plan: RunPlan, progress: Progress) -> Result:
-    """Open a target and load it once. If it is unreachable, report every request as failed."""
+    """Open a target and run the load once. If the target is unreachable, report every request as failed."""
     try:
         async with opening as opened:
             figures = await opened.measure(plan.workload, plan.slo, progress)
@@ -69,10 +72,11 @@ async def bench_compare(
     progress: Progress,
     quantization: str | None = None,
 ) -> Result:
-    """Run the plan's load under each variant of `base`, in this process or simulated on the device `simulate`.
+    """Run the plan's load with the settings of each variant and compare the figures.
 
-    `given` are the settings set by flags. `quantization` replaces the format of a simulated model's weights. Raises
-    ModelError, ConfigError, and LlmschedError for invalid variants.
+    The engines run in this process or, if `simulate` names a device, in a simulation of that device. `base` has the
+    settings that a variant omits. `given` has the settings that flags set. `quantization` replaces the format of a
+    simulated model's weights. Raises ModelError, ConfigError, and LlmschedError for invalid variants.
     """
     assert modes.compare is not None
     variants = parse_variants(modes.compare)
@@ -92,7 +96,7 @@ async def bench_compare(
 
 
 async def _bench_knee(opening: Opening, modes: ModeFlags, plan: RunPlan, progress: Progress) -> Result:
-    """Open a target and search for its knee. Raises LlmschedError if it is unreachable or serves no request."""
+    """Open a target and search for its knee. Raises LlmschedError if the target is unreachable or serves no request."""
     limits = KneeLimits(
         modes.max_request_rate,
         ATTAINMENT if modes.knee_attainment is None else modes.knee_attainment,

@@ -1,4 +1,4 @@
-"""Delays caused by the bench client itself, and whether they invalidate the target's figures."""
+"""Delays caused by the bench client itself, and the decision if they make a run invalid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTERVAL_S = 0.02
 #: A garbage collection threshold that is never reached.
 _NEVER = (1 << 31) - 1
 
-#: A run is invalid if the P99 of a lag exceeds both limits: seconds, and a share of the latency that the lag adds to.
+#: A run is invalid if the P99 of a lag exceeds both limits: seconds, and a share of the latency to which the lag adds.
 LAG_LIMIT_S = 0.02
 LAG_LIMIT_SHARE = 0.1
 
@@ -34,10 +34,11 @@ _MOSTLY_MACHINE = 0.5
 
 @asynccontextmanager
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
-    """Yield a list that receives, while the block runs, the lags of a timer that is due every `interval` seconds.
+    """Measure the lag of the event loop while the block runs. Yield the list that receives the lags.
 
-    Timers that were due while the loop was busy are listed too; otherwise long lags would count too little. The client
-    sees a token that arrives meanwhile only when the loop is free again, so a lag adds to the target's latency.
+    A timer is due every `interval` seconds. Timers that were due while the loop was busy are listed too, because
+    otherwise long lags would count too little. A lag adds to the target's latency: the client sees a token only when
+    the loop is free.
     """
     lags: list[LoopLag] = []
     watch = asyncio.create_task(_watch(interval, lags))
@@ -54,7 +55,7 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
     while True:
         due, before = now() + interval, computed()
         await asyncio.sleep(interval)
-        # The client may have caused as much lag as this thread used CPU time; the machine caused the rest.
+        # The client caused at most as much lag as this thread used CPU time. The machine caused the rest.
         fired, own = now(), computed() - before
         while True:
             late = max(0.0, fired - due)
@@ -65,7 +66,7 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """Disable full garbage collections while the block runs; young objects are still collected.
+    """Disable full garbage collections while the block runs. Young objects are still collected.
 
     A full collection takes about 80 ms with a model's libraries loaded and 200 ms with a million recorded tokens. It
     would look like a stall of every stream.
@@ -83,10 +84,11 @@ def settled_heap() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ClientLag:
-    """Lags of the client in seconds: `send` from when a request could be sent until it was, `loop` of its event loop.
+    """Lags of the client in seconds.
 
-    `machine` is the part of `loop` during which the machine gave the client no CPU core; `streaming` has only the loop
-    lags after the first token. None if the loop was not watched.
+    `send` is the time from when a request could be sent until the client sent it. `loop` is how late the timers of the
+    client's event loop fired. `machine` is the part of `loop` during which the machine gave the client no CPU core.
+    `streaming` has only the loop lags after the first token. The last three are None if the loop was not watched.
     """
 
     send: Summary
@@ -96,7 +98,7 @@ class ClientLag:
 
 
 def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
-    """Summarise the client's lags in a run whose served requests are `done`."""
+    """Summarise the client's lags in a run. `done` are the served requests of the run."""
     send = summarise([lag for record in run.records if (lag := record.client_lag) is not None])
     if run.loop_lags is None:
         return ClientLag(send)
@@ -110,9 +112,10 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 
 
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
-    """Return whether the client was so late that the run is invalid, and a warning for the user.
+    """Decide if the client was so late that the run is invalid. Return the decision and a warning for the user, if any.
 
-    Each lag is compared with the latency that it adds to: late sends to TTFT, loop lag also to gaps between chunks.
+    Each lag is compared with the latency to which it adds. A late send adds to TTFT. A loop lag adds to TTFT and to
+    gaps between chunks.
     """
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0

@@ -14,7 +14,10 @@ from llmsched.engine.provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Setup of a run: the target's name and origin, the load, the SLOs, warm-up requests and engine settings."""
+    """Setup of a run: the target's name and origin, the load, the SLOs and the engine's settings.
+
+    `warmup` is the number of requests sent before the run.
+    """
 
     name: str
     provenance: Provenance
@@ -24,7 +27,7 @@ class Experiment:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def headline(self) -> str:
-        """Return one line: measured or simulated, the target, and the load."""
+        """Return a line with the word MEASURED or SIMULATED, the target and the load."""
         work, origin = self.workload, self.provenance
         return (
             f"{origin.label} {self.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
@@ -33,7 +36,7 @@ class Experiment:
 
 
 class MeasuredRun(NamedTuple):
-    """A run and its figures."""
+    """Setup of a run together with the figures of the run."""
 
     experiment: Experiment
     figures: Measurement

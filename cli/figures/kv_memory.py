@@ -1,4 +1,4 @@
-"""Usage of KV memory: sampled during a run and, for an engine in this process, summed over its steps."""
+"""Usage of KV memory during a run: sampled over time and, for an engine in this process, observed at every step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEFINITIONS = {
 
 
 class TargetState(NamedTuple):
-    """State of a target at `time`; None for values that it does not report.
+    """State of a target at the time `time` in seconds. A value that the target does not report is None.
 
-    Shares of all KV memory: `kv_held` is held by requests, `kv_empty` held by requests but still empty, `kv_cached`
-    held only by the prefix cache.
+    `running` and `waiting` are numbers of requests. The other values are shares of all KV memory: `kv_held` is held by
+    requests, `kv_empty` is the part of it that is still empty, and `kv_cached` is held only by the prefix cache.
     """
 
     time: float
@@ -36,7 +36,7 @@ class TargetState(NamedTuple):
 
 
 def target_state(time: float, running: int, waiting: int, use: KVUsage) -> TargetState:
-    """Return the state of an engine whose KV memory usage is `use`."""
+    """Return the state of an engine at `time`, given its usage of KV memory."""
     total = max(1, use.total)
     return TargetState(time, running, waiting, use.held / total, use.empty / total, use.cached / total)
 
@@ -45,8 +45,9 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. `shares` is the sum, over
-    the `held_steps` steps in which requests held any, of the empty share of the memory held.
+    `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. `held_steps` counts the
+    steps in which requests held KV memory. `shares` is the sum, over these steps, of the share of the held memory that
+    was empty.
     """
 
     steps: int = 0
@@ -64,7 +65,7 @@ class KVMeter:
             self.shares += use.empty / use.held
 
     def take(self) -> KVMeter:
-        """Return a copy of the meter, and reset the meter to 0."""
+        """Return a copy of the meter, and reset all counts of the meter except `total` to 0."""
         taken = KVMeter(self.steps, self.held_steps, self.shares, self.peak, self.total)
         self.steps = self.held_steps = self.peak = 0
         self.shares = 0.0
@@ -72,12 +73,12 @@ class KVMeter:
 
     @property
     def waste(self) -> float | None:
-        """The share of held KV memory that was empty, averaged over steps; None if no step held any."""
+        """The share of held KV memory that was empty, averaged over steps; None if requests never held any."""
         return self.shares / self.held_steps if self.held_steps else None
 
 
 def merged(meters: Sequence[KVMeter]) -> KVMeter:
-    """Return one meter with the sums and peaks of several runs, which had the same amount of KV memory."""
+    """Merge the meters of several runs with the same amount of KV memory: add their counts, take the highest peak."""
     return KVMeter(
         steps=sum(meter.steps for meter in meters),
         held_steps=sum(meter.held_steps for meter in meters),
@@ -89,10 +90,12 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory usage during a run, over an engine's `steps` or, if `steps` is None, over `samples` of a target's metrics.
+    """Memory usage of a target during a run.
 
-    Shares are of all KV memory, sizes in bytes; None if unknown. `kv_waste` is the empty share of the KV memory held,
-    averaged over the steps or samples that held any; `mean_kv_share` is the share held, averaged over samples.
+    The values cover the `steps` of an engine or, if `steps` is None, the `samples` of a target's metrics. Shares are
+    shares of all KV memory; None if unknown. `kv_waste` is the empty share of the KV memory held by requests, averaged
+    over the steps or samples in which requests held any. `mean_kv_share` is the share held, averaged over samples.
+    `parts` is in bytes.
     """
 
     steps: int | None
@@ -104,12 +107,12 @@ class MemoryUsage:
 
     @property
     def peak_kv(self) -> int | None:
-        """The most KV memory held by requests, in bytes."""
+        """The most KV memory held by requests, in bytes; None if unknown."""
         return None if self.parts is None else round(self.peak_kv_share * self.parts.kv)
 
     @property
     def peak(self) -> int | None:
-        """The memory that this load needs: weights, activations and peak KV, in bytes."""
+        """The memory that this load needs (weights, activations and peak KV) in bytes; None if unknown."""
         if self.parts is None or self.peak_kv is None:
             return None
         return self.parts.weights + self.parts.activations + self.peak_kv
@@ -118,7 +121,10 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """Return the memory usage from meter and samples; None if the target does not report its KV memory."""
+    """Return the memory usage, from the meter if it observed steps, else from the samples.
+
+    Return None if the target does not report its KV memory.
+    """
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:

@@ -1,4 +1,4 @@
-"""Figures shown beside the progress of a run."""
+"""Figures that the progress display shows during a run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Progress text: requests in flight, and the rate and median latencies of the requests that ended last.
+    """Figures of the latest requests and the number of requests in flight, as text for the progress display.
 
-    It is passed to `tell`.
+    `tell` shows a text. `now` returns the time in seconds.
     """
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
@@ -36,7 +36,7 @@ class LiveFigures:
         self._start = self._told = now()
 
     def watching(self, send: Send) -> Send:
-        """Return a function that calls `send` and counts the requests in flight."""
+        """Return a function that calls `send` and counts the requests in flight while it does."""
 
         async def counted(request: PlannedRequest, record: RequestRecord) -> None:
             self._running += 1
@@ -48,7 +48,7 @@ class LiveFigures:
         return counted
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request that was served or failed, and update the progress text if it is due."""
+        """Count a request that was served or failed. Update the progress text if the last update is old enough."""
         now = self._now()
         self._ends.append(now)
         if (one := served(record, None)) is not None:
@@ -58,7 +58,7 @@ class LiveFigures:
             self._tell(self.sentence())
 
     def sentence(self) -> str:
-        """Return the rate, the requests in flight, and the medians of the latest requests."""
+        """Return the rate, the number of requests in flight, and the medians of the latest requests as text."""
         since = self._ends[0] if len(self._ends) == _LATEST else self._start
         parts = [f"{self._running} running"]
         if (elapsed := self._now() - since) > 0:

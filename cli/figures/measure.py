@@ -1,4 +1,4 @@
-"""Computation of a run's figures from its records. Reads no clock and does no I/O."""
+"""Computation of a run's figures from its records. The code reads no clock and does no I/O."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SAMPLES_BEYOND = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Numbers of requests. `failures` counts failures by reason, `failure_examples` has one message per reason.
+    """Numbers of requests. `failures` counts failures by reason. `failure_examples` has one message per reason.
 
-    `preemptions` is None if the target does not report them.
+    `preemptions` is None if the target does not report preemptions.
     """
 
     completed: int
@@ -37,10 +37,10 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Token counts of completed requests. `source` says how output tokens were counted.
+    """Token counts of the completed requests. `source` says how output tokens were counted.
 
-    `input` and `prefix_hit_rate` (the share of prompt tokens served from cache) are None if the target does not report
-    them.
+    `prefix_hit_rate` is the share of prompt tokens served from the cache. `input` and `prefix_hit_rate` are None if the
+    target does not report them.
     """
 
     input: int | None
@@ -51,10 +51,10 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Figures of a run. Times are in seconds, rates per second; None if unknown.
+    """Figures of a run. Times are in seconds, rates per second. A figure is None if unknown.
 
-    `duration` lasts from the start of the schedule to the end of the last request. `valid` is False if nothing was
-    served or the client itself was too late. The figures were computed from `run` and its `served` requests.
+    `duration` is the time from the start of the schedule to the end of the last request. `valid` is False if nothing
+    was served or the client itself was too late. The figures were computed from `run` and its `served` requests.
     """
 
     requests: RequestCounts
@@ -82,12 +82,15 @@ class Measurement:
 
     @property
     def memory(self) -> MemoryUsage | None:
-        """The target's memory usage; None if it does not report any."""
+        """The target's memory usage; None if the target does not report it."""
         return memory_usage(self.run.samples, self.run.memory, self.run.meter)
 
 
 def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
-    """Compute the figures of a run. `count_tokens` counts the tokens of a text if the target reports no usage."""
+    """Compute the figures of a run.
+
+    `count_tokens` counts the tokens of a text. It is used if the target reports no token counts.
+    """
     done = tuple(one for record in run.records if (one := served(record, count_tokens)))
     failed = len(run.records) - len(done)
     duration = run.end - run.start
@@ -142,7 +145,10 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
-    """Yield warnings about token counts (from `source`), short answers, and a P99 of too few samples."""
+    """Yield warnings about estimated token counts, short answers, and a P99 that rests on too few samples.
+
+    `source` is the source of the token counts, `gaps` the number of ITL samples.
+    """
     if source in (RETOKENISED, CHUNKS):
         yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]

@@ -1,4 +1,4 @@
-"""Records of a run, filled in during the run; the figures are computed from them afterwards."""
+"""Records that the client fills in during a run. The figures are computed from them afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
-    """Failure of a request. `reason` is a short name that failures are counted by, `detail` the server's message."""
+    """Failure of a request. Failures are counted by `reason`, a short name. `detail` is the server's message."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -24,7 +24,7 @@ class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of the output. `tokens` is None if the target does not state how many tokens a chunk holds."""
+    """Part of an output. `tokens` is None if the target does not state how many tokens a chunk holds."""
 
     time: float
     text: str
@@ -33,7 +33,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ReportedUsage:
-    """Token counts of a request as stated by the target; None if not stated."""
+    """Token counts of a request as the target reports them; None for a count that the target does not report."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -44,11 +44,12 @@ class ReportedUsage:
 class RequestRecord:
     """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen.
 
-    `scheduled` is when the request should have been sent; `ready` when --max-concurrency allowed that (not earlier);
-    `connecting` and `connected` when a connection was begun and open (None if an open one was reused); `sent` when the
-    first byte was written; `end` when the response ended or failed. `asked_tokens` is the exact output length
-    requested, None if the answer may be shorter; `request_id` and `finish_reason` come from the target. `timeline` has
-    the decisions of the target's scheduler, if available.
+    `scheduled` is when the request should have been sent. `ready` is when --max-concurrency allowed that, never before
+    `scheduled`. `connecting` is when the client began to open a connection, `connected` when the connection was open;
+    both are None if the client reused a connection. `sent` is when the first byte was written. `end` is when the
+    response ended or failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter.
+    `request_id` and `finish_reason` come from the target. `timeline` has the decisions of the target's scheduler, if
+    available.
     """
 
     index: int
@@ -68,12 +69,12 @@ class RequestRecord:
 
     @property
     def connect_time(self) -> float | None:
-        """Seconds that opening the connection took; None if an open one was reused."""
+        """Seconds that opening the connection took; None if the client reused a connection."""
         return None if self.connecting is None or self.connected is None else self.connected - self.connecting
 
     @property
     def client_lag(self) -> float | None:
-        """Seconds from when the client could send the request until it did, without the time to connect."""
+        """Seconds from when the client could send the request until it sent it, without the time to connect."""
         return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property
@@ -95,9 +96,9 @@ class RequestRecord:
 
 
 class LoopLag(NamedTuple):
-    """A timer of the client's event loop that was due at `due` and fired `late` seconds later.
+    """Timer of the client's event loop that was due at `due` and fired `late` seconds later.
 
-    For at least `machine` of these seconds the loop had work but the machine gave it no CPU core.
+    For at least `machine` of these seconds, the loop had work but the machine gave it no CPU core.
     """
 
     due: float
@@ -107,11 +108,11 @@ class LoopLag(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Everything recorded in one run of a load. All times are on one clock.
+    """Record of one run of a load. All times are seconds on one clock.
 
     `preemptions`, `loop_lags`, `memory` and `meter` are None if the target or the client does not know them.
     `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
-    `samples` are the target's states over time. `interrupted` means that the user ended the run; requests in flight at
+    `samples` are the target's states over time. `interrupted` means that the user ended the run. Requests in flight at
     that moment have no record.
     """
 
@@ -131,5 +132,5 @@ class RunRecord:
 
     @property
     def end(self) -> float:
-        """The time at which the last request ended; `start` if none did."""
+        """The time at which the last request ended; `start` if no request ended."""
         return max((record.end for record in self.records if record.end is not None), default=self.start)

@@ -1,4 +1,4 @@
-"""Registry of figures: each has one entry, from which JSON, tables, CSV, ratios and definitions are made.
+"""Registry of figures. It has one entry per figure, from which JSON, tables, CSV, ratios and definitions are made.
 
 To add a figure, add its entry to `FIGURES` and test its value.
 """
@@ -34,7 +34,7 @@ class Place(Flag):
     TOTALS = auto()
     LATENCIES = auto()
     OWN_TABLE = auto()
-    #: Columns of --csv, and columns at their end whose cells hold JSON.
+    #: Columns of --csv, and the last columns of --csv, whose cells hold JSON.
     CSV = auto()
     CSV_OBJECT = auto()
     #: Rows of --compare, and JSON of one of its rounds.
@@ -46,9 +46,9 @@ class Place(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a run. `name` is its JSON key, `label` its name in tables.
+    """Figure of a run. `name` is the JSON key of the figure, `label` its name in tables.
 
-    `get` returns its value. `definition` has a sentence for each term that is printed with the figure. If the JSON
+    `get` returns the value. `definition` maps each term that is printed with the figure to a sentence. If the JSON
     value is an object, `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
     """
 
@@ -62,20 +62,20 @@ class Figure:
     ratio_keys: tuple[str, ...] = ()
 
     def json(self, run: MeasuredRun) -> Any:
-        """Return the value for JSON."""
+        """Return the value for JSON, in milliseconds if the unit is "ms"."""
         value = self.get(*run)
         if isinstance(value, Summary):
             return summary_json(value)
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
-        """Return label and value for the table of totals; None if the figure is a text and the run has no value."""
+        """Return the row of the table of totals: label and value. Return None if a figure without unit has no value."""
         value = self.get(*run)
         return None if value is None and not self.unit else [self.label, format_value(value, self.unit)]
 
 
 def format_value(value: float | None, unit: Unit) -> str:
-    """Return a value of `Figure.get` with its unit."""
+    """Return a value of `Figure.get` as text with its unit."""
     if value is None:
         return "n/a"
     if unit == "ms":
@@ -86,7 +86,7 @@ def format_value(value: float | None, unit: Unit) -> str:
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
-    """Return a summary of seconds as JSON, in milliseconds."""
+    """Return a summary of times as a JSON object. `summary` is in seconds, the result in milliseconds."""
 
     def scaled(value: Any) -> Any:
         return [limit * 1e3 for limit in value] if isinstance(value, tuple) else None if value is None else value * 1e3
@@ -120,13 +120,13 @@ def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
 
 
 def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
-    """Return the parts of the target's memory in bytes, and the numbers of samples and steps."""
+    """Return the parts of the target's memory in bytes, the mean KV share, and the numbers of samples and steps."""
     parts = {} if used.parts is None else used.parts._asdict()
     return {**parts, "mean_kv_share": used.mean_kv_share, "looks": used.samples, "steps": used.steps}
 
 
 def _sent_text(_: Experiment, figures: Measurement) -> str:
-    """Return the rate at which requests were sent, with the rates of the schedule and of the flags."""
+    """Return as text the rate at which requests were sent, with the scheduled and the requested rate, if any."""
     rates = figures.rates
     wanted = [
         *([] if rates.scheduled is None else [f"scheduled {rates.scheduled:.2f}"]),
@@ -164,7 +164,7 @@ _SLO_KEYS = (*(f"{name}_ms" for name in _SLOS), "itl_statistic")
 
 
 def _row(label: str, text: Callable[[Experiment, Measurement], str | None], *terms: str) -> Figure:
-    """Return a figure shown only in the table of totals, which omits it if `text` returns None."""
+    """Return a figure that only the table of totals shows. The table omits the row if `text` returns None."""
     return Figure(label, "", text, Place.TOTALS, label, _define(*terms))
 
 
@@ -177,19 +177,22 @@ def _latency(label: str, get: Callable[[Experiment, Measurement], Summary], show
 def _goodput(
     name: str, unit: Unit, get: Callable[[Goodput], Any], shown_in: Place, label: str = "", *terms: str, **more: Any
 ) -> Figure:
-    """Return a figure that is None if the run has no goodput."""
+    """Return a figure whose value is None if the run has no goodput."""
     return Figure(name, unit, lambda e, m: (good := m.goodput) and get(good), shown_in, label, _define(*terms), **more)
 
 
 def _memory(
     name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = ""
 ) -> Figure:
-    """Return a figure that is None if the target does not report its memory, with the definition of its label."""
+    """Return a figure whose value is None if the target does not report its memory.
+
+    If the figure has a label, its definition is the definition of that label.
+    """
     definition = _define(label) if label else {}
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)
 
 
-#: Every figure, in the order of tables and CSV columns. Keep the order: new rows are appended to existing CSV files.
+#: Every figure, in the order of tables and CSV columns. Keep the order: rows are appended to existing CSV files.
 FIGURES: tuple[Figure, ...] = (
     Figure("measured", "", lambda e, m: e.provenance.measured, _CSV),
     Figure("calibration_error", "share", lambda e, m: e.provenance.calibration_error, _CSV),
@@ -263,12 +266,15 @@ FIGURES: tuple[Figure, ...] = (
 
 
 def figures_in(places: Place) -> list[Figure]:
-    """Return the figures shown in any of these places."""
+    """Return the figures that are shown in at least one of these places."""
     return [figure for figure in FIGURES if figure.shown_in & places]
 
 
 def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tuple[str, ...]]]:
-    """Return each value shown in a place, as its figure and its path in the JSON report."""
+    """Return the figures shown in a place, each with the path of a value in the JSON report.
+
+    A figure whose JSON value is an object appears once per entry shown.
+    """
     found: list[tuple[Figure, tuple[str, ...]]] = []
     for figure in figures_in(place):
         keys = figure.csv_keys if place is Place.CSV else figure.ratio_keys
@@ -277,7 +283,7 @@ def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tupl
 
 
 def look_up(report: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """Return the value at a path in a JSON report; None if the path ends early."""
+    """Return the value at a path in a JSON report; None if the report has no such path."""
     value: Any = report
     for name in path:
         if not isinstance(value, Mapping):
@@ -287,14 +293,14 @@ def look_up(report: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
-    """Return a run's report for JSON. Times are in milliseconds, rates per second; null if unknown."""
+    """Return the JSON report of a run. The key names give the units. Unknown figures are null."""
     run = MeasuredRun(experiment, figures)
     report = {figure.name: figure.json(run) for figure in figures_in(Place.JSON)}
     return {**report, "definitions": {**DEFINITIONS, **definitions_in(Place.JSON)}}
 
 
 def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
-    """Return the definitions of the figures shown in these places, except those without a value in `run`."""
+    """Return the definitions of the figures shown in these places. With `run`, skip figures without a value in it."""
     found: dict[str, str] = {}
     for figure in figures_in(places):
         if run is None or figure.get(*run) is not None:

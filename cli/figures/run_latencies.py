@@ -13,20 +13,20 @@ from llmsched.cli.figures.token_times import ServedRequest
 from llmsched.engine.latency import RequestLatency, Stall, reading_waits, worst_stall
 from llmsched.engine.percentiles import Summary, summarise
 
-#: Number of stalls kept: the longest ones, one per request.
+#: Number of stalls kept: the longest stalls, at most one per request.
 WORST_STALLS = 5
 
 _RESAMPLES = 500
 _SEED = 0
 _SHARE = 0.01
 
-#: The P99 of a resample is first searched in this share of the samples, the largest; then, if needed, in all.
+#: The P99 of a resample is first searched in the largest samples (this share of all), then, if needed, in all samples.
 _TOP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary(Summary):
-    """A latency distribution in seconds. `p99_ci95` is the 95 % bootstrap confidence interval of its P99."""
+    """Distribution of one latency in seconds. `p99_ci95` is the 95 % bootstrap confidence interval of the P99."""
 
     p99_ci95: tuple[float, float] | None = None
 
@@ -35,8 +35,8 @@ class LatencySummary(Summary):
 class Latencies:
     """Latency distributions of the completed requests, in seconds.
 
-    `worst_stall` is the longest gap between two chunks of a request. `stalls` has the requests with the longest stalls:
-    the index of each and its worst stall, whose `at` is in seconds after the start of the run.
+    `worst_stall` is the longest gap between two chunks of a request. `stalls` lists the requests with the longest
+    stalls, each as the index of the request and its worst stall. `Stall.at` is in seconds after the start of the run.
     """
 
     ttft: LatencySummary
@@ -50,10 +50,11 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class ReadingPauses:
-    """Pauses that a reader at `tokens_per_s` notices; `waits` are in seconds, one sample per late token.
+    """Pauses that a reader notices who reads `tokens_per_s` tokens per second.
 
-    `late_tokens` is the share of the tokens of served requests that came late, `interrupted` the share of all requests
-    that had a late token or failed.
+    A token is late if the reader has to wait for it. `waits` has one sample in seconds per late token. `late_tokens` is
+    the share of late tokens among the tokens of served requests. `interrupted` is the share of all requests that had a
+    late token or failed.
     """
 
     tokens_per_s: float
@@ -63,7 +64,10 @@ class ReadingPauses:
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
-    """Summarise served requests of a run that began at `start`. `connect` has the times of opening connections."""
+    """Summarise the latencies of the served requests `done` of a run.
+
+    `connect` has the seconds that opening each connection took. `start` is the time at which the run began.
+    """
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
@@ -90,7 +94,10 @@ def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple
 
 
 def reading_pauses(done: Sequence[ServedRequest], failed: int, tokens_per_s: float) -> ReadingPauses | None:
-    """Compute the pauses of a reader at `tokens_per_s`; None if no token came."""
+    """Compute the pauses that a reader at `tokens_per_s` notices. Return None if no token arrived.
+
+    `failed` is the number of failed requests.
+    """
     tokens = sum(arrival.tokens for one in done for arrival in one.arrivals)
     if not tokens:
         return None
@@ -108,8 +115,8 @@ def p99_interval(requests: Sequence[Sequence[float]]) -> tuple[float, float] | N
 
     Whole requests are resampled with replacement, because the gaps within a request are not independent (Davison and
     Hinkley, Bootstrap Methods and their Application, section 3.8). The seed is fixed, so the same samples give the same
-    interval. None for fewer than two requests. No resample exceeds the largest sample, so with few requests the upper
-    end is too low.
+    interval. Return None for fewer than two requests. No resample exceeds the largest sample, so with few requests the
+    upper end is too low.
     """
     sizes = np.array([len(samples) for samples in requests if len(samples)])
     if len(sizes) < 2:

@@ -1,4 +1,4 @@
-"""Rates of a run, over all of it and in the steady state, without ramp-up and ramp-down."""
+"""Rates of a run: over the whole run, and in the steady state, which excludes ramp-up and ramp-down."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second; None if unknown.
+    """Rates per second. A rate is None if unknown.
 
-    Steady-state rates are taken within `steady_window` (seconds after the start of the run) or, if that is None, from
-    the first token (completed request) to the end of the run. `asked` is the mean rate of the arrival process,
-    `scheduled` the rate of the schedule drawn from it (None for a closed loop), `achieved` the rate at which requests
-    were sent (None if all were sent at once).
+    Steady-state rates are taken within `steady_window`, in seconds after the start of the run. Without a window, they
+    are taken from the first token or completed request to the end of the run. `asked` is the mean rate of the arrival
+    process. `scheduled` is the rate of the schedule drawn from that process (None for a closed loop). `achieved` is the
+    rate at which requests were sent (None if all were sent at once).
     """
 
     output_tokens: float | None
@@ -58,11 +58,11 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 
 
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
-    """Return start and end of the steady state, on the clock of the records; None if it is too short.
+    """Return the start and end of the steady state, on the clock of the records; None if it is too short.
 
-    It starts one median E2E after the start of the run, when about as many requests end as are sent. It ends when a
-    request ends after the last one was sent, because the number in flight falls from then on. A request that could not
-    connect counts as sent, because it is the target that did not serve it.
+    The steady state starts one median E2E after the start of the run, when about as many requests end as are sent. It
+    ends at the first end of a request after the last request was sent, because the number in flight falls from then on.
+    A request that could not connect counts as sent, because it is the target that did not serve it.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]
@@ -78,7 +78,8 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
     """Return the rate from the first arrival in the window to the end of the window.
 
-    Without a window, or if that time is too short to represent the run, use `whole`; None if that is too short as well.
+    Without a window, or if that time is too short to represent the run, use `whole`. Return None if `whole` is too
+    short as well.
     """
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.

@@ -1,4 +1,4 @@
-"""Arrival times of a request's tokens, from the best token counts that its target reports."""
+"""Arrival times of a request's tokens, from the most exact token counts that are available."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKS = "one token per chunk assumed"
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A completed request with its latencies. `counted_by` is the source of its token count."""
+    """Completed request with its latencies. `counted_by` is the source of its token count."""
 
     record: RequestRecord
     arrivals: Sequence[Arrival]
@@ -29,7 +29,10 @@ class ServedRequest:
 
 
 def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedRequest | None:
-    """Return a completed request with its latencies; None if it did not complete or got no token."""
+    """Return a request with its latencies; None if the request did not complete or got no token.
+
+    `count_tokens` counts the tokens of a text. It is used if the target reports no token counts.
+    """
     if not record.completed:
         return None
     placed, counted_by = arrivals(record, count_tokens)
@@ -38,7 +41,7 @@ def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedReq
 
 
 def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """Return the arrivals of a request's tokens, and the source of the token count."""
+    """Return the arrivals of a request's tokens, and the source of the token count (one of the constants above)."""
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
     times = [chunk.time for chunk in chunks if chunk.text]
@@ -59,13 +62,16 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
 
 
 def worst_source(requests: Sequence[ServedRequest]) -> str | None:
-    """Return the least reliable source of the requests' token counts; None without a request."""
+    """Return the least reliable source of the requests' token counts; None if there are no requests."""
     used = {one.counted_by for one in requests}
     return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
 
 
 def _spread(tokens: int, times: Sequence[float]) -> list[Arrival]:
-    """Spread tokens over chunks as evenly as whole numbers allow; the first chunk gets at least one."""
+    """Spread `tokens` over chunks that arrived at `times`, as evenly as whole numbers allow.
+
+    The first chunk gets at least one token.
+    """
     if not times:
         return []
     ends = [-(-tokens * (index + 1) // len(times)) for index in range(len(times))]

@@ -1,4 +1,4 @@
-"""The engine's flags, one per knob of EngineConfig, and the values that were given."""
+"""Flags of the engine, one per knob (setting) of EngineConfig, and the values given for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsched.engine.errors import ConfigError, LlmschedError
 
 R = TypeVar("R")
 
-#: Knobs that the memory plan and the work of a step depend on, apart from scheduling policies.
+#: Knobs that affect the memory plan or the time of a step. Knobs of scheduling policies are not included.
 MEMORY_KNOBS = (
     "dtype",
     "kv_cache_dtype",
@@ -36,9 +36,9 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags given on the command line, by knob.
+    """Engine flags given on the command line. `given` maps the name of each knob to its value.
 
-    `automatic` names the knobs set to auto, for which a profile's value is ignored.
+    `automatic` names the knobs whose flag is "auto". For these knobs a profile's value is ignored.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -58,8 +58,8 @@ def with_engine_options(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command one option per knob of EngineConfig.
 
-    The knobs are those in `only`, else all, without `model` and `exclude`. The options are passed to the command as its
-    keyword `engine_options: EngineOptions`.
+    The knobs are those in `only` (default: all), except `model` and those in `exclude`. The command receives the option
+    values as its keyword argument `engine_options: EngineOptions`.
     """
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
@@ -98,7 +98,10 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Parse `text` as the knob's flag would; return None for auto. Raises ConfigError if the flag would reject it."""
+    """Parse `text` as the flag of the knob `name` does. Return None for "auto".
+
+    Raises ConfigError if the knob is unknown or if its flag would reject the text.
+    """
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)

@@ -35,9 +35,9 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return the argument, else LLMSCHED_MODEL, else "demo".
+    """Return the model to use: the argument, else the environment variable LLMSCHED_MODEL, else "demo".
 
-    If no argument was given, report on stderr which model is used.
+    If no argument was given, say on stderr which model is used.
     """
     if argument:
         return argument
@@ -49,12 +49,12 @@ def resolve_model(argument: str | None) -> str:
 
 
 def duration_option(help: str, **settings: Any) -> Any:
-    """Return an option whose value is a duration such as 800ms, which is converted to seconds."""
+    """Return an option whose value is a duration such as 800ms. The command receives the duration in seconds."""
     return typer.Option(parser=typed(duration), metavar="DURATION", help=help, **settings)
 
 
 def quantization_option(doing: str) -> Any:
-    """Return the option --quantization. Its help begins with `doing`, what the command does with MODEL."""
+    """Return the option --quantization. Its help begins with `doing`, a phrase that says what the command does."""
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
@@ -64,7 +64,7 @@ def quantization_option(doing: str) -> Any:
 
 
 def simulate_option(doing: str) -> Any:
-    """Return the option --simulate. Its help begins with `doing`, what the command simulates."""
+    """Return the option --simulate. Its help begins with `doing`, a phrase that says what the command simulates."""
     return typer.Option(
         metavar="GPU[:ENGINE]|local",
         show_default=False,
@@ -75,12 +75,18 @@ def simulate_option(doing: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """Return the flag that sets `name`: --max-num-seqs for max_num_seqs. The model, an argument, is "model"."""
+    """Return the flag that sets `name`, such as --max-num-seqs for max_num_seqs.
+
+    The name "model" is returned unchanged, because the model is an argument.
+    """
     return name if name == "model" else "--" + name.replace("_", "-")
 
 
 def typed_options(context: typer.Context) -> list[str]:
-    """Return the options and arguments given on the command line, not those from defaults or the environment."""
+    """Return the names of the options and arguments that were given on the command line.
+
+    Values from defaults or environment variables do not count.
+    """
     sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
     return [max(option.opts, key=len) for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
@@ -108,8 +114,9 @@ def with_options(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command one option per field of the dataclass `flags`.
 
-    The fields' annotations hold the typer.Option. `make` receives the flags; its result is passed to the command as
-    `keyword`. `shown` are the defaults that the help states for fields whose default is None.
+    The annotation of a field holds its typer.Option. `make` receives an instance of `flags`. The command receives the
+    result as its keyword argument `keyword`. `shown` maps fields whose default is None to the default that the help
+    states.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
@@ -132,7 +139,7 @@ def replace_keyword(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
 
-    `make` receives the option values by name; its result is passed to the command as `keyword`.
+    `make` receives the option values by name. The command receives the result as its keyword argument `keyword`.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:

@@ -1,4 +1,4 @@
-"""The flags of a load, and the load that they describe: synthetic, from a trace, or shipped with llmsched."""
+"""Flags of a load, and the load that the flags describe: synthetic, from a trace, or shipped with llmsched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SYNTHETIC = {
 
 @dataclass(frozen=True)
 class SourceFlags:
-    """The flags that name a load."""
+    """Flags that name a load."""
 
     workload: Annotated[
         str | None,
@@ -59,7 +59,7 @@ class SourceFlags:
 
 @dataclass(frozen=True)
 class TraceFlags:
-    """The flags for reading a trace file."""
+    """Flags for reading a trace file."""
 
     trace_format: Annotated[
         TraceFormat | None,
@@ -102,7 +102,7 @@ class TraceFlags:
 
 @dataclass(frozen=True)
 class LoadFlags(TraceFlags, SourceFlags):
-    """All flags of a load. None and False mean that a flag was not given."""
+    """Flags of a load. A flag that was not given is None or False."""
 
     ignore_timestamps: Annotated[
         bool,
@@ -219,7 +219,7 @@ class LoadFlags(TraceFlags, SourceFlags):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """A load, the timeout of each request in seconds, and the file of the load's trace, if it has one."""
+    """Load with the timeout of each request in seconds. `trace` is the path of the trace file, if a flag names one."""
 
     load: Load
     timeout: float
@@ -230,7 +230,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
     """Return a decorator that passes the options of a load to a Typer command as `load_options: LoadOptions`.
 
     `defaults` are the command's defaults for a synthetic load. The default max_concurrency applies only if neither
-    --request-rate nor the times of a trace set when to send.
+    --request-rate nor the times of a trace determine when to send requests.
     """
 
     def make(flags: LoadFlags) -> LoadOptions:
@@ -244,7 +244,10 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
 
 
 def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
-    """Return the load that the flags describe; `defaults` replace missing flags. Raises LlmschedError."""
+    """Return the load that the flags describe. `defaults` has the values of flags that were not given.
+
+    Raises LlmschedError if the flags do not fit together or if the trace cannot be read.
+    """
     reading, other = flags.reading(), {f.name for f in fields(TraceFlags)} | {"timeout", "workload", "trace"}
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in other}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
@@ -295,6 +298,9 @@ def _trace_load(
 
 
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
-    """Set max_concurrency in `given` unless a flag sets when to send; None leaves all to be sent at once."""
+    """Set max_concurrency in `given` to the default `concurrency`, unless --request-rate or --max-concurrency is given.
+
+    If `concurrency` is None, all requests are sent at once.
+    """
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)

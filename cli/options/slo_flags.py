@@ -1,4 +1,4 @@
-"""The flags of latency targets (SLOs)."""
+"""Flags of latency targets (SLOs)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _slo(meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SloFlags:
-    """The flags of latency targets; None means no target."""
+    """Flags of latency targets. None means that there is no target."""
 
     slo_ttft: Annotated[float | None, _slo("the time to the first token (TTFT)")] = None
     slo_itl: Annotated[
@@ -52,7 +52,7 @@ class SloFlags:
     ] = READER_SPEED
 
     def slo(self) -> Slo:
-        """Return the targets. Raises ConfigError unless the reader's speed is above 0 and finite."""
+        """Return the targets that the flags set. Raises ConfigError unless the reader's speed is above 0 and finite."""
         return replace(
             self.slo_itl or Slo(),
             ttft=self.slo_ttft,
@@ -63,5 +63,5 @@ class SloFlags:
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the options of latency targets to a Typer command, which receives them as its keyword `slo: Slo`."""
+    """Add the options of latency targets to a Typer command, which receives the targets as its keyword `slo: Slo`."""
     return with_options("slo", SloFlags, SloFlags.slo)(command)

@@ -1,4 +1,4 @@
-"""The flags that say how to talk to a running server."""
+"""Flags that say how to send requests to a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class UrlTargetFlags:
-    """Flags that apply only to a URL. None and False mean that a flag was not given."""
+    """Flags that apply only if the target is a URL. A flag that was not given is None or False."""
 
     endpoint: Annotated[
         Endpoint | None, typer.Option(show_default="completions", help="API endpoint to send requests to.")
@@ -63,7 +63,10 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for talking to the server. Raises LlmschedError for an invalid URL or for engine flags."""
+    """Return the settings for requests to the server at `url`.
+
+    Raises LlmschedError if the URL is invalid or if flags of the engine were given.
+    """
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
@@ -96,9 +99,9 @@ def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options:
 
 
 def refuse_url_target_flags(typed: Sequence[str]) -> None:
-    """Raise LlmschedError if flags that apply only to a URL are among the `typed` ones.
+    """Raise LlmschedError if the flags on the command line, `typed`, include flags that apply only to a URL.
 
-    OPENAI_API_KEY may be set for other reasons, so a key from the environment is not a mistake.
+    An API key from the environment is accepted, because OPENAI_API_KEY may be set for other reasons.
     """
     useless = {flag(f.name) for f in fields(UrlTargetFlags)}
     if given := [name for name in typed if name in useless]:

@@ -23,7 +23,7 @@ from llmsched.profiles.tuned import TunedProfile, load_profile, same_model, stor
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options with the profile's settings for flags that were not given. Raises ConfigError."""
+    """Return the options, completed by the profile's settings for flags that were not given. Raises ConfigError."""
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)
@@ -32,7 +32,7 @@ def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOpti
 
 
 def profile_settings(name_or_path: str) -> dict[str, Any]:
-    """Return the fields of EngineConfig that the profile sets.
+    """Return the engine settings of a profile: the fields of EngineConfig that the profile sets.
 
     Raises ConfigError if the profile cannot be read, or if it sets an unknown field or a value of the wrong type.
     """
@@ -50,10 +50,11 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 
 
 def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
-    """Return warnings if the profile is for another model or device than `config`, or was simulated.
+    """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
-    `simulate` is the value of `--simulate`; None means that the engine runs on this machine. A property that the
-    profile lacks counts as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
+    `config` has the model and device to be used. `simulate` is the value of `--simulate`; None means that the engine
+    runs on this machine. A property that the profile lacks counts as equal. Raises ConfigError or ModelError if the
+    profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -99,15 +100,15 @@ def device_table(device: str) -> dict[str, Scalar]:
 
 
 def versions_table() -> dict[str, Scalar]:
-    """Return the profile's table [versions], of Python and the packages that figures depend on."""
+    """Return the profile's table [versions]: the versions of Python and of the packages that affect the figures."""
     packages = ("llmsched", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:
-    """Write the ratios of actual to predicted memory into the profile if it is for the model and device of `config`.
+    """Write the ratios of actual to predicted memory into a profile, if the model and device of `config` match.
 
-    Return the reason if the file cannot be written, else None.
+    Return None, or the reason why the file cannot be read or written.
     """
     try:
         profile = load_profile(name_or_path)

@@ -1,4 +1,4 @@
-"""Views of profiles and calibrations: a list, one in full, and the differences of two; each as JSON and as a table."""
+"""Views of profiles and calibrations, as JSON and as tables: a list, one file in full, and the differences of two."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """List the files of profile_dir() by name, tuned profiles first, as JSON.
+    """Return a JSON object for each file of profile_dir(), ordered by name, tuned profiles first.
 
-    `summary` has the settings of a "tuned" profile or the error of a "calibrated" cost model, as text. `problem` says
-    why a file cannot be read; the values that it would contain are then None.
+    `kind` is "tuned" or "calibrated". `summary` is a text: the settings of a tuned profile, or the error of a
+    calibrated cost model. If a file cannot be read, `problem` says why, and the values from the file are None.
     """
     profiles = [_entry(name, "tuned", load_profile) for name in list_profiles()]
     return profiles + [_entry(name, "calibrated", load_calibration) for name in list_calibrations()]
@@ -54,7 +54,7 @@ def _entry(name: str, kind: str, load: Callable[[str], TunedProfile | Calibratio
 
 
 def _iso(created: datetime) -> str | None:
-    """Return the time as text, or None if the file has no time."""
+    """Return the time as text, or None if the file states no time."""
     return created.isoformat() if created.timestamp() else None
 
 
@@ -85,7 +85,10 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Load a profile, or else the calibration of that name, as JSON. Raises ProfileError if it cannot be read."""
+    """Return the content of the profile `name` or, if there is none, of the calibration `name` as a JSON object.
+
+    Raises ProfileError if the file cannot be read.
+    """
     if not profile_path(name).exists() and name in list_calibrations():
         calibration = load_calibration(name)
         assert calibration is not None
@@ -96,7 +99,7 @@ def load_content(name: str) -> dict[str, Any]:
 
 
 def show_content(name: str, content: Mapping[str, Any]) -> None:
-    """Print a profile or calibration: its tables, then its trials or steps."""
+    """Print the content of a profile or calibration: its tables, then its trials or steps."""
     origin = _origin(content.get("measured", True))
     render.say(", ".join((f"{name}: {content['kind']}", origin, *filter(None, (content["created"],)))))
     if content.get("reason"):
@@ -118,9 +121,9 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
 
 
 def compare_profiles(first: str, second: str) -> dict[str, Any]:
-    """Return the differing keys of each table with both values (null: not set); `result` compares figures.
+    """Return the differences of two profiles: for each table, the differing keys with both values (None: not set).
 
-    Raises ProfileError if a profile cannot be read.
+    The table `result` has the figures of the chosen settings. Raises ProfileError if a profile cannot be read.
     """
     one, other = load_profile(first), load_profile(second)
     found: dict[str, Any] = {table: _differences(getattr(one, table), getattr(other, table)) for table in _TABLES}
@@ -149,7 +152,7 @@ def _differences(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> dict
 
 
 def _result(profile: TunedProfile) -> dict[str, Scalar]:
-    """Return the figures of the trial that measured the profile's settings."""
+    """Return the figures of the trial that ran with the profile's settings; empty if there is no such trial."""
     for trial in profile.trials:
         knobs = [key for key in trial if key in profile.engine]
         if knobs and trial.get("feasible") and all(trial[key] == profile.engine[key] for key in knobs):

@@ -228,7 +228,7 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs. After only short runs, SLACK relaxes the SLOs."""
+        """Return the settings that work and meet the SLOs. With only short runs, SLACK times an SLO is enough."""
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest < self.full

@@ -1,4 +1,4 @@
-"""`llmsched workload`: figures of a load, and recommended settings for it."""
+"""`llmsched workload`: analyse a load and recommend settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.profiles.shipped_workloads import workloads
 
-#: Characters shown of an example of the prefix to pin.
+#: Maximum number of characters shown of an example of the prefix to pin.
 _SHOWN = 70
 _LARGEST_BLOCK = EngineConfig.knob_rule("block_size")["high"]
 
@@ -78,7 +78,7 @@ def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSampl
 
 
 def _as_json(found: LoadAnalysis) -> dict[str, Any]:
-    """Return the analysis for scripts: lengths in tokens, shares from 0 to 1, times in seconds."""
+    """Return the analysis as a JSON object. Lengths are in tokens, shares from 0 to 1, times in seconds."""
     sample, advice = found.sample, asdict(found.advice)
     by_running = advice["headroom_by_running"]
     return {
@@ -101,7 +101,7 @@ def _plain(figures: Any) -> dict[str, Any] | None:
 
 
 def _show(found: LoadAnalysis) -> None:
-    """Print tables and recommendations."""
+    """Print the tables and recommendations of an analysis."""
     sample = found.sample
     render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; lengths in tokens ({sample.tokens})")
     lengths = (("prompt", found.input), ("answer", found.output), ("total", found.total))

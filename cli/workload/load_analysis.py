@@ -1,4 +1,4 @@
-"""Analysis of a load: its lengths, arrivals and shared prefixes, and recommended settings."""
+"""Analysis of a load: lengths, arrivals, shared prefixes and recommended settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _Z99 = 2.326
 
 @dataclass(frozen=True, slots=True)
 class LengthFigures:
-    """Figures of tokens per request. `tail` is P99 / mean. Percentiles interpolate between the two nearest samples."""
+    """Statistics of lengths in tokens. `tail` is P99 divided by the mean.
+
+    Percentiles interpolate between the two nearest samples.
+    """
 
     mean: float
     p50: float
@@ -43,10 +46,11 @@ class LengthFigures:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalFigures:
-    """Arrivals over time. `rate` is in requests per second; None if all requests have the same time.
+    """Statistics of arrivals. `rate` is in requests per second, None if all requests arrive at the same time.
 
-    `gap_cv` is the standard deviation of the gaps / their mean; it is 1 for Poisson arrivals. `peak_over_mean` is the
-    rate of the busiest 10 s / the mean rate, None if the load is shorter than 10 s.
+    `gap_cv` is the coefficient of variation of the gaps between arrivals: their standard deviation divided by their
+    mean. It is 1 for Poisson arrivals. `peak_over_mean` is the rate in the busiest 10 s divided by the mean rate, None
+    if the load is shorter than 10 s.
     """
 
     duration_s: float
@@ -59,9 +63,9 @@ class ArrivalFigures:
 class Advice:
     """Recommended settings.
 
-    `max_model_len` fits every request; half that length would refuse the share `refused_by_half`. For each number of
-    running requests, `headroom_by_running` has the share of blocks to keep free (see `headroom`); None if answer
-    lengths are unknown. `prefix_caching` is None if the prompts are unknown.
+    `max_model_len` fits every request. With half that length, the share `refused_by_half` of requests would be refused.
+    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free (see `headroom`). It is
+    None if answer lengths are unknown. `prefix_caching` is None if the prompts are unknown.
     """
 
     max_model_len: int
@@ -72,7 +76,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnalysis:
-    """All figures of a load. None means that the load lacks the data for a figure."""
+    """Analysis of a load. A figure is None if the load lacks the data for it."""
 
     sample: RequestSample
     block_size: int
@@ -85,7 +89,7 @@ class LoadAnalysis:
 
 
 def analyse(sample: RequestSample, block_size: int) -> LoadAnalysis:
-    """Return all figures of a load, for a prefix cache with blocks of `block_size` tokens."""
+    """Analyse a load. The hit rate assumes a prefix cache with blocks of `block_size` tokens."""
     pairs = list(zip(sample.inputs, sample.outputs, strict=True))
     prefixes = shared_prefixes(sample, block_size)
     return LoadAnalysis(
@@ -101,7 +105,7 @@ def analyse(sample: RequestSample, block_size: int) -> LoadAnalysis:
 
 
 def length_figures(lengths: Sequence[int]) -> LengthFigures | None:
-    """Return the figures of lengths in tokens; None if there are no lengths but 0."""
+    """Return the statistics of lengths in tokens; None if no length is above 0."""
     if not any(lengths):
         return None
     values = np.asarray(lengths)
@@ -111,7 +115,7 @@ def length_figures(lengths: Sequence[int]) -> LengthFigures | None:
 
 
 def arrival_figures(offsets: Sequence[float]) -> ArrivalFigures:
-    """Return the figures of ascending times in seconds."""
+    """Return the statistics of arrivals at the times `offsets`, in seconds and ascending."""
     times = np.asarray(offsets, dtype=np.float64)
     span = float(times[-1] - times[0])
     if span <= 0:
@@ -125,7 +129,7 @@ def arrival_figures(offsets: Sequence[float]) -> ArrivalFigures:
 
 
 def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
-    """Return the settings for a load. If a request's answer length is unknown, only its prompt counts."""
+    """Return recommended settings for a load. If a request's answer length is unknown, only its prompt counts."""
     pairs = list(zip(sample.inputs, sample.outputs, strict=True))
     totals = [prompt + (answer or 0) for prompt, answer in pairs]
     longest = max(1, math.ceil(max(totals) / _ROUND)) * _ROUND
@@ -141,13 +145,14 @@ def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
 def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
     """Return the share of KV blocks to keep free for `running` requests, given (prompt, output) lengths.
 
-    Admission knows the prompts and expects outputs of mean length. In 1 % of cases, the outputs of n independent
-    requests exceed that by z sigma sqrt(n) tokens or more (normal approximation). The headroom is this excess as a
-    share of what the requests hold.
+    Admission knows the prompt lengths and expects outputs of mean length. In 1 % of cases, the outputs of n independent
+    requests exceed this expectation by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the
+    standard deviation of output lengths). The headroom is this excess, divided by the sum of the excess and the tokens
+    that the requests hold.
 
-    Checked against simulated runs of all shipped workloads with 16 and 64 running (tests/bench/bench_headroom.py): at
-    most 2 of 300 requests were preempted, and throughput was within 3 % of the best of six other shares. Without
-    headroom, up to 13 % were preempted and throughput was up to 11 % lower.
+    The formula was checked against simulated runs of all shipped workloads with 16 and 64 running requests
+    (tests/bench/bench_headroom.py): at most 2 of 300 requests were preempted, and throughput was within 3 % of the best
+    of six other shares. Without headroom, up to 13 % of requests were preempted and throughput was up to 11 % lower.
     """
     outputs = np.asarray(lengths, dtype=np.float64).T[1]
     excess = _Z99 * float(outputs.std()) / (math.sqrt(running) * held(lengths))
@@ -157,8 +162,8 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
 def held(lengths: Sequence[tuple[int, int]]) -> float:
     """Return the mean number of tokens that a running request holds, given (prompt, output) lengths.
 
-    A request of p prompt and o output tokens runs for o steps and holds p + o / 2 tokens on average. So the result is
-    the mean of o (p + o / 2) over requests, divided by the mean of o.
+    A request with p prompt and o output tokens runs for o steps and holds p + o / 2 tokens on average. The result is
+    the mean of o (p + o / 2) over all requests, divided by the mean of o.
     """
     prompts, outputs = np.asarray(lengths, dtype=np.float64).T
     return float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())

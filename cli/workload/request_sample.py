@@ -1,4 +1,4 @@
-"""Lengths, times and prompts of a load as numbers, whether it is a trace or synthetic."""
+"""Requests of a trace or a synthetic load as numbers: their lengths, times and prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from llmsched.cli.load.traces.trace import Content, Trace
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """Requests of a load in the order of their times.
+    """Sample of a load: its requests in the order of their times.
 
-    `inputs` and `outputs` are lengths in tokens, None if not stated. `offsets` are in seconds, None if the load has no
-    times. Each of `prompts` is a sequence of ids. An id stands for `unit` tokens (the last id for `unit` or fewer), and
-    equal ids for equal tokens. `prompts` is None if unknown. `texts` are the prompts as text, if they are text.
-    `tokens` describes what counts as a token.
+    `inputs` and `outputs` are prompt and answer lengths in tokens; an unknown answer length is None. `offsets` are
+    times in seconds, None if the load has no times. `prompts` has a sequence of ids per request, or is None if the
+    prompts are unknown. An id stands for `unit` tokens (the last id of a prompt may stand for fewer). Equal ids stand
+    for equal tokens. `texts` are the prompts as text, None if the load has no texts. `tokens` says what counts as a
+    token.
     """
 
     name: str
@@ -32,7 +33,7 @@ class RequestSample:
 
 
 class _WordIds:
-    """TextEncoder without a tokenizer: every distinct word has its own id."""
+    """TextEncoder that needs no tokenizer, because every distinct word has its own id."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -45,7 +46,10 @@ class _WordIds:
 
 
 def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None) -> RequestSample:
-    """Return the requests of a trace. Texts are encoded by `encode`, named `tokenizer`, else split into words."""
+    """Return the requests of a trace. `encode` turns texts into token ids; without it, each word is a token.
+
+    `tokenizer` is the name of the model whose tokenizer `encode` uses.
+    """
     inputs: Sequence[int] = [request.input_len or 0 for request in trace.requests]
     prompts: Sequence[Sequence[int]] = [request.hash_ids for request in trace.requests]
     encoder = encode or _WordIds()
@@ -69,7 +73,7 @@ def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None
 
 
 def sample_load(name: str, load: Load) -> RequestSample:
-    """Return the requests of a synthetic load as they are drawn."""
+    """Draw the requests of a synthetic load and return them."""
     planned = load.plan(COMMON_IDS)
     prompts = [request.prompt.token_ids or [] for request in planned]
     return RequestSample(

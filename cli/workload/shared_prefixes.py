@@ -17,10 +17,10 @@ PIN_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
+    """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If `exact` is false, the trace's blocks are longer: `share` counts prompts that share a whole block, and the true
-    share may be larger.
+    If `exact` is False, `tokens` is not a multiple of the trace's block length. In a trace with longer blocks, `share`
+    counts prompts that share the whole first block, so the true share may be larger.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A prefix of `tokens` tokens that `requests` prompts share; `example` is the index of the first of them."""
+    """Prefix of `tokens` tokens that `requests` prompts share. `example` is the index of the first such prompt."""
 
     tokens: int
     requests: int
@@ -41,9 +41,9 @@ class Pin:
 class SharedPrefixes:
     """Figures of an unlimited prefix cache that serves each request from all requests before it.
 
-    `hit_rate` is the share of prompt tokens served in whole blocks; the last token of a prompt is always computed.
-    `distinct_tokens` is what the cache holds at the end. `pin` is the prefix that saves the most prompt tokens, None if
-    no prefix is shared by enough requests.
+    `hit_rate` is the share of prompt tokens served from whole cached blocks. The last token of a prompt is always
+    computed. `distinct_tokens` is the number of tokens in the cache at the end. `pin` is the prefix that saves the most
+    prompt tokens, None if no prefix is shared by enough requests.
     """
 
     coverage: tuple[Coverage, ...]
@@ -53,7 +53,7 @@ class SharedPrefixes:
 
 
 def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | None:
-    """Return the shared prefixes in blocks of `block_size` tokens; None if the prompts are unknown."""
+    """Compute the shared prefixes of a load in blocks of `block_size` tokens; None if the prompts are unknown."""
     if sample.prompts is None:
         return None
     coverage, prompts = [], list(zip(sample.prompts, sample.inputs, strict=True))
@@ -83,7 +83,7 @@ Piece = tuple[object, int]
 
 
 class _Tree:
-    """Tree of the prompts added so far. Each node is a piece; the path to it is a prefix."""
+    """Tree of the prompts added so far. Each node is a piece of a prompt, and the path to a node is a prefix."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -91,7 +91,7 @@ class _Tree:
         self.tokens, self._depth, self._count, self._first = [0], [0], [0], [0]
 
     def add(self, pieces: Sequence[Piece]) -> int:
-        """Add a prompt; return the number of its first tokens that were already in the tree."""
+        """Add a prompt. Return the number of tokens in the longest prefix that was already in the tree."""
         node, matched = 0, 0
         self._count[0] += 1
         for key, tokens in pieces:
@@ -110,7 +110,7 @@ class _Tree:
         return matched
 
     def best_pin(self) -> Pin | None:
-        """Return the prefix that would serve the most tokens if pinned; None if too few requests share one."""
+        """Return the prefix that saves the most tokens if pinned; None if too few requests share any prefix."""
         enough = max(2, PIN_SHARE * self._count[0])
         nodes = [node for node in range(1, len(self._count)) if self._count[node] >= enough]
         if not nodes:

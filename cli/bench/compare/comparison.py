@@ -1,4 +1,4 @@
-"""Comparison of engine settings: the same seeded load under each variant, interleaved round by round."""
+"""Comparison of engine settings (variants). In each round, all variants serve the same requests in turn."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from llmsched.engine.progress import Progress
 
 
 class VariantRun(NamedTuple):
-    """Run of a variant. Its record has the KV meter and the engine's memory."""
+    """Run of a variant. `record` includes the KV meter and the parts of the engine's memory."""
 
     record: RunRecord
     experiment: Experiment
 
 
-#: Function that runs a workload with the settings of the named variant, on an engine that has served nothing yet.
+#: Function that runs a load with the settings of the variant of that name, on an engine that has served nothing yet.
 RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """The figures of a variant over all rounds, and those of each round."""
+    """Result of a variant. `figures` covers all rounds together, `rounds` has the figures of each round."""
 
     name: str
     experiment: Experiment
@@ -39,10 +39,10 @@ class VariantResult:
 async def compare(
     names: Sequence[str], run_variant: RunVariant, plan: RunPlan, rounds: int, progress: Progress
 ) -> list[VariantResult]:
-    """Run the plan's load under each of the named variants, in `rounds` interleaved rounds.
+    """Run the plan's load with each of the named variants, `rounds` times.
 
-    In each round all variants get the same requests; the next round has new requests, from the next seed, so that no
-    figure depends on one draw.
+    In each round, all variants get the same requests. The next round draws new requests from the next seed, so that the
+    figures do not depend on one draw.
     """
     runs: dict[str, list[VariantRun]] = {name: [] for name in names}
     for number in range(rounds):
@@ -63,9 +63,10 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole` with the mean of the rounds' steady-state and send rates.
+    """Return `whole` with its steady-state and send rates replaced by their means over the rounds.
 
-    If computed from the concatenated rounds, these rates would include ramp-up and ramp-down of each round.
+    `whole` is the measurement of the concatenated rounds. Its own rates would include the ramp-up and ramp-down of each
+    round.
     """
     if len(rounds) == 1:
         return whole
@@ -77,7 +78,7 @@ def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measur
 
 
 def concatenated(runs: Sequence[RunRecord]) -> RunRecord:
-    """Return several runs joined into one, in which each run starts at the end of the run before it."""
+    """Join several runs into one run, in which each run starts when the run before it ends."""
     records: list[RequestRecord] = []
     now = 0.0
     for run in runs:

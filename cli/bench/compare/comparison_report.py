@@ -1,4 +1,4 @@
-"""Report of a comparison: the figures of each variant side by side, and their ratios to the first variant's."""
+"""Report of a comparison: the figures of all variants side by side, and the ratios of each variant to the first."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmsched.engine.units import human_bytes
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
     """Return the JSON report: `runs` in the order of the command line, and `ratios` of the later runs to the first.
 
-    Each run has the keys of `bench --json`, over all rounds, and `rounds` with the main figures of each round. A ratio
-    is null if it is undefined.
+    Each run has the keys of `bench --json`, computed over all rounds, and a key `rounds` with the main figures of each
+    round. A ratio is null if it is undefined.
     """
     runs = [_run_json(variant) for variant in variants]
     first, *others = runs
@@ -35,7 +35,7 @@ def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
 
 
 def comparison_content(document: dict[str, Any], variants: Sequence[VariantResult]) -> ReportContent:
-    """Return the report of a comparison whose JSON is `document`."""
+    """Return the content of the report of a comparison. `document` is the JSON report (see `comparison_json`)."""
     first = MeasuredRun(variants[0].experiment, variants[0].figures)
     terms = definitions_in(Place.RATIOS, first)
     del terms["P99 interval"]
@@ -110,7 +110,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
-    """Return lines on the target and load, their accuracy, and the ratios of each round."""
+    """Return lines that describe the target and load, the accuracy of the figures, and the ratios of each round."""
     experiment, rounds = first.experiment, document["rounds"]
     interleaved = "1 round" if rounds == 1 else f"{rounds} rounds, interleaved, with consecutive seeds"
     by_round = [
@@ -123,7 +123,7 @@ def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    """Return the table of the variants' figures and their ratios to the first: rates, latencies, then the rest."""
+    """Return the table of figures and ratios, one figure per row: first rates, then latencies, then the rest."""
     runs, ratios = document["runs"], document["ratios"]
     first, *others = runs
     columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
@@ -138,7 +138,7 @@ def _table(document: dict[str, Any]) -> Table:
 
 
 def _shown(value: float | None, unit: Unit) -> str:
-    """Return a value of the JSON report, whose latencies are in milliseconds, without its unit."""
+    """Return a value of the JSON report as text without its unit. Latencies are in milliseconds."""
     if value is None:
         return "n/a"
     if unit == "bytes":

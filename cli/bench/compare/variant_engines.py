@@ -1,4 +1,4 @@
-"""Engines for the variants of a comparison: in this process, or simulated."""
+"""Engines that run the variants of a comparison, in this process or simulated."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 
 
 class VariantEngines:
-    """Engines with the settings of the variants, which run in this process one at a time.
+    """Engines in this process, one per variant. Only one engine runs at a time.
 
     Variants that need the same memory share weights and KV memory, which are loaded once.
     """
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Fill in the token budgets. Raises ConfigError for a device that this machine does not have."""
+        """Give each variant without a token budget the default of its device.
+
+        Raises ConfigError if this machine does not have the device.
+        """
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 
-        # Every variant gets its own default.
+        # The default depends on the variant's device.
         budgets = {name: token_budget(one, device_memory(one.device).kind) for name, one in configs.items()}
         self._configs = {name: replace(one, max_num_batched_tokens=budgets[name]) for name, one in configs.items()}
         self._plan = plan
@@ -46,7 +49,7 @@ class VariantEngines:
         self._built_for: EngineConfig | None = None
 
     def check(self) -> None:
-        """Raise ConfigError or ModelError, before the first run, for a variant that cannot be built."""
+        """Raise ConfigError or ModelError if a variant's engine cannot be built. Call this before the first run."""
         from llmsched.engine.architecture.dtypes import check_servable
         from llmsched.engine.device import device_memory, resolve_device
         from llmsched.engine.memory.planner import open_planner
@@ -59,7 +62,7 @@ class VariantEngines:
             planner.resolve(self._largest(config), device_memory(resolve_device(config.device)))
 
     async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
-        """Run a workload (see `RunVariant`). Raises ModelError and ConfigError."""
+        """Run a load with the variant `name` (see `RunVariant`). Raises ModelError and ConfigError."""
         async with self.running(name) as engine:
             ids, target = usable_ids(engine.core.tokenizer, engine.core.model.vocab_size), EngineTarget(engine)
             plan, warmup = self._plan, 1 if self._plan.warmup is None else self._plan.warmup
@@ -76,7 +79,7 @@ class VariantEngines:
 
     @asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[AsyncEngine]:
-        """Yield a new, running engine with a variant's settings; stop it when the block ends."""
+        """Yield a new, running engine with the settings of the variant `name`. Stop the engine when the block ends."""
         from llmsched.engine.build import RESERVING, build_engine, engine_beside
 
         config = self._configs[name]
@@ -91,7 +94,10 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings to build a variant's engine with: the largest limits of all variants that share it."""
+        """Return the settings for building the engine that `config` shares with the variants of equal memory.
+
+        Each limit is the largest among these variants.
+        """
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
@@ -105,9 +111,9 @@ class VariantEngines:
 def simulated_variants(
     configs: Mapping[str, EngineConfig], device: str, plan: RunPlan, progress: Progress, quantization: str | None
 ) -> RunVariant:
-    """Return a function that simulates variants on the device of that name (see `make_blueprint`).
+    """Return a function that simulates a run of a variant on `device` (see `make_blueprint` for the names).
 
-    Raises ModelError, or ConfigError for a variant that does not fit the device.
+    Raises ModelError, and ConfigError if a variant does not fit the device.
     """
     blueprints = {name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()}
     for note in dict.fromkeys(note for one in blueprints.values() for note in one.notes):

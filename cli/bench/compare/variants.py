@@ -1,4 +1,4 @@
-"""Variants of `--compare`: engine settings under which the same load is run."""
+"""Variants of `--compare`: sets of engine settings, each of which serves the same load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separa
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Engine settings (`knobs`) with the name that the user gave them."""
+    """Variant of a comparison: the engine settings `knobs`, and the text `name` by which the user gave them."""
 
     name: str
     knobs: Mapping[str, Any]
@@ -28,7 +28,8 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """Parse variants such as "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
 
-    Raises LlmschedError for fewer than two, for an unknown setting or value, or for a setting that the policy ignores.
+    Raises LlmschedError for fewer than two variants, for an unknown setting or value, or for a setting that the policy
+    ignores.
     """
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:
@@ -37,9 +38,9 @@ def parse_variants(text: str) -> list[Variant]:
 
 
 def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, EngineConfig]:
-    """Return the settings of each variant by name; `base` has the settings that a variant omits.
+    """Return the engine configuration of each variant by name. `base` has the settings that a variant omits.
 
-    Raises ConfigError for settings that exclude each other, LlmschedError for two equal variants.
+    Raises ConfigError for settings that exclude each other, and LlmschedError for two equal variants.
     """
     configs: dict[str, EngineConfig] = {}
     for variant in variants:
@@ -52,7 +53,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError for a flag that every variant overrides."""
+    """Raise LlmschedError if a setting given by a flag has no effect, because every variant overrides it."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Knee search on a target: runs of the idle target, at full throughput, and then at one rate after another."""
+"""Knee search on a target. It measures the idle target, a burst of all requests, and one rate after another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits set by flags: `highest` is the highest rate to try (None: default); see `KneeGoal` for the others."""
+    """Limits of a search, set by flags. `highest` is the highest rate to try, in requests per second (None: default).
+
+    `KneeGoal` explains the other fields.
+    """
 
     highest: float | None
     attainment: float
@@ -46,7 +49,10 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """A rate that was tried, the JSON report of its run, and the figures if they are kept."""
+    """Attempt at a rate in requests per second: the share of requests that met every SLO, and the run's JSON report.
+
+    `figures` are None if they were dropped to save memory.
+    """
 
     rate: float
     attainment: float
@@ -56,9 +62,10 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a search. `idle` is the report of the idle target, `burst` the report of all requests sent at once.
+    """Result of a knee search.
 
-    Each is None if its run was not needed.
+    `idle` is the report of a run of the idle target, `burst` the report of a run with all requests sent at once. A
+    report is None if the search did not need the run.
     """
 
     goal: KneeGoal
@@ -76,7 +83,7 @@ class Exploration:
 
 
 def check(load: Load, limits: KneeLimits) -> None:
-    """Raise LlmschedError, before any work is done, if the load or the limits do not allow a search."""
+    """Raise LlmschedError if the load or the limits do not allow a search. Call this before opening the target."""
     if load.stop_after is not None:
         raise LlmschedError("--find-knee with --duration needs --request-rate, which is then the lowest rate")
     if limits.highest is not None and not LEAST_RATE <= limits.highest < math.inf:
@@ -89,9 +96,10 @@ def check(load: Load, limits: KneeLimits) -> None:
 
 
 async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progress: Progress) -> Exploration:
-    """Find the knee of a target under the plan's load, which `check` has accepted. Each attempt has new requests.
+    """Find the knee of a target under the load of `plan`, which must have passed `check`.
 
-    Raises LlmschedError if the target serves no request, so that the rates to try are unknown.
+    Each attempt sends new requests. Raises LlmschedError if the target serves no request, because the rates to try are
+    then unknown.
     """
     load = plan.workload
     seeds = iter(range(load.seed + 1, load.seed + 1_000))
@@ -139,7 +147,10 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the range to search: from the flags, or from the target's idle latency and throughput."""
+    """Return the goal of the search. If flags do not set the range of rates, derive it from the runs.
+
+    The highest rate follows from the throughput of the run `burst`, the lowest from the latency of the run `idle`.
+    """
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

@@ -17,7 +17,7 @@ _KEEPS_UP = 0.95
 #: A rise of the prefix hit rate by more than this after the first attempt means that prompts were repeated.
 _HITS_RISE = 0.2
 
-#: Tables show whole tokens per second from this rate on.
+#: Tables show token rates without decimals if the rate is at least this many tokens per second.
 _MANY = 100
 
 
@@ -49,7 +49,7 @@ def knee_json(plan: RunPlan, found: Exploration) -> dict[str, Any]:
 
 
 def knee_content(document: dict[str, Any], experiment: Experiment) -> ReportContent:
-    """Return the report of a knee search whose JSON is `document`."""
+    """Return the content of the report of a knee search. `document` is the JSON report (see `knee_json`)."""
     names = ("TTFT", "ITL", "TPOT", "E2E", "goodput")
     return ReportContent(
         notes=_notes(document, experiment),
@@ -63,7 +63,7 @@ def knee_content(document: dict[str, Any], experiment: Experiment) -> ReportCont
 
 
 def cautions(document: dict[str, Any]) -> list[str]:
-    """Return reasons why the true knee may differ from the one found."""
+    """Return warnings for the user: reasons why the true knee may differ from the knee found."""
     found = []
     if document["knee_sustained"] is False:
         sent, served = (document["at_knee"][name] for name in ("achieved_rate", "requests_per_s_steady"))
@@ -85,7 +85,7 @@ def cautions(document: dict[str, Any]) -> list[str]:
 
 
 def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
-    """Return lines on the target and load, their accuracy, and the SLOs."""
+    """Return lines that describe the target, the load, the accuracy of the figures, and the SLOs."""
     work, origin = experiment.workload.describe_requests(), experiment.provenance
     found = [f"{origin.label} {experiment.name} ({origin.where}): {work}, at one request rate after another"]
     found += origin.caveats()
@@ -101,7 +101,7 @@ def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    """Return the table of attempts in order of rate, with the latencies that have an SLO."""
+    """Return the table of attempts in ascending order of rate, with TTFT and the other latencies that have an SLO."""
     judged = [name for name in ("itl", "tpot", "e2e") if f"{name}_ms" in document["slo"]] or ["itl"]
     latency_columns = ["TTFT P50", "TTFT P99", *(f"{name.upper()} P99" for name in judged)]
     columns = ["requested/s", "served/s", "output tokens/s", *latency_columns, "met by", "goodput", ""]
@@ -128,7 +128,10 @@ def _or_na(value: float | None, form: str) -> str:
 
 
 def sustained(figures: dict[str, Any]) -> bool | None:
-    """Return whether a target kept up with the rate sent, in steady state; None if the run was too short to tell."""
+    """Return True if a target kept up with the rate sent in steady state; None if the run was too short to tell.
+
+    `figures` is a JSON report, or the part of it that a knee search keeps.
+    """
     served, sent = figures["requests_per_s_steady"], figures["achieved_rate"]
     return None if served is None or not sent else served >= _KEEPS_UP * sent
 
@@ -158,7 +161,7 @@ def _charts(document: dict[str, Any]) -> list[Chart]:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Return the outcome in one sentence."""
+    """Return the outcome of a search in one sentence. `document` is the JSON report (see `knee_json`)."""
     share = f"{document['attainment_goal']:.0%}"
     if document["verdict"] == "never met":
         return f"no knee: even at {document['missed_rps']:.3g} requests/s fewer than {share} of requests meet the SLO"

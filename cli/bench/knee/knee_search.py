@@ -1,4 +1,4 @@
-"""Search for the knee: the highest request rate at which enough requests still meet their SLOs. Pure arithmetic."""
+"""Search for the knee: the highest request rate at which enough requests still meet their SLOs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ ATTAINMENT, TOLERANCE = 0.9, 0.1
 
 @dataclass(frozen=True, slots=True)
 class KneeGoal:
-    """Goal and range of a search. Rates are in requests per second.
+    """Goal and range of a knee search. Rates are in requests per second.
 
-    A rate is met if at least the share `attainment` of its requests meets every SLO. The search starts at `start`
-    (default: `low`) and ends when the lowest missed rate is at most `tolerance` (a share) above the highest met rate.
+    A rate counts as met if at least the share `attainment` of its requests meets every SLO. The search starts at
+    `start` (default: `low`). It ends when the lowest missed rate is at most `tolerance` (a share) above the highest met
+    rate.
 
-    Raises LlmschedError, which names the flag and its allowed range.
+    Raises LlmschedError for a value out of range. The message names the flag and the allowed range.
     """
 
     low: float
@@ -54,7 +55,7 @@ class KneeGoal:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rate that was tried, and the share of its requests that met every SLO."""
+    """Attempt at one rate in requests per second, with the share of requests that met every SLO."""
 
     rate: float
     attainment: float
@@ -62,9 +63,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Result of a search. `rate` is the highest met rate below all missed rates (None if the lowest was missed).
+    """Result of a search. `rate` is the highest met rate below all missed rates (None if the lowest rate was missed).
 
-    `missed` is the lowest missed rate (None if all were met). A rate tried twice is judged by its mean attainment.
+    `missed` is the lowest missed rate (None if no rate was missed). A rate that was tried twice is judged by its mean
+    attainment.
     """
 
     verdict: Verdict
@@ -74,7 +76,11 @@ class Knee:
 
 
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
-    """Call `attempt`, which returns the attainment of a rate, with one rate after another until the knee is known."""
+    """Find the knee by calling `attempt` with one rate after another.
+
+    `attempt` runs the load at a rate in requests per second and returns the attainment. The search makes at most
+    MAX_ATTEMPTS attempts.
+    """
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))
@@ -84,11 +90,11 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal
 
 
 def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
-    """Return the next rate to try; None when the knee is known.
+    """Return the next rate to try in requests per second; None when the knee is known.
 
-    Doubles the rate until it is missed, or halves it until it is met (up or down to the end of the allowed range), then
-    bisects the interval on a logarithmic scale. Then tries both ends of the last interval once more; if a result
-    changes, which is noise, the search continues from there.
+    The search doubles the rate until a rate is missed, or halves it until a rate is met, within the range of the goal.
+    Then it bisects the interval between the met and the missed rate on a logarithmic scale. At last it tries both ends
+    of the last interval once more. If noise changes a result, the search continues from there.
     """
     if not attempts:
         return goal.low if goal.start is None else goal.start
@@ -105,7 +111,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below the lowest missed rate, and the lowest missed rate; each may be None."""
+    """Return the highest met rate below all missed rates, and the lowest missed rate. None means that there is none."""
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

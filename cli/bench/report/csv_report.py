@@ -1,4 +1,4 @@
-"""CSV file of figures, a row per run; later runs append rows."""
+"""CSV file of figures with one row per run. Each `bench --csv` appends its rows to the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.errors import LlmschedError
 
 
 def csv_columns() -> list[str]:
-    """Return the header: paths in the JSON report, then figures whose cells hold JSON."""
+    """Return the column names: paths of values in the JSON report, then figures whose cells hold JSON."""
     return [
         *(".".join(path) for _, path in paths_in(Place.CSV)),
         *(figure.name for figure in figures_in(Place.CSV_OBJECT)),
@@ -21,7 +21,7 @@ def csv_columns() -> list[str]:
 
 
 def check_csv(path: Path) -> None:
-    """Raise LlmschedError if `path` exists but has other columns or cannot be read."""
+    """Raise LlmschedError if `path` exists but is not a regular file, cannot be read, or has other columns."""
     if path.exists() and not path.is_file():
         raise LlmschedError(f"--csv {path}: is not a regular file; name a file that rows can be appended to")
     try:
@@ -36,7 +36,10 @@ def check_csv(path: Path) -> None:
 
 
 def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Append a row for each JSON report; start a new file with the header. A null becomes an empty cell."""
+    """Append a row for each JSON report. Write the header first if the file is new. Null becomes an empty cell.
+
+    Raises LlmschedError if `check_csv` does, and OSError if the file cannot be written.
+    """
     check_csv(path)
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

@@ -1,6 +1,6 @@
 """Files of --save-detailed: a JSON line for the run, for each request, and for each sample of the target's state.
 
-Times are in seconds after the start of the run, rounded to a microsecond.
+Times are in seconds after the start of the run, rounded to microseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the request with the id `name` or else with the index `name`.
+    """Return the saved request whose id is `name` or, if no id matches, whose index is `name`.
 
     Raises LlmschedError if the file has no such request or was not written by --save-detailed.
     """
@@ -69,7 +69,7 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
 
 
 def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, start: float) -> dict[str, Any]:
-    """Return everything recorded about a request."""
+    """Return a request as a JSON object. Times are in seconds after `start`, latencies in milliseconds."""
 
     def after(time: float | None) -> float | None:
         return None if time is None else round(time - start, 6)

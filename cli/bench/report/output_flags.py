@@ -1,4 +1,4 @@
-"""Output flags of `bench`, and the output that they select."""
+"""Flags of `bench` that select the output, and the code that prints and writes the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
-    """Flags for how and where results are written."""
+    """Flags of `bench` that select the output files, and JSON or text for stdout."""
 
     save: Annotated[
         Path | None,
@@ -49,7 +49,10 @@ class OutputFlags:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
-        """Raise LlmschedError for a file that the mode does not write, that cannot be written, or that is `read`."""
+        """Raise LlmschedError if a file cannot be written, is named by two flags, or is not an output of the mode.
+
+        `read` is the file that the load is read from. It must not be written.
+        """
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError(
                 "--save-detailed works only with a single run; drop it, or drop --find-knee/--compare/--self-check"
@@ -65,7 +68,7 @@ class OutputFlags:
             check_csv(self.csv)
 
     def give_out(self, result: Result) -> None:
-        """Print the report and write the files. Raises LlmschedError for a file that cannot be written."""
+        """Print the report and write the files. Raises LlmschedError if a file cannot be written."""
         if self.as_json:
             render.emit_json(result.report)
         else:
@@ -84,6 +87,6 @@ class OutputFlags:
                     path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def _files(self) -> dict[str, Path]:
-        """Return the files to write, by flag."""
+        """Return the paths of the files to write, by flag name without dashes."""
         files = {"save": self.save, "csv": self.csv, "save-detailed": self.save_detailed, "report": self.report}
         return {flag: path for flag, path in files.items() if path is not None}

@@ -1,4 +1,4 @@
-"""Content of a bench report, printed in a terminal or written to an HTML page."""
+"""Content of a report, which is printed in a terminal or written to an HTML page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsched.cli.html_page import Page
 
 
 class Table(NamedTuple):
-    """A table of text cells. The first `text_columns` columns are left-aligned words, the others figures."""
+    """Table of text cells. The first `text_columns` columns are left-aligned words, the others figures."""
 
     title: str
     columns: list[str]
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 class ReportContent:
     """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts.
 
-    `decisions` are choices made for the user; a terminal shows them on stderr.
+    `decisions` are choices that the command made for the user. A terminal shows them on stderr.
     """
 
     notes: Sequence[str] = ()
@@ -43,10 +43,10 @@ class ReportContent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a bench mode: its JSON report, its content, and whether all went `well` (otherwise exit code 1).
+    """Result of a mode of `bench`: the JSON report and its content. If `well` is False, the exit code is 1.
 
     `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
-    is more content, shown only at the end of the HTML page.
+    is further content that only the end of the HTML page shows.
     """
 
     report: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Result:
 
 
 def show(content: ReportContent) -> None:
-    """Print a report."""
+    """Print a report: its notes, tables, charts and sentences on stdout, decisions, errors and warnings on stderr."""
     for note in content.notes:
         render.say(note)
     for table in content.tables:
@@ -86,7 +86,7 @@ def result_page(result: Result) -> str:
 
 
 def report_page(title: str, contents: Sequence[ReportContent], document: Mapping[str, Any]) -> str:
-    """Return reports and their JSON document as an HTML page that opens offline."""
+    """Return an HTML page that opens offline, with all `contents` and, at the end, the JSON report `document`."""
     page = Page(title)
     for content in contents:
         for note in content.notes:

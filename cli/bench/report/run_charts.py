@@ -17,12 +17,13 @@ from llmsched.engine.memory.plan import MemoryParts
 _TIME = "s after the start"
 _GIB = 1 << 30
 
-#: Throughput is averaged over at most this many intervals, each long enough for a request to get this many tokens.
+#: Throughput is averaged over at most _INTERVALS intervals. Each is long enough for a request to get at least
+#: _TOKENS_PER_INTERVAL tokens.
 _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return a chart of TTFT, TPOT, worst stall or failure of each request over its due time."""
+    """Return a chart of each request's TTFT, TPOT and worst stall, or of its failure, over its due time."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
@@ -48,16 +49,16 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
-    """Return a chart of cumulative distributions in ms, one line per name.
+    """Return a chart of cumulative distributions in ms, with one line per name.
 
-    `samples` has the samples of each request in seconds, by name.
+    `samples` maps each name to lists of samples in seconds, one list per request.
     """
     lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
     return Chart(title, "ms, logarithmic", "% of samples at or below", tuple(lines), log_x=True)
 
 
 def requests_over_time(figures: Measurement) -> Chart:
-    """Return a chart of the client's requests in flight: those without a token yet and those receiving tokens."""
+    """Return a chart of the requests in flight at the client: those waiting for a token and those receiving tokens."""
     waiting: list[Point] = []
     answered: list[Point] = []
     for record in figures.run.records:
@@ -73,7 +74,7 @@ def requests_over_time(figures: Measurement) -> Chart:
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
-    """Return the running total at each time of a change."""
+    """Return the running total of the changes, at each time of a change."""
     at_once: defaultdict[float, float] = defaultdict(float)
     for at, change in changes:
         at_once[at] += change
@@ -106,9 +107,9 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
-    """Return a chart of all memory in GiB or, if `memory` is None, of KV memory in percent.
+    """Return a chart of all memory in GiB or, if `memory` is unknown, of KV memory in percent.
 
-    Parts that the target does not report separately are drawn as one.
+    Parts that the target does not report separately are drawn as one part.
     """
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
@@ -130,7 +131,7 @@ def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None)
 
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
-    """Return the charts of a run that have data. All charts over time have the same time axis."""
+    """Return the charts for which the run has data. All charts over time have the same time axis."""
     samples = {name.upper(): found for name, found in latency_samples(figures.latencies).items()}
     charts = [
         latency_over_time(figures, slo),

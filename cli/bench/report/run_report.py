@@ -17,7 +17,7 @@ _ENOUGH_TO_DRAW = 10
 
 
 def run_content(run: MeasuredRun) -> ReportContent:
-    """Return the report of a run."""
+    """Return the content of the report of a run."""
     experiment, figures = run
     counts, conclusions = figures.requests, []
     if (reading := figures.reading) is not None:
@@ -60,7 +60,7 @@ def totals_table(run: MeasuredRun) -> Table:
 
 
 def slo_table(slo: Slo, figures: Measurement) -> Table | None:
-    """Return the table of how many requests met each SLO; None without an SLO."""
+    """Return the table of the SLOs and how many requests met each SLO; None if no SLO was given."""
     if (good := figures.goodput) is None:
         return None
     rows = [
@@ -84,7 +84,7 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
 
 
 def stall_table(figures: Measurement) -> Table | None:
-    """Return the table of the worst stalls; None if no request got a second chunk."""
+    """Return the table of the worst stalls; None if every request got at most one chunk."""
     rows = [
         [str(number), human_seconds(stall.seconds), f"{stall.at:.2f}", str(stall.tokens_before)]
         for number, stall in figures.latency.stalls
@@ -93,7 +93,7 @@ def stall_table(figures: Measurement) -> Table | None:
 
 
 def definitions(run: MeasuredRun) -> dict[str, str]:
-    """Return the definitions of the figures in the tables, and the source of the token counts."""
+    """Return the definitions of the figures in the tables, and a sentence on how tokens were counted."""
     figures = run.figures
     terms = definitions_in(Place.LATENCIES | Place.TOTALS | Place.OWN_TABLE, run)
     if not any(figure.get(*run).p99_ci95 for figure in figures_in(Place.LATENCIES)):

@@ -1,7 +1,7 @@
-"""Server with known times that the bench checks itself against. It runs in another process and logs what it writes.
+"""Server with known timing, against which the bench checks itself. It runs in another process and logs its writes.
 
-Its log has the times of time.monotonic, which all processes of a machine share, so the bench can tell a late server
-from an error of measurement. Run as a module it prints its port, and ends when its stdin is closed.
+The log has times of time.monotonic, a clock that all processes of a machine share. So the bench can tell a late server
+from an error of measurement. Run as a module, the server prints its port. It ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
-#: For each answer: when the request arrived, and when each part was written, with its number of tokens.
+#: Log with an entry per answer: the time the request arrived, and the time and number of tokens of each part written.
 AnswerLog = list[tuple[float, list[tuple[float, int]]]]
 
 Ending = Literal["done", "cut", "refused", "error"]
@@ -25,7 +25,7 @@ Ending = Literal["done", "cut", "refused", "error"]
 
 @dataclass(frozen=True, slots=True)
 class ScriptPart:
-    """Text and its number of tokens, written `at` seconds after the request arrives."""
+    """Part of an answer: text with its number of tokens, written `at` seconds after the request arrives."""
 
     at: float
     text: str
@@ -34,7 +34,11 @@ class ScriptPart:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Answer of the server. It ends with usage and [DONE], is cut off, ends with an error event, or is an HTTP 500."""
+    """Script of an answer: its parts, and how the answer ends.
+
+    The ending "done" sends usage and [DONE], "cut" closes the connection early, and "error" sends an error event.
+    "refused" means an HTTP 500 instead of the parts. With `role_first`, chunks without tokens carry the assistant role.
+    """
 
     parts: tuple[ScriptPart, ...]
     ending: Ending = "done"
@@ -46,15 +50,18 @@ class Script:
 
 
 def steady(count: int, first: float, gap: float, *, tokens: int = 1, ending: Ending = "done") -> Script:
-    """Return a script of `count` chunks of `tokens` tokens each, the first after `first` seconds, then every `gap`."""
+    """Return a script of `count` chunks with `tokens` tokens each.
+
+    The server writes the first chunk `first` seconds after the request arrives, and one more every `gap` seconds.
+    """
     return Script(tuple(ScriptPart(first + gap * n, " x" * tokens, tokens) for n in range(count)), ending)
 
 
 _PLAIN = steady(40, 0.1, 0.02)
-#: Two chunks without a token, as a chat begins.
+#: Two chunks without a token, such as those at the start of a chat answer.
 _ROLE = (ScriptPart(0.01, ""), ScriptPart(0.02, ""))
 
-#: Scripts by the first part of the URL's path. The requests of a path get its scripts in turn.
+#: Scripts by the first segment of the URL's path. Successive requests to a path get its scripts in turn.
 SCRIPTS: Mapping[str, tuple[Script, ...]] = {
     "steady": (_PLAIN,),
     "chunks": (steady(5, 0.1, 0.2, tokens=10),),
@@ -74,7 +81,7 @@ SCRIPTS: Mapping[str, tuple[Script, ...]] = {
 
 
 def chunk(script: Script, part: ScriptPart, *, chat: bool) -> bytes:
-    """Return a part as a server-sent event."""
+    """Return a part as a server-sent event, in the format of chat completions if `chat`, else of completions."""
     if not chat:
         return event({"choices": [{"index": 0, "text": part.text, "finish_reason": None}]})
     role = {"role": "assistant"} if script.role_first and not part.tokens else {}
@@ -82,7 +89,7 @@ def chunk(script: Script, part: ScriptPart, *, chat: bool) -> bytes:
 
 
 def ending(script: Script) -> bytes:
-    """Return the bytes after the last part."""
+    """Return the bytes that the server sends after the last part."""
     if script.ending == "error":
         return event({"error": {"message": "as the script wants it", "type": "server_error"}})
     if script.ending == "cut":
@@ -96,7 +103,10 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... with the scripts of NAME. GET /NAME/log returns and clears their log."""
+    """Server that answers POST /NAME/v1/... with the scripts of NAME.
+
+    GET /NAME/log returns the log of these answers and clears it.
+    """
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""`bench --self-check`: probes load a server with known times; the bench's figures are compared with the server's log.
+"""Self-check of `bench`: probes load a server with known timing and compare the figures with the server's log.
 
-They are not compared with the script, because on a busy machine the server may be late. The client may be late too: an
-error that this explains is "disturbed", not "wrong", and the probe is tried again.
+The figures are not compared with the server's script, because on a busy machine the server may be late. The client may
+be late, too. If such a delay explains an error, the error is "disturbed", not "wrong", and the probe is repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from llmsched.engine.latency import Arrival, request_latency, steady_rate
 from llmsched.engine.percentiles import summarise
 from llmsched.engine.progress import Progress, silent
 
-#: Allowed errors of typical and of tail figures, in seconds: about the delay of a loaded machine's scheduler.
+#: Allowed errors in seconds of typical figures (means) and of tail figures (P99 and maximum). They are about the delay
+#: that the scheduler of a loaded machine causes.
 TYPICAL_S, TAIL_S = 0.005, 0.02
 
 _RATE = 100.0
@@ -45,7 +46,7 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Load for one script of the server; `what` describes it for the user."""
+    """Load for one script of the scripted server. `what` describes the probe to the user."""
 
     name: str
     what: str
@@ -58,10 +59,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Figure of a probe: expected by the script, taken from the server's log, and measured; None if undefined.
+    """Check of one figure: its value according to the script and to the server's log, and as measured by the bench.
 
-    Times are in ms, rates per second. An error that exceeds `allowed` by at most `excuse` may be due to other work on
-    the machine.
+    A value is None if undefined. Times are in ms, rates per second. An error that exceeds `allowed` by at most `excuse`
+    may be due to other work on the machine.
     """
 
     probe: str
@@ -89,7 +90,10 @@ class FigureCheck:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """Checks of the last try of a probe. `held_up` is the longest delay in seconds of the client or the server."""
+    """Outcome of a probe: the checks of its last try, and the number of tries.
+
+    `held_up` is the longest delay of the client or the server in seconds.
+    """
 
     probe: Probe
     checks: Sequence[FigureCheck]
@@ -124,14 +128,14 @@ _TRIES, _PAUSE_S = 3, 0.5
 #: Seconds between two measurements of the event loop's lag.
 _LOOK_S = 0.002
 
-#: One request before the probes, so that they do not measure imports.
+#: One request before the probes, so that the probes do not measure the time of imports.
 _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_len=8, output_len=100))
 
 
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
-    """Try a probe, and repeat it while it is not right and a delay exceeds the allowed error.
+    """Run a probe. Repeat it while a figure is not right and a delay above the allowed error may be the cause.
 
-    `attempt` returns the checks and the longest delay in seconds.
+    `attempt` runs the probe once and returns the checks and the longest delay in seconds.
     """
     tries = 1
     while True:
@@ -143,7 +147,7 @@ async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[Fig
 
 
 async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
-    """Return the checks of a probe, and the longest delay in seconds of the client or the server."""
+    """Run a probe once. Return its checks, and the longest delay of the client or the server in seconds."""
     async with loop_lags(_LOOK_S) as lags:
         figures, log = await _run(root, probe)
     scripts = SCRIPTS[probe.name]
@@ -158,7 +162,10 @@ async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
 
 @asynccontextmanager
 async def scripted_server() -> AsyncIterator[str]:
-    """Start the scripted server, yield its URL, and stop it when the block ends."""
+    """Start the scripted server, yield its URL, and stop the server when the block ends.
+
+    Raises LlmschedError if the server does not start.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "llmsched.cli.bench.selfcheck.scripted_server"),
         stdin=asyncio.subprocess.PIPE,
@@ -188,7 +195,7 @@ async def _run(root: str, probe: Probe) -> tuple[Measurement, AnswerLog]:
 
 
 async def bench_self(progress: Progress) -> Result:
-    """Run all probes in turn. Raises LlmschedError if the server cannot be started."""
+    """Run all probes in turn and return the result. Raises LlmschedError if the server does not start."""
     outcomes: list[ProbeOutcome] = []
     async with scripted_server() as root:
         await _run(root, _WARM_UP)
@@ -200,9 +207,10 @@ async def bench_self(progress: Progress) -> Result:
 
 
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
-    """Return the checks as JSON. Times are in ms, rates per second; `error` is measured - server.
+    """Return the checks as a JSON object. Times are in ms, rates per second; `error` is measured - server.
 
-    `right` is True if all figures are right, `wrong` if any is wrong; if both are False, a probe was disturbed.
+    `right` is True if all figures are right. `wrong` is True if any figure is wrong. If both are False, a probe was
+    disturbed.
     """
     return {
         "measured": True,
@@ -221,7 +229,7 @@ def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
 
 
 def content(outcomes: Sequence[ProbeOutcome]) -> ReportContent:
-    """Return the checks as tables, with conclusions."""
+    """Return the content of the report: a table of checks for each probe, and the conclusions."""
     columns = ["", "script", "server", "measured", "error", "allowed", ""]
     tables = []
     for outcome in outcomes:
@@ -239,7 +247,7 @@ def content(outcomes: Sequence[ProbeOutcome]) -> ReportContent:
 
 
 def conclusions(outcomes: Sequence[ProbeOutcome]) -> list[str]:
-    """Return the conclusions from the checks, in sentences."""
+    """Return sentences that say which figures are wrong or uncertain, and what the user can do."""
     found, checks = [], [check for outcome in outcomes for check in outcome.checks]
     if again := [f"{outcome.probe.name} ({outcome.tries} tries)" for outcome in outcomes if outcome.tries > 1]:
         found.append(f"tried again, because this machine was busy with other work: {', '.join(again)}")
@@ -264,9 +272,10 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
-    """Return the figures of a probe, each with the figure from the server's log.
+    """Return the checks of a probe, which compare measured figures with those from the server's log.
 
-    A delay `held_up` (seconds) above the allowed error excuses twice its length, because it may delay a token twice.
+    If `held_up`, the longest delay in seconds, is above the allowed error, errors of up to twice its length are
+    excused, because one delay may affect a token twice.
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
@@ -299,9 +308,9 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Return the figures computed from a log of answers to requests that were due at `due` on average.
+    """Compute figures from a log of answers to requests. `due` is the mean time at which the requests were due.
 
-    TTFT and E2E are means, so answers need not be matched with requests.
+    Of TTFT and E2E only the means are used, so the answers need not be matched with requests.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]
