@@ -35,7 +35,7 @@ class EngineSpec:
     """Class of engines.
 
     `step_seconds`, `layer_seconds` and `row_seconds` are the fixed costs of a step: in total, per layer, and per row.
-    `shares` has the efficiencies by key of a GPU, by GPU architecture, and under "default".
+    `shares` maps the key of a GPU, a GPU architecture or "default" to the shares that apply there.
     """
 
     key: str

@@ -61,8 +61,8 @@ def gpus() -> dict[str, GpuSpec]:
 def find_gpu(name: str) -> GpuSpec:
     """Return the GPU called `name`, ignoring case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
 
-    The beginning of a name suffices if only one GPU's name begins so. Raises UnknownNameError for an unknown name, and
-    for a name that fits several GPUs ("a100").
+    The beginning of a name is enough if it fits only one GPU. Raises UnknownNameError for an unknown name, and for a
+    name that fits several GPUs ("a100").
     """
     wanted = _bare(name)
     listed = {_bare(key): spec for key, spec in gpus().items()}

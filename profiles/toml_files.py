@@ -67,7 +67,7 @@ def check_table(where: str, table: Any) -> None:
 
 
 def created_in(where: str, content: Mapping[str, Any]) -> datetime:
-    """Return the value of `created` in the content of a file; 1970 if it has none.
+    """Return the time `created` from the content of a file, or 1970 if the file does not state it.
 
     Raises ProfileError if the value is not a date and time. `where` begins the message.
     """

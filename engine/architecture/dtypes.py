@@ -26,7 +26,7 @@ def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
 
 
 def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """Return the type of KV. For "auto" this is fp8 if the checkpoint has fp8 KV scales, else `dtype`."""
+    """Return the type of KV. "auto" means fp8 if the checkpoint has fp8 KV scales, else the same type as `dtype`."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "fp8" if checkpoint_fp8 else dtype

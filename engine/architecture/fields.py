@@ -34,7 +34,7 @@ _CACHE_FORMAT = 2
 
 
 class ConfigCache:
-    """Cache file of values that transformers takes seconds to compute from one config.json.
+    """Cache, in a file, of values that transformers takes seconds to compute from one config.json.
 
     The file lies in `directory`. Its name is a hash of the config's content and the versions of llmsched and
     transformers. Errors in reading or writing the file are only logged. Models of `families.FAMILIES` do not need
@@ -103,7 +103,7 @@ class Fields:
         """The whole config as a mapping with the keys of config.json."""
         return self.config if isinstance(self.config, Mapping) else self.config.to_dict()
 
-    # Settings that have different names in different families, and that several modules read.
+    # Settings that several modules read, and that have different names in different families.
 
     @property
     def model_type(self) -> str:
@@ -193,7 +193,7 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
 
 @contextmanager
 def size_errors() -> Iterator[None]:
-    """Raise ModelError in place of the errors that arithmetic on config values of a wrong type raises."""
+    """Raise ModelError if arithmetic in the `with` block fails because a config value has a wrong type."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:

@@ -24,7 +24,11 @@ _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Weight matrices of one kind: how many numbers they have, their bytes, and the type of products with them."""
+    """Weight matrices of one kind.
+
+    `numbers` is how many numbers they have, `size` is their bytes, and `arithmetic` is the type in which they are
+    multiplied.
+    """
 
     numbers: int
     size: float
@@ -34,9 +38,9 @@ class Matrices(NamedTuple):
 class Attention(NamedTuple):
     """Costs of attention in all layers of one kind.
 
-    `kv_bytes` is the bytes of KV per token. `prefill_flops` and `decode_flops` are operations per (query, key) pair.
-    With `windowed`, a query attends only to the last tokens before it. With `latent` (MLA), prefill has separate keys
-    and values for each head, but in decode all heads attend to one latent vector, so decode is a matrix product.
+    `kv_bytes` is the bytes of KV per token. `prefill_flops` and `decode_flops` are operations per (query, key) pair. If
+    `windowed`, a query attends only to the last tokens before it. If `latent` (MLA), prefill has separate keys and
+    values for each head, but in decode all heads attend to one latent vector, so decode is a matrix product.
     """
 
     windowed: bool

@@ -73,7 +73,7 @@ class LayerGroup:
 
     @property
     def kv_widths(self) -> tuple[int, int]:
-        """Widths of K and V that this engine caches per token in one layer: numbers, summed over all heads."""
+        """Numbers of key elements and of value elements that this engine caches per token in one layer."""
         if self.expanded:
             return self.expanded - self.expanded // 2, self.expanded // 2
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
@@ -85,7 +85,7 @@ class LayerGroup:
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes that this engine caches per token in all layers of the group.
 
-        Only for MLA these differ from `bytes_per_token`.
+        They differ from `bytes_per_token` only for MLA.
         """
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
@@ -114,7 +114,7 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of a sequence of `length` tokens if KV outside the windows is freed.
+        """Return the bytes of a sequence of `length` tokens if sliding-window layers free the KV outside their windows.
 
         The bytes include recurrent state.
         """
@@ -150,8 +150,8 @@ def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_byt
 class LayerReader:
     """Reader of the layers that one config describes.
 
-    `assumed` collects the assumptions that the methods make, `facts` the facts that users should know. Methods raise
-    ModelError if the config is invalid.
+    `assumed` collects the assumptions that the methods make. `facts` collects facts that users should know. The methods
+    raise ModelError if the config is invalid.
     """
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
@@ -224,7 +224,7 @@ class LayerReader:
         return ["full_attention"] * layers
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
-        """Return the kinds of KV memory that a layer of the type `name` needs; none for a layer that is only an MLP."""
+        """Return the kinds of KV memory that a layer of the type `name` needs. The tuple is empty for an MLP layer."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown type {name!r} are counted as full attention")
             return ("full",)
@@ -303,7 +303,7 @@ class LayerReader:
         return hidden // heads
 
     def _override(self, name: str, layer: int) -> Any:
-        """Return the value of the setting `name` for the layer with index `layer` alone; None if it is not set."""
+        """Return the value that per_layer_config sets for `name` in the layer with the index `layer`, or None."""
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, Mapping):
             return None

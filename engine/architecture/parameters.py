@@ -12,7 +12,7 @@ from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters, in classes that quantised formats treat differently.
+    """Numbers of parameters in classes. Quantised formats treat these classes differently.
 
     - linear: matrices of attention and dense MLPs
     - experts: matrices of routed experts
@@ -142,7 +142,7 @@ class _Counter:
                 yield self._norms(3)
         elif self._is_sparse(layer, name):
             yield self._experts(self.config.num_experts, get(self.parts.experts))
-            shared = self.config.shared_expert_size  # width of the experts that every token is sent to
+            shared = self.config.shared_expert_size  # width of the experts that process every token
             if shared is None:
                 shared = get("n_shared_experts", default=0) * get("moe_intermediate_size", default=0)
             if shared:

@@ -81,13 +81,13 @@ def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None, bool]:
     """Return (linear_bits, expert_bits, fp8). `fp8` is True if activations have 8 bits too, so products are in fp8.
 
-    Each format stores scales besides the bits of its weights:
+    Each format stores scales in addition to the bits of its weights:
 
     - fp8: one float32 scale per block, if the config sets weight_block_size
     - mxfp4: an 8-bit exponent per 32 weights; only experts are quantised
     - awq, gptq: a 16-bit scale and a zero point per group_size weights
     - compressed-tensors: a 16-bit scale per group_size weights, and a zero point if the weights are asymmetric
-    - bitsandbytes with 4 bits: a float32 maximum per 64 weights, or 8 bits of it with double quantisation
+    - bitsandbytes with 4 bits: a float32 maximum per 64 weights; with double quantisation, an 8-bit maximum
     - modelopt (NVIDIA): nvfp4 has an 8-bit scale per 16 weights, W4A16_AWQ a 16-bit scale per 128 weights
     """
     method = str(settings.get("quant_method", "")).lower()
@@ -123,8 +123,9 @@ def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None,
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
-    """Return the bits per weight of `bits` bits, with a share of its group's 16-bit scale and, if set, zero point.
+    """Return the bits that one weight takes: `bits` bits, and its share of the 16-bit scale of its group.
 
+    `group` is the number of weights in a group. With `zero_point`, a group also has a zero point of `bits` bits.
     Returns None if `bits` is not a positive whole number.
     """
     if not isinstance(bits, int) or bits < 1:

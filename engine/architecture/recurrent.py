@@ -40,8 +40,8 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
 class DeltaNetSizes(NamedTuple):
     """Sizes of a gated delta net (Qwen3-Next, Qwen3.5).
 
-    `key_width` and `value_width` are numbers over all heads together, `key_dim` is the width of one head. `kernel` is
-    the kernel size of the convolution.
+    `key_width` and `value_width` are the widths of all heads together. `key_dim` is the width of one key head. `kernel`
+    is the kernel size of the convolution.
     """
 
     key_width: int
@@ -69,7 +69,7 @@ class DeltaNetSizes(NamedTuple):
 class Mamba2Sizes(NamedTuple):
     """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1).
 
-    `width` is the width of x over all heads together, `state` the width of the state per channel. `kernel` is the
+    `width` is the width of x for all heads together. `state` is the size of the state per channel of x. `kernel` is the
     kernel size of the convolution.
     """
 

@@ -40,7 +40,10 @@ def _plain_block(hidden: int, inner: int) -> int:
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen3-VL's or Qwen3.5's encoder: learned positions, plain blocks, a merger, and one per deepstack layer."""
+    """Count the encoder of Qwen3-VL or Qwen3.5.
+
+    It has learned positions, plain blocks, one merger, and one more merger for each deepstack layer.
+    """
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -52,7 +55,7 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
     """Count Qwen2-VL's encoder: plain blocks without learned positions, and one merger.
 
-    In its config `hidden_size` is the width of the output; `embed_dim` is the width of the blocks.
+    In vision_config, `hidden_size` is the width of the output and `embed_dim` is the width of the blocks.
     """
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))

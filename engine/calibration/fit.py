@@ -30,8 +30,8 @@ class MeasuredStep(NamedTuple):
 class Fit:
     """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step.
 
-    `errors` are the errors of `cost`. `left_out` are the errors of predictions for which the fit did not use the step
-    that it predicts (leave-one-out cross-validation).
+    `errors` are the errors of `cost`. `left_out` has, for each step, the error of a fit to all other steps
+    (leave-one-out cross-validation).
     """
 
     cost: FittedCost
@@ -68,8 +68,8 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 def non_negative(matrix: Array) -> Array:
     """Return the vector x >= 0 that minimises |matrix @ x - 1|.
 
-    The solution is exact: it is the best of the unconstrained solutions for all subsets of columns that are nowhere
-    negative.
+    The solution is exact: the function solves the unconstrained problem for every subset of the columns and returns the
+    best solution without negative numbers.
     """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale

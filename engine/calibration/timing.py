@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 #: Rows of a step, each a pair (context, new tokens).
 Rows = tuple[tuple[int, int], ...]
 
-#: Contexts to time: pairs of tokens, and the largest share of max_model_len that they may take.
+#: Contexts to measure: the number of tokens, and the largest share of max_model_len that it may be.
 _CONTEXTS = ((64, 1 / 8), (512, 1 / 4), (2048, 1 / 2))
 #: Fewest steps from which the coefficients can be fitted.
 MIN_STEPS = 12
-#: For the overhead of serving: numbers of sequences served together, output tokens of each, and repeats.
+#: Measurement of the overhead of serving: numbers of sequences, output tokens per sequence, and repeats.
 _SERVED = (1, 8, 32)
 _SERVED_TOKENS = 12
 _REPEATS = 3
-#: Settings to measure copies if the config has no swap space, and the most blocks copied in one step.
+#: Settings for measuring copies if the config has no swap space, and the largest number of blocks to copy in one step.
 _SWAPPING: Mapping[str, Any] = {"swap_space": 256 << 20, "preemption_mode": "auto"}
 _MAX_SWAPPED = 64
 

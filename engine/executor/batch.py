@@ -81,11 +81,11 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Split a step into parts that each need the logits of at most max_predictions predictions of prompt tokens.
+    """Split a step into parts, each with at most max_predictions tokens that predict prompt tokens.
 
-    Yields each part as a list of (index in `rows`, row or piece of that row). The pieces of a row come in order, and
-    only the last piece samples. So computing the parts in order gives the same results as computing the whole step.
-    Most steps have one part.
+    This limits the memory for logits; most steps have one part. Yields each part as a list of (index in `rows`, row or
+    piece of that row). The pieces of a row come in order, and only the last piece samples. So computing the parts in
+    order gives the same results as computing the whole step.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions

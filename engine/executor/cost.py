@@ -1,4 +1,4 @@
-"""Models of the time of a step, and StepShape, on which this time depends. Roofline models are in roofline.py."""
+"""Models that compute the time of a step from its StepShape. Roofline models are in roofline.py."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the factors of the coefficients in LINEAR. Only if `windowed`, include those of sliding-window layers."""
+    """Return the factor of each coefficient in LINEAR. Unless `windowed`, omit those of sliding-window layers."""
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
     return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain

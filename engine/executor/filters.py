@@ -1,7 +1,7 @@
 """Sampling filters (temperature, min_p, top_k, top_p) and the random draw, for batches of rows.
 
 All filters order tokens by logit, and equal logits (common in bfloat16) by ascending id. So the tokens that a row keeps
-depend only on the row's own logits, not on the order in which a batched sort leaves equal values.
+depend only on the row's own logits, not on how a batched sort orders equal values.
 
 The draw is an exponential race. Each token has a weight w and an independent exponential time E, and the token with the
 largest w / E is drawn. This happens with probability w / sum(w). The race is the Gumbel-max trick, because log w - log
@@ -10,11 +10,11 @@ E is log w plus Gumbel noise.
 The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation rounds the logits
 differently, another token is drawn only if the best two values of w / E were closer than the rounding. For logits that
 move by 1e-6 this is about one draw in 1e6. Inverting the cumulative distribution would change far more draws: each
-token's interval moves with the sum of all weights before it, and in a flat distribution over a large vocabulary the
-intervals are no wider than these moves.
+token's interval in [0, 1) would shift with the sum of the weights before it. In a flat distribution over a large
+vocabulary, such shifts are as large as the intervals.
 
-Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, also for races between sets of tokens by the sums
-of their weights.
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, which also covers races between sets of tokens by
+the sums of their weights.
 """
 
 from __future__ import annotations

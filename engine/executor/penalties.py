@@ -107,9 +107,9 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the tensor index of all entries (rows[i], id) with an id in ids[i], or None for no entries.
+    """Return the index of the entries (rows[i], id) for all ids in ids[i], or None if all ids[i] are empty.
 
-    Entries must be distinct.
+    The index is a pair of tensors on `device`. Entries must be distinct.
     """
     lengths = [len(each) for each in ids]
     if not sum(lengths):

@@ -1,8 +1,8 @@
 """Random numbers that depend only on a seed, a position and a name.
 
 The counter-based generator Philox4x32-10 turns (seed, position) into a key. It has no state, so preemption and batching
-do not change the tokens that a sequence draws. From this key and the name, here the index of a token or chunk, a cheap
-hash makes each number of the draw on the device of the logits.
+do not change the tokens that a sequence draws. A cheap hash turns this key and a name into a random number on the
+device of the logits. In a draw, a name is the index of a token or of a chunk of tokens.
 
 Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. C.
 Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers: of his multipliers below 2**31,

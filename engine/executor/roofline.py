@@ -81,7 +81,10 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds of work that takes `arithmetic` seconds of arithmetic and `reading` seconds of reads."""
+    """Return the time, in seconds, of work that arithmetic and reads both limit.
+
+    `arithmetic` and `reading` are the seconds that each of them alone would take.
+    """
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 

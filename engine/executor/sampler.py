@@ -70,7 +70,10 @@ class Sampler:
 
 
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return a row's result. `raw_best` is its best logit before the edits of LogitEditor, `best` after them."""
+    """Return a row's result: `token`, or an error if the row's best logit is not finite.
+
+    `raw_best` is the best logit before the edits of LogitEditor, `best` the best after them.
+    """
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed logits without a usable number for this sequence (NaN or all -inf)")
     if not math.isfinite(best):
@@ -88,9 +91,9 @@ def filters_of(sequences: ListLike[Sequence]) -> Filters:
 
 
 def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> list[TokenLogprob]:
-    """Return log-probabilities from each row i of logprobs [N, V] (fp32).
+    """Select log-probabilities from logprobs [N, V] (fp32), with one result per row.
 
-    Row i yields those of token_ids[i] and of the counts[i] best tokens.
+    The result of row i has the log-probability of token_ids[i] and those of the counts[i] best tokens.
     """
     chosen = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)

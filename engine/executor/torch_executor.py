@@ -25,7 +25,7 @@ from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.request import SamplingParams, Sequence
 
-#: Sampling parameters of the warm-up, which uses every feature, and of rehearsals.
+#: Sampling parameters of the warm-up, which use every feature of the sampler, and of rehearsals.
 _EVERYTHING = SamplingParams(
     temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
 )
@@ -35,8 +35,8 @@ _GREEDY = SamplingParams(temperature=0)
 class TorchExecutor:
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    The batch of a row changes its logits only by the rounding of matrix products, which depends on the number of rows.
-    Logits differ by about 1e-6 (fp32) or one bf16 ulp between batch sizes.
+    Other rows of a batch affect a row's logits only through the rounding of matrix products, which depends on the
+    number of rows. Between batch sizes, logits differ by about 1e-6 (fp32) or one bf16 ulp.
 
     Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the model cannot be computed exactly,
     if it does not support max_model_len tokens, or if its layers do not suit the layout.
@@ -188,7 +188,7 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence. Rows share blocks if the cache has too few, because no result is used."""
+        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if the cache has too few."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

@@ -46,7 +46,7 @@ class GGUFFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
-        """Return the same value as `get`. Raises ModelError if the file lacks it."""
+        """Return the same value as `get`. Raises ModelError if the file lacks the value."""
         value = self.get(key)
         if value is None:
             raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")
@@ -106,8 +106,8 @@ _FORMATS = {
 class GGUFTensor:
     """Tensor in a .gguf file.
 
-    `shape` is in numpy's order of dimensions. `data` holds the quantised bytes, one row per row of the tensor, as
-    gguf.dequantize expects them.
+    `shape` is in numpy's order of dimensions. `data` has one row of quantised bytes per row of the tensor, as
+    gguf.dequantize expects.
     """
 
     shape: tuple[int, ...]

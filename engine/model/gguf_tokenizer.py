@@ -37,9 +37,9 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 class PreTokenizer:
     """Rules for splitting text before BPE.
 
-    If `digits` is set, every digit is split off first. Then `pattern` splits the text; None means GPT-2's pattern.
-    `nfc` normalises the text before both. `ignore_merges` keeps a word that is in the vocabulary whole. `add_bos` is
-    the default for adding BOS.
+    If `nfc`, the text is first normalised to Unicode NFC. If `digits`, every digit is then split off. Then `pattern`
+    splits the text; None means GPT-2's pattern. If `ignore_merges`, a word that is in the vocabulary becomes one token
+    without merges. `add_bos` is the default for adding BOS.
     """
 
     pattern: str | None = None
@@ -143,7 +143,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
     """Return a tokenizer like SentencePiece's BPE, and True because it adds BOS by default.
 
-    It merges by score and encodes unknown characters as bytes.
+    The tokenizer merges the pair with the best score first and encodes unknown characters as bytes.
     """
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}

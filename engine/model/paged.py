@@ -61,10 +61,10 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 class KVCache:
     """KV of all blocks.
 
-    For each part of a group, `keys` has a tensor [num_blocks, kv_heads, block_size, key_dim], and `values` has a tensor
-    [num_blocks, kv_heads, block_size, value_dim]. A block belongs to one group at a time. `places` has the group and
-    the part of each layer. The tensors are initialised with zeros, because kernels multiply the values of masked
-    positions by 0, and 0 x NaN is NaN.
+    For each part of a group (see LayerPlace), `keys` has a tensor [num_blocks, kv_heads, block_size, key_dim], and
+    `values` has a tensor [num_blocks, kv_heads, block_size, value_dim]. A block belongs to one group at a time.
+    `places` has the group and the part of each layer. The tensors are initialised with zeros, because kernels multiply
+    the values of masked positions by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]
@@ -108,7 +108,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """KV cache, and the positions of a packed batch in it: arrays of `executor.batch.PackedBatch` on the device."""
+    """KV cache, and the arrays of a PackedBatch that locate the batch in the cache, as tensors on the device."""
 
     cache: KVCache
     slot_mapping: torch.Tensor

@@ -6,8 +6,8 @@ passes. It checks three things:
 - Every layer calls attention exactly once. The probe records the number of KV heads and their widths.
 - The mask is causal and has the same sliding window that attention is given. transformers makes masks from a function
   of (query, key) positions, so the probe calls this function for positions that are far apart.
-- Tokens do not influence each other outside attention, as they do with recurrent state or convolution: while attention
-  returns zeros, a change of earlier tokens must not change the last token's logits.
+- Tokens do not influence each other outside attention, as they would through recurrent state or convolution. While
+  attention returns zeros, a change of earlier tokens must not change the last token's logits.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Find the model `spec` on disk; download `demo` and hub ids first. Raises ModelError if it is not found."""
+    """Find the model `spec` on disk. `demo` and hub ids are downloaded first. Raises ModelError if it is not found."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 

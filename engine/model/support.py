@@ -1,4 +1,4 @@
-"""Checks of whether a model's architecture can be served, from its config alone.
+"""Checks that a model's architecture can be served, based on its config alone.
 
 probe.py makes the checks that need the model itself: of masks, and of keywords that are passed to attention.
 """
@@ -31,7 +31,7 @@ TESTED = (
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Models that transformers' attention interface does not pass all inputs of attention for, and the reason.
+#: Reasons why a model needs more inputs of attention than transformers' attention interface passes.
 _OWN_ATTENTION = {
     "FalconForCausalLM": "its positions may be ALiBi biases",
     "MptForCausalLM": "its positions are ALiBi biases",
@@ -70,7 +70,7 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """Return the name of the model class in config.json, or "" if it names none, which check_supported refuses."""
+    """Return the name of the model class in config.json, or "" if config.json names no class."""
     return str(config.architectures[0]) if config.architectures else ""
 
 
@@ -81,9 +81,9 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return the reason why serve would refuse the model with this content of config.json, or None to accept it.
+    """Return the reason why serve would refuse the model with this content of config.json; None without a reason.
 
-    The model itself may still be refused by probe.py. Raises ModelError for a config that transformers rejects.
+    Even then probe.py may refuse the model itself. Raises ModelError for a config that transformers rejects.
     """
     decided, reason = refusal_of_file(content)
     if decided:
@@ -100,8 +100,8 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Check the content of a config.json without importing transformers.
 
-    Returns a flag and a reason. The flag is True if this check is conclusive. The reason is that of a refusal; None
-    means that this check found none.
+    Returns a flag and a reason. The flag is True if this check is conclusive. The reason says why the model is refused;
+    None means that this check found no reason.
     """
     read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})

@@ -33,9 +33,9 @@ class PromptSet:
     """Prompts of all cases.
 
     `general` prompts have varied lengths; the first is exactly 3 blocks long. Each prompt in `edges` begins with the
-    first tokens of that prompt. `shared` has the number of these tokens for each: 1 block - 1, 1 block, 1 block + 1, 2
-    blocks - 1, 2 blocks, and 2 blocks + 1. The first four `edges` are two blocks long, so that each needs a third block
-    for its second output token.
+    first tokens of that prompt. `shared` has the number of these tokens for each prompt in `edges`: 1 block - 1, 1
+    block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1. The first four `edges` are two blocks long, so that
+    each needs a third block for its second output token.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -109,24 +109,24 @@ def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterato
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     block_size = layout.block_size
     width = sum(layout.width(len(prompt.token_ids) + num_tokens) for prompt in prompts.all)
-    # Twice as many, because finished waves leave blocks in the cache, even blocks outside the sliding windows.
+    # Twice as many blocks, because finished waves leave blocks in the cache, even blocks outside the sliding windows.
     plenty = 2 * layout.num_groups * (width + 1)
     one_by_one = tuple((prompt,) for prompt in prompts.general)
     yield ParityCase("alone", one_by_one, longest, plenty, num_tokens)
-    # The first prompt fills a step; later ones are split into chunks beside the decodes of earlier ones.
+    # The first prompt fills a step. Later prompts are split into chunks, which share steps with decodes.
     yield ParityCase("mixed batch", (prompts.all,), 3 * block_size, plenty, num_tokens)
     for size in sorted({1, 7, block_size, block_size + 1}):
         yield ParityCase(f"chunks of {size}", (prompts.general,), size, plenty, num_tokens)
 
-    # The first prompt; then the same prompt again, in one batch with prompts that begin like it. A hit includes a part
-    # of a block if the part is worth a copy, but never the prompt's last token.
+    # The first wave is the first prompt. The second wave is the same prompt again, with the prompts that begin like it.
+    # A hit includes a part of a block if it has at least MIN_COPIED tokens, but never the prompt's last token.
     again = (prompts.general[0], *prompts.edges)
     shared = (len(prompts.general[0].token_ids), *prompts.shared)
     known = (min(length, len(prompt.token_ids) - 1) for length, prompt in zip(shared, again, strict=True))
     hits = tuple(num if num % block_size >= MIN_COPIED else num // block_size * block_size for num in known)
     budget = sum(
         len(prompt.token_ids) for prompt in again
-    )  # one step for all, so that no prompt finds blocks of another
+    )  # all prompts in one step, so that none of them hits the prefix of another
     waves = (again[:1], again)
     yield ParityCase("prefix hits", waves, budget, plenty, num_tokens, caching=True, cached_tokens=hits)
 

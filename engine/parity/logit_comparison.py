@@ -13,7 +13,7 @@ from llmsched.engine.architecture.fields import read_fields
 from llmsched.engine.model.probe import set_attention
 from llmsched.engine.parity.cases import ParityPrompt
 
-#: The only attention implementation that supports all features of models: windows, sinks, soft-capping.
+#: The only attention implementation of transformers that supports windows, sinks and soft-capping in all models.
 IMPLEMENTATION = "eager"
 
 
@@ -23,7 +23,7 @@ class Continuation:
 
     `token_ids` has n tokens. `logits` [n, V] come from one full forward pass over prompt and output. `spread` is the
     largest difference between these logits and the logits of `generate`, which computes one token at a time with a KV
-    cache. It shows how much two correct computations by transformers differ.
+    cache. So `spread` shows how much two correct computations by transformers differ.
     """
 
     token_ids: tuple[int, ...]

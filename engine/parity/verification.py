@@ -36,7 +36,7 @@ from llmsched.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-#: Most host memory, in bytes, for the logits that are kept for comparison.
+#: Largest host memory, in bytes, for the logits that are kept for comparison.
 MAX_LOGIT_BYTES = 4 << 30
 
 

@@ -43,7 +43,7 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function at once to a C function `void f(argument)`.
+    """Return a decorator that immediately compiles a function to a C function `void f(argument)`.
 
     The compiled function's attribute `address` is a pointer to the C function.
     """

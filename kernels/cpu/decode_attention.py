@@ -21,7 +21,7 @@ from torch import Tensor
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import as_pointer, run, thread_num
 
-MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24)
+MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24 on)
 SPLIT = 256
 PARALLEL_PRODUCTS = 1 << 20  # multiply-adds (0.05 ms on one core) from which several threads are faster
 

@@ -157,7 +157,7 @@ def visit_keys(
             query, key, positions, keys, inside, scale, softcap, slopes, WINDOW, SOFTCAP, SLOPES, MASKED
         )
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that has seen no key yet has no maximum; any finite base works.
+        # The maximum is -inf while a row has attended to no key; any finite base works then.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
@@ -223,7 +223,7 @@ def attend_keys(
     if SLOPES:
         falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
     masked_from = begin
-    if WINDOW == 0:  # every query sees the keys up to the first query's position
+    if WINDOW == 0:  # every query attends to the keys up to the first query's position
         masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
         accumulator, maximum, total = visit_keys(
             accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
@@ -251,7 +251,7 @@ def store_rows(
     BLOCK_V: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store the outputs of the real rows at their `lines`; other rows are padding.
+    """Store the outputs of the real rows at their `lines`. A line is one head of one token; other rows are padding.
 
     If SPLIT, the outputs are stored without division by the sum of exponentials, and `stats` gets each row's maximum
     and sum.
@@ -346,7 +346,7 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Join the splits of one line in the program (line).
+    """Join the splits of one line (one head of one token) in the program (line).
 
     Each split is rescaled from its own maximum to the largest maximum of all splits.
     """

@@ -195,7 +195,7 @@ def choose_tiling(
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
     decodes_only = num_tokens <= num_sequences
-    if item_size == 4:  # full float32 products run on the ordinary cores, from registers
+    if item_size == 4:  # full float32 products run on CUDA cores, not tensor cores, and read registers
         block_m, block_n = 16, 32 if row_bytes <= 1024 else 16
         num_warps, num_stages = 4 if row_bytes <= 512 else 8, 1
     else:  # three stages: block ids, keys and values, products
