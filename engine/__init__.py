@@ -30,7 +30,7 @@ _LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "bu
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of _LAZY and import its module at first use; planning and parsing do not need these modules."""
+    """Import the object `name` when it is first used, and return it. Planning and parsing do not need these objects."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

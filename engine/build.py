@@ -85,7 +85,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Return the warmed-up executor, and `plan` completed by the memory that was measured."""
+    """Load the model, reserve KV blocks and warm up; return the executor, and `plan` with the measured memory."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor

@@ -300,7 +300,7 @@ class PrefixAdmin:
         return self._kv.pins.next_expiry()
 
     def pins(self) -> list[PinState]:
-        """Return all pins, oldest first; `expires_at` is a time of the engine's clock."""
+        """Return the states of all pins, oldest first."""
         self._engine.scheduler.expire_pins()
         return self._kv.pins.states()
 

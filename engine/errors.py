@@ -38,7 +38,10 @@ class LlmschedError(Exception):
 
 
 class ConfigError(LlmschedError):
-    """Error for a setting with a wrong value. `field` is its name in Python and over HTTP, such as max_num_seqs."""
+    """Error for a setting with a wrong value.
+
+    `field` is the setting's name in Python and over HTTP, such as max_num_seqs.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

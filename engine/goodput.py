@@ -15,9 +15,10 @@ from llmsched.engine.percentiles import statistic
 class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
-    The target `itl` applies to one statistic of the request's ITL samples, `itl_statistic`: "mean", "max" or a
-    percentile such as "p99". `reader_speed` (tokens per second) is not a target; it decides which tokens count as late.
-    Raises LlmschedError for an unknown statistic or a speed that is not above 0.
+    The target `itl` applies to one statistic of the request's ITL samples. `itl_statistic` names this statistic:
+    "mean", "max" or a percentile such as "p99". `reader_speed` (tokens per second) is not a target; a token counts as
+    late if it arrives too late for a reader of this speed. Raises LlmschedError for an unknown statistic or a speed
+    that is not above 0.
     """
 
     ttft: float | None = None
@@ -38,7 +39,7 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return, by name of the target, True if the request met the target and False if it missed the target.
+        """Return, for each target by name, True if the request met the target and False if it missed the target.
 
         An undefined figure, such as the ITL of a request with one output token, meets its target.
         """
@@ -51,9 +52,10 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `requests_per_s` counts only requests that met every target. `attainment` is the share of all requests, failed ones
-    included, that met each target; its entry "all" is the share that met every target. `missed` counts the finished
-    requests that missed each target. `missed_alone` counts the finished requests that missed this target and no other.
+    `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` is, for each
+    target, the share of all requests (failed ones included) that met the target; its entry "all" is the share that met
+    every target. `missed` counts, for each target, the finished requests that missed the target. `missed_alone` counts
+    the finished requests that missed the target and met all other targets.
     """
 
     requests_per_s: float

@@ -1,6 +1,6 @@
 """Definitions of TTFT, ITL, TPOT, E2E and stalls, for server metrics, bench and tune alike.
 
-All times are in seconds of one clock. A figure without enough data is undefined, which is shown by None, never by 0.
+All times are in seconds of one clock. A figure for which there is too little data becomes None, not 0.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class RequestLatency:
     """Latencies in seconds of a request that received at least one token.
 
     `itl` has one sample for each token after the first arrival. Tokens that arrive together share the gap since the
-    previous arrival equally. `worst_stall` is the longest gap between two arrivals; a request with one arrival has
-    none. A request with one token has no `tpot`.
+    previous arrival equally. `worst_stall` is the longest gap between two arrivals (None for a single arrival). `tpot`
+    is the time per output token after the first (None for a single token).
     """
 
     ttft: float
@@ -109,7 +109,7 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 
 
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
-    """Return how long a reader of this speed waited for each late token, in seconds.
+    """Return how long a reader waited for each late token, in seconds, if the reader reads `tokens_per_s`.
 
     The reader begins a token when the token has arrived and the previous token is read; a token is late if the reader
     has to wait for it. A wait delays all further reading, so one stall makes only one token late.

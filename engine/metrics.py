@@ -1,7 +1,6 @@
 """Prometheus metrics of one engine, with the names that vLLM's dashboards use.
 
-All times are in seconds. Latencies since arrival begin when a request arrives at the engine. Any thread may call any
-method.
+All times are in seconds. A request arrives when it is submitted to the engine. Any thread may call any method.
 """
 
 from __future__ import annotations

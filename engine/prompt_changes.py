@@ -49,7 +49,10 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Periodic check for a PromptChange. A finding is logged if its position differs from the last one logged."""
+    """Periodic check for a PromptChange.
+
+    A finding is logged if its position is at least SPREAD tokens from the position of the last finding that was logged.
+    """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
         self._watch = watch

@@ -26,7 +26,7 @@ class SamplingParams:
 
     With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 turns top_k
     off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens; None returns
-    nothing. `max_tokens` 0 only computes the prompt.
+    nothing. `prompt_logprobs` k does the same for the tokens of the prompt. `max_tokens` 0 only computes the prompt.
 
     Raises RequestError, which names the field and its allowed range.
     """
@@ -114,9 +114,9 @@ class Sequence:
     """Tokens of one output and its sampling parameters: the part of a request that executors see.
 
     `token_ids` is the prompt followed by the output. A preemption does not shorten `token_ids`, so the output always
-    starts at `num_prompt_tokens`. A token in `stop_ids` ends the sequence: they are stop_token_ids and, without
-    ignore_eos, the end-of-sequence ids. The sampler excludes them until min_tokens tokens are generated. `seed`
-    combines the request's seed and the index of the choice.
+    starts at `num_prompt_tokens`. The sequence ends with the first token in `stop_ids`, which are stop_token_ids and,
+    without ignore_eos, the end-of-sequence ids. The sampler excludes the tokens in `stop_ids` until min_tokens tokens
+    are generated. `seed` combines the request's seed and the index of the choice.
     """
 
     request_id: str
@@ -143,8 +143,8 @@ class Request(Sequence):
     tokens. Steps compute the remaining tokens; the step that computes the last of them samples a new token. Times are
     in seconds of the engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts the
     requests that were admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens at
-    the last preemption. While the request waits, the KV manager keeps its KV in host memory in `swapped`, and its token
-    ids as bytes in `encoded`.
+    the last preemption. While the request waits, `swapped` is its KV in host memory if it was swapped out, and
+    `encoded` is its token ids as bytes for prefix lookups.
     """
 
     arrival_time: float = 0.0
@@ -189,7 +189,7 @@ class RequestOutput:
 
     `text` and `token_ids` have only what is new. `pieces` has the text that each new token added, "" for an incomplete
     character. The joined pieces equal `text`, unless a stop string cut the text. `prompt_logprobs` has one entry per
-    prompt token (None for the first token). Only the first output has it.
+    prompt token (None for the first token) in the sequence's first output, and is missing (None) in later outputs.
     """
 
     request_id: str

@@ -87,8 +87,8 @@ class Blueprint:
     """Description of the engine that `build_engine` would build for `config`, made without model and device.
 
     `cost` predicts the seconds of a step. `swap_seconds` maps bytes of KV to the seconds that a copy to or from host
-    memory takes. `provenance` names the device and the error of `cost`; if `cost` is for another engine class than this
-    engine, it names this class too. `notes` are warnings for the user.
+    memory takes. `provenance` names the device and the error of `cost`. If `cost` describes another class of engines
+    than this engine, `provenance` names this class too. `notes` are warnings for the user.
     """
 
     config: ResolvedConfig

@@ -17,7 +17,8 @@ from llmsched.engine.scheduler.scheduler import Update
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
-    `kv` manages the executor's KV blocks and swap space, so their sizes and layout must be the executor's.
+    `kv` manages the KV blocks and the host blocks of `executor`, so both must have the same numbers of blocks and the
+    same layout.
     """
 
     def __init__(self, config: ResolvedConfig, kv: KVManager, executor: Executor, clock: Callable[[], float]) -> None:
@@ -79,7 +80,7 @@ class StepLoop:
         return 1.0
 
     def run_step(self) -> tuple[StepPlan, list[Update]]:
-        """Plan a step, compute it and update the scheduler; return the plan and the update of each request in it."""
+        """Plan a step, compute it and update the scheduler; return the plan and the update of each request."""
         plan = self.scheduler.schedule()
         if not plan.rows:
             raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")

@@ -1,6 +1,6 @@
 """Byte counts and times as text.
 
-Bytes have binary units only, so that GiB (1024^3 bytes) and GB (1000^3 bytes) are never mixed.
+Byte counts are shown in binary units only, so that GiB (1024^3 bytes) and GB (1000^3 bytes) are never mixed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ def human_seconds(seconds: float) -> str:
 
 
 def three_figures(value: float) -> str:
-    """Return a number with three significant figures, but with all digits before the point: 1.50, 23.4, 1,024."""
+    """Return a number rounded to three significant figures, or to an integer from 100 on: 1.50, 23.4, 1,024."""
     size = abs(value)
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"

@@ -30,7 +30,7 @@ class StaticBatchBlocks:
     def reserve(self, request: Request, num_tokens: int) -> None:
         """Allocate blocks for `num_tokens` tokens of the request, or for fewer tokens if the pool has too few blocks.
 
-        The blocks of one sliding window are left free.
+        Enough blocks for one sliding window stay free in the pool.
         """
         table = request.table
         layout = table.layout
@@ -40,7 +40,7 @@ class StaticBatchBlocks:
             table.extend(width, self._pool.allocate(layout.full_groups * (width - len(table))))
 
     def keep(self, request: Request) -> None:
-        """Keep the blocks of a request that is about to be released."""
+        """Keep the blocks of a request that is about to release them."""
         blocks = request.table.held_blocks()
         self._pool.acquire(blocks)
         self._blocks.append(blocks)

@@ -34,11 +34,10 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss. The first `position` tokens of the prompt are known; if `kind` is DIVERGED, the next one
-    differs.
+    """Reason for a miss. The first `position` tokens of the prompt are known.
 
-    If `kind` is EVICTED, `age` is the time in seconds since the eviction. It is missing (None) if only sliding-window
-    layers lost their blocks, and for all other kinds.
+    If `kind` is DIVERGED, the next token differs. If `kind` is EVICTED, `age` is the time in seconds since the
+    eviction. `age` is missing (None) if only sliding-window layers lost their blocks, and for all other kinds.
     """
 
     kind: MissKind

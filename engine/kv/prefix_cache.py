@@ -102,7 +102,10 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return whether the request may reuse KV. Prompt log-probabilities need the whole prompt to be computed."""
+        """Return whether the request may reuse KV.
+
+        A request for prompt log-probabilities may not, because its whole prompt must be computed.
+        """
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
@@ -156,7 +159,10 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many tokens of the request after the hit another running request will write in whole blocks."""
+        """Return how many tokens of the request, after the hit, another running request will write in whole blocks.
+
+        If several running requests will write such tokens, the result is the largest number.
+        """
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size

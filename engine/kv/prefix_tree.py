@@ -143,9 +143,9 @@ class PrefixTree:
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
         """Remove an evicted block from the tree.
 
-        With a full-attention block, its whole node is removed. With a window block, all window blocks of its node are
-        removed; in a model without full-attention layers, a node that has no blocks and no children left is removed
-        too. Returns the removed nodes, and the other blocks that no lookup can return any more.
+        If `block` is a full-attention block, its node is removed. If `block` is a window block, all window blocks of
+        its node are removed. In a model without full-attention layers, a node is removed too once it has no blocks and
+        no children. Returns the removed nodes, and the other blocks that no lookup can return any more.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:

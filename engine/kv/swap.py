@@ -1,7 +1,8 @@
 """KV copies at the start of a step: to and from host memory for preempted requests, and between blocks.
 
-A step first copies blocks to host memory, then from block to block, then from host memory to blocks; only then does it
-compute. So one block can be saved, then copied from or to, then restored, before the step writes to it.
+A step first copies blocks to host memory, then from block to block, then from host memory to blocks. After all copies,
+the step computes. So within one step a block can be saved to host memory, then be the source or destination of a copy,
+then be restored from host memory, and then be written by the computation.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class SwapSpace:
         return outs, ins
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless each host block is free, waiting to be copied, or held by one of `holders`."""
+        """Raise AssertionError unless each host block is free, about to be copied back, or held by one of `holders`."""
         held = [host for request in holders if request.swapped is not None for host in request.swapped.host_blocks]
         everywhere = sorted(held + self._free + self._returning)
         assert everywhere == list(range(self._num_begun)), "a host block is lost or in two places"

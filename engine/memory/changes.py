@@ -46,7 +46,7 @@ class MemoryDemand:
         return self.num_fitting(plan) >= self.users
 
     def num_replicas(self, plan: MemoryPlan) -> int | None:
-        """Return how many devices with this plan meet the demand together, or None if none of its requests fits."""
+        """Return how many devices with this plan meet the demand together, or None if no request fits on one."""
         fitting = self.num_fitting(plan)
         return -(-self.users // fitting) if fitting else None
 
@@ -91,7 +91,7 @@ def changes(
 ) -> list[Change]:
     """Return the changes that would make `demand` fit, the cheapest first.
 
-    Settings that cost only memory margin or prefill speed come first, then narrower dtypes. If no change of these two
+    Changes that cost only memory margin or prefill speed come first, then narrower dtypes. If no change of these two
     kinds suffices alone, they are combined. Next come a context of at least half the length, the smallest GPU of `gpus`
     that suffices, and several devices. Changes that reduce the demand further come last: fewer users at the same time,
     and a context of less than half the length. `gpus` has the name and the memory of each GPU.

@@ -1,9 +1,10 @@
 """Concurrency of requests with mixed lengths: how many fit in a pool of blocks, and the probability of preemption.
 
 The model assumes that running sequences are independent, and that each is at a random step of its run. A request with p
-prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. A running sequence
-is therefore this request with a probability proportional to o. Prefill is one step, and no prefix is shared. The number
-of blocks that n sequences hold is then a sum of n independent draws, and convolution computes its distribution exactly.
+prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. So the probability
+that a running sequence belongs to this request is proportional to o. Prefill is one step, and no prefix is shared. The
+number of blocks that n sequences hold is then a sum of n independent draws, and convolution computes its distribution
+exactly.
 
 If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, and that
 every request is equally likely to be running. This tends to underestimate how many sequences fit.
@@ -35,8 +36,8 @@ _MAX_UNITS = 1 << 14
 class LengthDistribution:
     """Lengths of n requests in tokens, int64 [n].
 
-    `prompts` are the lengths of the prompts and `outputs` those of the outputs. If only total lengths are known,
-    `prompts` has the totals and `outputs` is missing (None). `source` is the description that reports show.
+    `prompts` are the prompt lengths and `outputs` the output lengths. If only total lengths are known, `prompts` has
+    the totals and `outputs` is missing (None). `source` is the description that reports show.
     """
 
     source: str
@@ -106,7 +107,7 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """Return the largest number of sequences, up to `limit`, with a preemption probability within `probability`."""
+        """Return the most sequences, up to `limit`, whose preemption probability is at most `probability`."""
         total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
@@ -136,14 +137,17 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
 
 
 def _sum(one: Masses, other: Masses) -> Masses:
-    """Return the distribution of the sum of two independent counts, without sums that exceed the size of `one`."""
+    """Return the distribution of the sum of two independent counts.
+
+    Each distribution has one probability for each count from 0 to the pool's size; larger sums are cut off.
+    """
     size = 1 << (2 * len(one) - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
     return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability that `masses` lacks, because counts above the pool's size were cut off.
+    """Return the probability of counts above the pool's size, which `masses` does not contain.
 
     Values up to 1e-12 are rounding errors of the FFT and count as 0.
     """

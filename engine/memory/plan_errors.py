@@ -1,4 +1,7 @@
-"""Errors for a memory plan that does not fit. The messages have figures and changes that would make the plan fit."""
+"""Errors for a memory plan that does not fit.
+
+Each message has the figures of the plan, and changes that would make the plan fit.
+"""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Admission:
     def start(self, request: Request, hit: PrefixHit) -> None:
         """Move a request from waiting to running, with the blocks of its prefix hit.
 
-        The tokens of the hit are counted or, after a preemption, the tokens to recompute.
+        Adds the hit's tokens to the scheduler's totals; for a preempted request, adds the tokens to recompute instead.
         """
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
@@ -193,7 +193,8 @@ class Admission:
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether the uncached prompt does not fit above the headroom, or the predicted peak exceeds the pool.
 
-        If no request is running, no headroom is needed, and every request fits the pool alone.
+        Returns False if no request is running: then no headroom is needed, and every accepted request fits the pool
+        alone.
         """
         if not self._running:
             return False

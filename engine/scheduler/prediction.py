@@ -153,9 +153,9 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
 def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
     """Return the predicted peak of the number of blocks in use if the request is admitted and shares no block.
 
-    Blocks that running requests share count once. Pinned and shared blocks count as many as there are now. If the pool
-    has room for the longest possible outputs of all requests, the result is the number of blocks that these outputs
-    need.
+    Blocks that running requests share count once. The numbers of shared and of pinned blocks are assumed not to change.
+    If the pool has room for the longest possible outputs of all requests, the result is the number of blocks that these
+    outputs need.
     """
     layout, tables = kv.layout, [other.table for other in running]
     held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size

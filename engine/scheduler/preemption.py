@@ -97,7 +97,7 @@ class Loss(NamedTuple):
 
 
 class Preemption:
-    """Choice of the requests to preempt, and whether to swap or to recompute the KV of each (preemption_mode).
+    """Rules of preemption: which request is preempted, and whether its KV is swapped or recomputed (preemption_mode).
 
     Mode auto chooses the operation that is predicted to take less time: recomputing the tokens that the prefix cache
     will not keep, or copying the blocks to host memory and back. If too few host blocks are free, every mode
@@ -131,7 +131,7 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None) -> Loss:
-        """Return the `loss` of a request that is being preempted. `Loss.swap` decides whether its KV is swapped.
+        """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
 
         In mode auto, a decision against a copy moves the measured cost of copies towards the assumed cost.
         """
@@ -143,11 +143,11 @@ class Preemption:
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """Return the running request that gives up its blocks when memory runs out, of two or more running requests.
 
-        The first request by rank is never chosen, so it makes progress in every step, and every request becomes the
-        first at some time. The victim is of the lowest priority class among the others. Within the class, the request
-        with the smallest loss is chosen, and among equal losses the request with the largest rank. A request that was
-        preempted SAFE_AFTER times is chosen only if every candidate was preempted that often; then the candidate with
-        the largest rank is chosen.
+        The first request by rank is never chosen. So this request makes progress in every step, and every request
+        becomes the first at some time. The victim is of the lowest priority class among the others. Within the class,
+        the request with the smallest loss is chosen, and among equal losses the request with the largest rank. A
+        request that was preempted SAFE_AFTER times is chosen only if every candidate was preempted that often; then the
+        candidate with the largest rank is chosen.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]

@@ -42,9 +42,9 @@ class Scheduler:
     - At most max_num_batched_tokens requests run, so every decoding request gets its token in every step.
 
     Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of larger rank are admitted, where
-    S is the number of requests of smaller rank that wait during that time. R waits for at most as many steps as the
-    requests that run in the meantime have tokens (prompt, max_tokens and recomputed tokens). The proof is in
-    tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
+    S is the number of requests of smaller rank that wait during that time. The number of steps for which R waits is at
+    most the number of tokens (prompt, max_tokens and recomputed tokens) of the requests that run in the meantime. The
+    proof is in tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
     """
 
     def __init__(self, kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> None:

@@ -130,7 +130,7 @@ class WaitingQueue:
         self.times.begin(request)
 
     def add_at_head_of_class(self, request: Request, *, short: bool) -> None:
-        """Add a request ahead of all waiting requests of its priority; its rank is lowered if necessary."""
+        """Add a request ahead of all waiting requests of its priority, and lower its rank if necessary."""
         first = next((other.rank for other in self._by_rank if other.priority == request.priority), request.rank)
         request.rank = min(request.rank, first - RANK_STEP)
         self.add(request, short=short)
@@ -147,12 +147,13 @@ class WaitingQueue:
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
-        """Yield each of the first `count` requests once, in the order in which they are considered for admission.
+        """Yield requests, each once, in the order in which they are considered for admission.
 
         The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
         at most `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest
-        comes next, so the caller must pass each admitted offer to `count_taken`. The queue may change during the
-        iteration, which uses a copy.
+        comes next, so the caller must pass each admitted offer to `count_taken`. Only the first `count` requests by
+        rank, and the first `count` by arrival, are considered. The queue may change during the iteration, which uses a
+        copy.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
