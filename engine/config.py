@@ -202,7 +202,7 @@ class EngineConfig:
             )
 
     def chosen(self) -> dict[str, Any]:
-        """Return the settings that have a value, by name."""
+        """Return the settings that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod

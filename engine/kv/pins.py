@@ -72,7 +72,7 @@ class Pins:
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
-        """Pin the whole blocks of a prefix until `ttl` seconds after the time `now`, or until deleted if `ttl` is None.
+        """Pin the whole blocks of a prefix from the time `now` on, for `ttl` seconds (None: until deleted).
 
         A prefix that is already pinned keeps its pin_id and gets the new ttl. Raises RequestError if the ttl is not
         positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.

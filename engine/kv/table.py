@@ -81,7 +81,7 @@ class BlockTable:
         return min(width, self.window_start + self.layout.num_behind + 1)
 
     def extend(self, end: int, blocks: Sequence[int]) -> None:
-        """Extend full-attention rows to length `end`. `blocks` has the blocks for the first row, then for the next row."""
+        """Extend full-attention rows to length `end` with `blocks`, which has the new blocks row by row."""
         full = self.layout.full_groups
         if end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
@@ -99,9 +99,7 @@ class BlockTable:
         self._set_capacity()
 
     def extend_window(self, blocks: Sequence[int]) -> None:
-        """Extend sliding-window rows. `blocks` has the blocks for the first row, then the same number for each other
-        row.
-        """
+        """Extend all sliding-window rows by the same number of blocks; `blocks` has the new blocks row by row."""
         end = self.window_end + len(blocks) // self.layout.window_groups
         self._ids[self.layout.full_groups :, self.window_end : end] = np.reshape(
             blocks, (self.layout.window_groups, -1)
