@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -140,6 +141,10 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it (`>&-`): discard the output
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until exit
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    if os.getpid() == 1:  # in a container; the kernel discards signals for which process 1 has no handler
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except LlmschedError as problem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from typing import IO, Any
@@ -37,3 +39,29 @@ def test_closed_streams_print_no_traceback() -> None:
     command = f"{sys.executable} -c 'from llmsched.cli.main import main; main()' workload chat --json >&-"
     outcome = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, "", "")
+
+
+def test_output_in_ascii_prints_no_traceback() -> None:
+    outcome = subprocess.run(
+        [*CALL, "kv-budget", "demo", "--gpu", "l4"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+
+
+def test_a_signal_ends_process_1_of_a_container_while_the_model_loads() -> None:
+    """Patch getpid, because a process namespace needs privileges. Without a handler the exit code would be -15."""
+    code = (
+        "import os, sys, time; os.getpid = lambda: 1; sys.argv = ['llmsched', 'serve', 'demo', '--port', '0']\n"
+        "from llmsched.engine import build\n"
+        "build.build_engine = lambda *_: (print('loading', flush=True), time.sleep(60))\n"
+        "from llmsched.cli.main import main; main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
