@@ -1,4 +1,4 @@
-"""Fixtures that every part's tests may use."""
+"""Fixtures for the tests of all packages."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any, Protocol
 import pytest
 from hypothesis import settings
 
-# The same examples in each run, and as much time for each as a busy machine takes.
+# Hypothesis tries the same examples in each run, without a deadline, because a busy machine may be slow.
 settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
 
 
 class TinyModel(Protocol):
-    """tiny_model("qwen3", seed=1, head_dim=16) -> directory; the same arguments give the same directory."""
+    """Type of the fixture `tiny_model`, for calls such as tiny_model("qwen3", seed=1, head_dim=16)."""
 
     def __call__(self, arch: str, **overrides: Any) -> Path: ...
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Factory of small random-weight models on disk, each written once a session: treat them as read-only.
+    """Return a function that writes a small model with random weights and returns its directory.
 
-    Architectures: tiny_models.ARCHITECTURES. Keywords: `seed`, `bos`, `chat_template`, `max_shard_size`, and any field
-    of the model's config.
+    Calls with equal arguments return the same directory for the whole session, so treat it as read-only. `arch` is a
+    key of tiny_models.ARCHITECTURES. Keywords are `seed`, `bos`, `chat_template`, `max_shard_size`, and any field of
+    the model's config.
     """
     from tiny_models import save_tiny_model
 
@@ -42,7 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def demo_dir() -> Path:
-    """The demo model as a Hugging Face directory (fetched and converted the first time, then from the user's cache)."""
+    """Return the directory of the demo model, which is fetched and converted unless the user's cache has it."""
     from llmsched.engine.model.source import locate
 
     return locate("demo").path

@@ -1,4 +1,4 @@
-"""Analysis of one model on one device: the plan, whether the demand fits, what would make it fit, and notes."""
+"""Analysis of one model on one device: the memory plan, the changes that would make a demand fit it, and notes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetAnalysis:
-    """Memory plan of the model `spec` on one device, with the demand and the conclusions.
+    """Memory plan of the model `spec` on one device, compared with the demand of the user.
 
-    `has_demand` is True if --users or --context was given. `refusal` says why serve would not load the model, None if
-    it would.
+    `has_demand` is True if --users or --context was given. `mean_len` is in tokens. `refusal` is the reason why
+    `llmsched serve` refuses the model, or None if it serves the model.
     """
 
     spec: str
@@ -58,7 +58,7 @@ class BudgetAnalysis:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the plan does not meet the demand, None if it does."""
+        """Reason why the plan does not meet the demand, or None if it does."""
         return self.demand.shortfall(self.plan)
 
     @property
@@ -67,14 +67,14 @@ class BudgetAnalysis:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes that would make the demand fit, the cheapest first; empty if it fits."""
+        """Changes that would make the demand fit, the cheapest first. Empty if the demand fits already."""
         if self.fits:
             return []
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]
         return changes(self.planner, self.config, self.device, self.demand, known)
 
     def notes(self) -> Iterator[str]:
-        """Yield the plan's notes, then notes on where this engine deviates from the formula."""
+        """Yield the notes for the report: first those of the plan, then those on the layers, device and engine."""
         plan = self.plan
         yield from plan.notes
         yield from self._notes_on_layers()

@@ -1,4 +1,4 @@
-"""Flags of kv-budget other than engine flags, and the devices and lengths that they select."""
+"""Flags of kv-budget that are not engine flags, and the devices and request lengths that they select."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_CV = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptions:
-    """Flags of kv-budget as typed."""
+    """Values of the flags that only kv-budget has. None stands for a flag that was left out."""
 
     gpu: Annotated[
         str | None,
@@ -102,7 +102,7 @@ class BudgetOptions:
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
 
     def check(self) -> None:
-        """Raise ConfigError for flags that contradict each other."""
+        """Raise ConfigError if flags contradict each other or a value is out of range."""
         if self.emit is not None:
             if self.gpu == ALL:
                 raise ConfigError("emit", "is for one GPU; name it with --gpu instead of all")
@@ -126,7 +126,10 @@ class BudgetOptions:
             raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
-        """Return the GPUs that the flags select or, without such a flag, this machine's device. Raises ConfigError."""
+        """Return the GPUs that the flags select or, without such a flag, the device of this machine.
+
+        Raises ConfigError if a GPU is unknown or `config` asks for the CPU.
+        """
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
         if config.device == "cpu":
@@ -140,7 +143,10 @@ class BudgetOptions:
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
-        """Return the distribution of request lengths, if one was given. Raises ConfigError."""
+        """Return the request lengths of --lengths, or of --mean-len and --cv-len, or None without these flags.
+
+        Raises ConfigError if the file of --lengths is not valid, or if --mean-len exceeds max_model_len.
+        """
         limit = config.max_model_len
         if self.mean_len is not None and limit is not None and self.mean_len > limit:
             raise ConfigError("mean_len", f"{self.mean_len} is beyond {setting('max_model_len')} {limit}")
@@ -154,12 +160,15 @@ class BudgetOptions:
 
 
 def all_gpus() -> list[GpuSpec]:
-    """Return every listed GPU, the smallest first."""
+    """Return all GPUs in gpus.toml, the one with the least memory first."""
     return sorted(gpus().values(), key=lambda spec: spec.memory)
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU of that name. Raises ConfigError; `alternative` says what else the flag accepts."""
+    """Return the GPU `name`. Raises ConfigError, which names the setting `field`, if the GPU is unknown.
+
+    `alternative` ends the error's list of allowed values.
+    """
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:
@@ -167,9 +176,11 @@ def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
 
 
 def read_lengths(path: Path) -> LengthDistribution:
-    """Return the request lengths in a trace or a file of lengths.
+    """Return the lengths of the requests in a trace or in a file of lengths.
 
-    An output of 0 tokens counts as 1, because every request generates at least one token. Raises ConfigError.
+    A length of 0 tokens counts as 1, because every request has a prompt token and generates a token.
+
+    Raises ConfigError if the file cannot be read, or if it states the output length of only some requests.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""`llmsched kv-budget`: KV memory and how many sequences fit into it, by the plan that `serve` uses as well."""
+"""`llmsched kv-budget`: compute the KV memory and the number of sequences that fit, by the memory plan of `serve`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
 @with_engine_options(only=KNOBS)
 @with_options("options", BudgetOptions)
 def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_options: EngineOptions) -> None:
-    """Compute the KV memory per token, the number of blocks that fit, and the number of sequences they hold.
+    """Compute the KV memory per token, the number of blocks that fit, and the number of sequences that they hold.
 
     MODEL may also be a config.json. Weights are not loaded and no GPU is needed: name one with --gpu or
     --gpu-memory. `serve` with the same options allocates exactly these blocks.
 
-    Exit code 0 if the model (and what --users and --context ask for) fits, 1 if it does not (the report says what
-    would help), 2 for bad input.
+    The exit code is 0 if the model and the requests of --users and --context fit, 1 if they do not (the report says
+    what would help), and 2 for bad input.
 
     \b
     Examples:
@@ -79,7 +79,10 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
 
 
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:
-    """Return the analysis of the model on each device. Raises ModelError, ConfigError."""
+    """Return an analysis of the model for each device that the flags select.
+
+    Raises ModelError if the model cannot be read, and ConfigError if a flag is not valid.
+    """
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)
     demand = MemoryDemand(options.users or 1, options.context or 0)

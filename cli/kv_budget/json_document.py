@@ -1,6 +1,6 @@
-"""JSON documents of kv-budget, in bytes, tokens and blocks; null if a value does not apply.
+"""JSON documents of kv-budget. Sizes are in bytes, tokens or blocks. A value that does not apply is null.
 
-The report for the terminal shows figures from these documents, so that both agree.
+The terminal report takes its figures from these documents, so that both agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_SEQS = 1 << 16
 
 
 def document(analysis: BudgetAnalysis) -> dict[str, Any]:
-    """Return the document of `--json` for one device."""
+    """Return the document of `kv-budget --json` for one device."""
     plan, mean = analysis.plan, analysis.mean_len
     return {
         "model": analysis.spec,
@@ -70,7 +70,7 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
 
 
 def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[str, Any]:
-    """Return the document of `--gpu all --json`: the model, and an entry for each GPU."""
+    """Return the document of `kv-budget --gpu all --json`: the model, and an entry for each GPU."""
     first = compared[0][1]
     return {
         "model": first.spec,
@@ -98,7 +98,7 @@ def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[
 
 
 def _attributes(source: object, *names: str) -> dict[str, Any]:
-    """Return attributes whose names are the keys of the document."""
+    """Return the attributes `names` of `source`, with their names as keys."""
     return {name: getattr(source, name) for name in names}
 
 
@@ -123,7 +123,10 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of the given lengths fit; None without lengths, or if none of the requests fits."""
+    """Return how many requests of the given lengths fit, and how likely a step is to preempt one.
+
+    The result is None if no lengths were given or no request fits.
+    """
     plan, lengths = analysis.plan, analysis.lengths
     if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
         return None

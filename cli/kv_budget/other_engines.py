@@ -1,4 +1,4 @@
-"""Command lines that start vLLM or SGLang with the memory of a plan."""
+"""Command lines that start vLLM or SGLang with the same memory plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _GIB = 1 << 30
 
 
 def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
-    """Return the command that starts the engine with the same model, dtypes, lengths and memory."""
+    """Return the command that starts `engine` with the analysis's model, dtypes, lengths and memory."""
     words = _vllm(analysis) if engine == "vllm" else _sglang(analysis)
     return shlex.join(words)
 
 
 def _model(analysis: BudgetAnalysis) -> str:
-    """Return the model as the other engine opens it: a directory, a .gguf file or a hub id."""
+    """Return the model argument for the other engine: a directory, a .gguf file or a hub id."""
     if analysis.spec == "demo" and analysis.planner.directory is not None:
         return str(analysis.planner.directory)
     return str(Path(analysis.spec).parent) if analysis.spec.endswith(".json") else analysis.spec
@@ -45,7 +45,7 @@ def _vllm(analysis: BudgetAnalysis) -> Iterator[str]:
 
 
 def _sglang(analysis: BudgetAnalysis) -> Iterator[str]:
-    """Yield the words. SGLang's memory fraction covers weights and KV; activations use the rest."""
+    """Yield the words of the command. SGLang's memory fraction covers weights and KV, but not activations."""
     plan, config = analysis.plan, analysis.config
     yield from ("python", "-m", "sglang.launch_server", "--model-path", _model(analysis), "--dtype", analysis.dtype)
     if analysis.kv_dtype != analysis.dtype:

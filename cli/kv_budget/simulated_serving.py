@@ -1,4 +1,4 @@
-"""Simulated speed of serving the sequences that fit: the real scheduler on a virtual clock."""
+"""Simulated speed of serving as many sequences as fit, with the real scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _PROMPT_SHARE = 0.75
 
 
 def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], list[str]] | None:
-    """Simulate a closed loop with as many requests in flight as admission starts at once, but at most --users.
+    """Simulate a closed loop with as many requests at a time as admission starts at once, but at most --users.
 
-    Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if
-    nothing fits. Raises ConfigError for a device that was not calibrated.
+    Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if the
+    model does not fit. Raises ConfigError for an unknown GPU, or if `device` is "local" and this machine was not
+    calibrated for the model.
     """
     from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad

@@ -1,4 +1,4 @@
-"""Terminal reports of kv-budget: layers, the formula with its numbers, memory, and sequences that fit."""
+"""Terminal reports of kv-budget: the layers, the memory formula with its numbers, and the sequences that fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
 def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
-    """Print the report on one device; `document` is the JSON document of the same analysis."""
+    """Print the report on one device. `document` is the JSON document of `analysis`."""
     plan, groups = analysis.plan, document["groups"]
     kv_type = "" if analysis.kv_dtype == analysis.dtype else f", KV in {analysis.kv_dtype}"
     render.say(f"{analysis.spec} in {analysis.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
@@ -65,13 +65,16 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension or, if keys and values have different ones, both as a sum."""
+    """Return the head dimension of a group of layers as text, with `factor` before it.
+
+    If keys and values have different dimensions, return the sum of both, such as "192 + 128", without the factor.
+    """
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 
 
 def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the row of a group of layers; "B per token here" is what this engine caches for a token."""
+    """Return the table row of a group of layers. Its "B per token here" is what this engine caches for one token."""
     if group["kind"] == "state":
         return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
     return (
@@ -87,7 +90,7 @@ def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the formula with its numbers."""
+    """Yield the lines of the memory formula with the numbers of the plan."""
     plan, layout = analysis.plan, analysis.plan.layout
     for group in groups:
         yield _group_line(group, plan.kv_dtype_bytes)
@@ -120,7 +123,7 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
 
 
 def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
-    """Return the memory of one group of layers as text: its kind, the product and the result."""
+    """Return the formula's line on one group of layers: its kind, the product of its sizes, and the result."""
     layers = f"{group['layers']} layers x"
     if group["kind"] == "state":
         total = group["state_bytes_per_seq"]
@@ -135,7 +138,7 @@ def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
 
 
 def _kv_memory(analysis: BudgetAnalysis) -> str:
-    """Return the computation of the memory for KV as text."""
+    """Return the computation of the KV memory as text."""
     plan, config = analysis.plan, analysis.config
     available = human_bytes(plan.available_kv_bytes)
     if config.num_gpu_blocks_override is not None:
@@ -152,7 +155,7 @@ def _kv_memory(analysis: BudgetAnalysis) -> str:
 
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
-    """Print how many requests of mixed lengths fit, and the probability that some must be preempted."""
+    """Print how many requests of mixed lengths fit, and the probability that a step preempts one."""
     render.say()
     mix = f"{lengths['requests']:,} requests, mean {lengths['mean']:,.0f} tokens, CV {lengths['cv']:.2f}"
     render.say(f"Lengths: {lengths['source']}, {mix}")
@@ -177,7 +180,7 @@ def _probability(row: dict[str, Any]) -> str:
 
 
 def _show_answer(document: dict[str, Any]) -> None:
-    """Print whether the demand fits, and if not which changes would help."""
+    """Print that the demand fits, or why it does not fit and which changes would help."""
     if document["fits"]:
         if document["users"] is not None:
             render.say(f"fits: {document['users']:,} requests of {document['context']:,} tokens at the same time")
@@ -195,7 +198,7 @@ def _show_answer(document: dict[str, Any]) -> None:
 
 
 def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
-    """Print the table of `--gpu all`, the smallest GPU first."""
+    """Print the table of `--gpu all`, with a row for each GPU in the order of `compared`."""
     first, document = compared[0][1], comparison_document(compared)
     wanted = f" for {document['users']:,} requests" if first.has_demand else ""
     columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "fit at once", "fits", "GPUs needed")

@@ -25,7 +25,7 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
 
 
 class Generation:
-    """Run of one HTTP request on the engine, which has a request of its own for each prompt.
+    """Run of one HTTP request on the engine, which has one request for each prompt.
 
     The constructor submits all prompts. If the engine refuses one, the constructor aborts the others and raises
     RequestError, QueueFullError or EngineDeadError. If `whole` or `events` is cancelled or fails, it aborts the

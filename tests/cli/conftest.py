@@ -1,4 +1,4 @@
-"""`llmsched` as it is typed, without the keys and profiles of this machine's user."""
+"""Fixtures that run `llmsched` as a user types it, without the API keys and profiles of this machine's user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One torch thread for all tests here: small models gain nothing from more, and busy machines lose a lot."""
+"""Fixture that limits torch to one thread. Small models gain nothing from more, and a busy machine loses a lot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripted servers for the tests of the HTTP face."""
+"""Fixtures with scripted servers, for tests of the HTTP API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripted import ScriptedServer
 
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., ScriptedServer]]:
-    """Return a function that starts servers for tests that break or configure them; close them afterwards."""
+    """Yield a function that starts a server, for tests that break or configure one. Close its servers afterwards."""
     servers: list[ScriptedServer] = []
 
     def make(**settings: Any) -> ScriptedServer:
@@ -33,7 +33,7 @@ def shared_server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def server(shared_server: ScriptedServer) -> Iterator[ScriptedServer]:
-    """Yield the server that a module's tests share; it must be idle and healthy after each of them."""
+    """Yield the server that the tests of a module share. A test must leave it idle and healthy."""
     yield shared_server
     shared_server.script.gate.set()
     with httpx.Client(base_url=shared_server.url) as http:

@@ -20,7 +20,7 @@ class Outcome:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The output, parsed as strict JSON."""
+        """Output, parsed as strict JSON."""
 
         def refuse(name: str) -> None:
             raise ValueError(f"{name} is no JSON")

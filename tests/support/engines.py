@@ -49,7 +49,11 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> Engine:
-    """Make a new engine on the shared model of `arch`. It admits by present memory, so small pools preempt."""
+    """Make a new engine on the shared model of `arch`. `config` has values for its settings.
+
+    By default it admits a request if the prompt fits the memory that is free now, so that a small pool of blocks leads
+    to preemptions.
+    """
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
     layout = layout_of(arch, settings["block_size"], settings["max_model_len"])
@@ -70,13 +74,13 @@ def make_engine(
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Return random ids without special tokens."""
+    """Return a prompt of `length` random token ids, without special tokens."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
 def sampling(**fields: Any) -> SamplingParams:
-    """Return greedy sampling of 16 tokens that ignores end-of-sequence, unless `fields` say otherwise."""
+    """Return parameters for 16 greedy tokens that ignore end-of-sequence. `fields` replace these values."""
     return SamplingParams(**{"temperature": 0, "max_tokens": 16, "ignore_eos": True, **fields})
 
 
@@ -106,7 +110,7 @@ class Choice:
 
 
 class Collector:
-    """Steps an engine, checks its integrity after every step, and keeps the outputs by (request_id, index)."""
+    """Collector of an engine's outputs by (request_id, index). It checks the engine's integrity after every step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -130,12 +134,12 @@ class Collector:
 
 
 def generate(engine: Engine, *requests: tuple[list[int], SamplingParams]) -> list[Choice]:
-    """Serve all requests together; return the first choice of each."""
+    """Serve all requests together, and return the first choice of each."""
     return [choices[0] for choices in generate_all(engine, *requests)]
 
 
 def generate_all(engine: Engine, *requests: tuple[list[int], SamplingParams]) -> list[list[Choice]]:
-    """Serve all requests together; return every choice of each."""
+    """Serve all requests together, and return all choices of each."""
     collector = Collector(engine)
     for index, (token_ids, params) in enumerate(requests):
         engine.add_request(str(index), token_ids, params)
@@ -145,7 +149,7 @@ def generate_all(engine: Engine, *requests: tuple[list[int], SamplingParams]) ->
 
 
 def assert_idle(engine: Engine) -> None:
-    """Assert that only cached blocks are left."""
+    """Assert that the engine has no work, and that every block is free or cached."""
     engine.check_integrity()
     stats = engine.stats()
     assert not engine.has_work()

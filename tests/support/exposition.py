@@ -8,7 +8,7 @@ from llmsched.engine.metrics import EngineMetrics
 
 
 def samples(metrics: EngineMetrics) -> dict[str, float]:
-    """Return the samples by name and labels as written, without the label model_name."""
+    """Return the value of each sample by `name{label=value,...}`, without the label model_name."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:

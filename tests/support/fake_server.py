@@ -1,4 +1,4 @@
-"""OpenAI-compatible server without a socket that answers by script at known times."""
+"""Fake OpenAI-compatible server without a socket. A script determines its responses and their times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import httpx
 
 @dataclass(frozen=True)
 class Script:
-    """One response: connect for `connect` seconds, then send each part `at` its time after the request arrived.
+    """Script of one response. `parts` are bytes with the time at which they are sent, in seconds after connecting.
 
-    Times count from the end of connecting. `cut` breaks the connection after the last part. `hang` never ends the
-    response. `refused` refuses the connection.
+    Connecting takes `connect` seconds. `cut` breaks the connection after the last part, `hang` keeps the response open
+    for ever, and `refused` refuses the connection.
     """
 
     parts: Sequence[tuple[float, bytes]] = ()
@@ -43,20 +43,23 @@ def usage(output: int, prompt: int = 8, cached: int | None = None) -> dict[str, 
 
 
 def end(output: int | None = None, **counts: Any) -> bytes:
-    """Make the usage chunk (unless `output` is None) and [DONE]."""
+    """Return the end of a stream: the usage chunk, unless `output` is None, and [DONE]."""
     stated = b"" if output is None else event({"choices": [], **usage(output, **counts)})
     return stated + b"data: [DONE]\n\n"
 
 
 def steady(count: int, first: float, gap: float, **counts: Any) -> Script:
-    """Send `count` tokens one by one, and the usage at the end."""
+    """Return a script that sends `count` tokens and then the usage.
+
+    The first token is sent after `first` seconds, and the others at intervals of `gap` seconds.
+    """
     parts = [(first + gap * index, token()) for index in range(count)]
     return Script([*parts, (first + gap * (count - 1), end(count, **counts))])
 
 
 @dataclass
 class FakeServer(httpx.AsyncBaseTransport):
-    """Server that answers the n-th completion with `script(n)`. Records what it was sent, and when."""
+    """Server that answers completion request n (from 0) with `script(n)`. It records the requests and their times."""
 
     script: Callable[[int], Script]
     models: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Executor without a model: its KV cache holds token ids, so that a wrong block or position is detected at once."""
+"""Executor without a model. Its KV cache holds token ids, so that it detects a wrong block or position at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmsched.engine.scheduler.policies import make_scheduler
 
 VOCAB = 1000
 BLOCK = 16
-#: Reported bytes of a block; copies of the fake executor take `per_swapped_block` seconds.
+#: Bytes of a block, for the swap space only: a copy of the fake executor takes `per_swapped_block` seconds.
 BLOCK_BYTES = 1000
 
 
@@ -28,7 +28,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def reference(prompt: list[int], count: int) -> list[int]:
-    """Return the output of a request that is served alone."""
+    """Return the `count` output tokens of a request that is served alone."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -36,10 +36,10 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeExecutor:
-    """Executor that writes token ids into the KV cache, reads the sequence back through its block table, and checks it.
+    """Executor that writes token ids into the KV cache and checks them when it reads them through the block table.
 
-    A step takes `elapsed` seconds, and `per_swapped_block` more for each block that is copied from or to `host`. Rows
-    of requests named in `failing` fail.
+    A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to
+    `host`. Rows of the requests whose ids are in `failing` fail.
     """
 
     elapsed = 1.0
@@ -88,7 +88,7 @@ class FakeExecutor:
     def _read(self, row: ScheduledRow) -> RowResult:
         end = row.start + row.num_tokens
         for group, table in enumerate(row.block_table):
-            # Tokens that the row's first token and all later ones attend to.
+            # The tokens to which the row's tokens attend; in a window group, those in the window of its first token.
             start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
             held = self.kv[table].reshape(-1)[start:end].tolist()
             assert held == row.sequence.token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
@@ -98,7 +98,7 @@ class FakeExecutor:
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: float = 0.0, **more: object) -> Request:
-    """Make a greedy request that ends only by length."""
+    """Make a greedy request that ends only at `max_tokens`."""
     return Request(
         request_id=name,
         token_ids=list(prompt),
@@ -112,7 +112,7 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: flo
 
 
 class Harness:
-    """Scheduler with a fake executor, stepped by hand."""
+    """Scheduler with a fake executor. Each call of `step` checks the scheduler and takes a second of its clock."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Harness:
         self.time += 1.0
 
     def run(self, limit: int = 10_000) -> int:
-        """Step until idle; return the number of steps."""
+        """Step until the scheduler has no work, and return the number of steps."""
         for steps in range(limit):
             if not self.scheduler.has_work():
                 return steps
@@ -167,7 +167,7 @@ class Harness:
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
-    """Return a prompt of `count` ids; prompts of different seeds differ from the first id on."""
+    """Return a prompt of `count` ids. Prompts of different seeds below 25 differ from the first id on."""
     return [(seed * 7919 + i * 31 + seed) % 1000 for i in range(count)]
 
 

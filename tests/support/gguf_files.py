@@ -1,4 +1,4 @@
-"""Writer of a small transformers model and its tokenizer as .gguf, as llama.cpp's converter does it."""
+"""Writer of a small transformers model and its tokenizer as a .gguf file, as llama.cpp's converter writes it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def write_gguf(
     tensors: dict[str, npt.NDArray[np.float32]] | None = None,
     quantisation: gguf.GGMLQuantizationType | None = None,
 ) -> Path:
-    """Write `model` (fp32) and a byte-level `tokenizer`. `metadata` adds or replaces keys; None removes a key.
+    """Write `model` (fp32) and its byte-level `tokenizer` to `path`, and return `path`.
 
-    Matrices are written as `quantisation`, or unquantised if None.
+    `metadata` adds or replaces keys; a value of None removes the key. `tensors` are added to those of the model.
+    Matrices of the model are quantised as `quantisation`, or stay fp32 if it is None.
     """
     writer = gguf.GGUFWriter(path, arch)
     values = {**_metadata(model.config, arch), **_vocabulary(tokenizer, pre), **(metadata or {})}
@@ -149,7 +150,7 @@ def _gguf_name(name: str, arch: str) -> str:
 
 
 def _changed(name: str, values: npt.NDArray[np.float32], config: Any, arch: str) -> npt.NDArray[np.float32]:
-    """Interleave Llama's rope rows; add 1 to Gemma's norms."""
+    """Return a weight as the converter changes it: rope rows of Llama are interleaved, norms of Gemma get 1 added."""
     if arch == "llama" and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Tags(HTMLParser):
-    """Parser that fails on tags closed out of order and records everything that would be fetched."""
+    """Parser that fails if tags are closed out of order, and records the addresses that a browser would fetch."""
 
     VOID = frozenset({"meta", "line", "path", "br"})
 

@@ -1,4 +1,4 @@
-"""Driver of a KV manager, with a fake executor that checks the contents of blocks."""
+"""Driver of a KV manager with a fake executor, which checks the contents of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.request import Request
 
 
 class KVDriver:
-    """Admits, steps and releases requests on command, in the way of a scheduler."""
+    """Driver that admits, steps and releases requests on command, with the calls that a scheduler makes."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class KVDriver:
         self.swapped: list[Request] = []
 
     def come(self, prompt: list[int], max_tokens: int = 100, salt: str = "", name: str | None = None) -> Request:
-        """Admit a new request with this prompt."""
+        """Admit a new request with this prompt, and return the request."""
         request = make_request(name or f"r{id(prompt)}-{len(self.running)}", prompt, max_tokens, cache_salt=salt)
         self.admit(request)
         return request
@@ -50,7 +50,10 @@ class KVDriver:
         return hit
 
     def step(self, chunks: dict[Request, int]) -> None:
-        """Compute so many tokens of each request (fewer at its end), and sample at the end."""
+        """Compute the next `chunks[request]` tokens of each request, or fewer if it has fewer left.
+
+        A request with all its tokens computed gets a new token.
+        """
         rows = []
         for request, chunk in chunks.items():
             self.kv.grow(request)
@@ -70,7 +73,7 @@ class KVDriver:
         self.check()
 
     def next_copies(self) -> list[tuple[int, int]]:
-        """Return the copies that the next step will make."""
+        """Return the block copies of the next step as (source, destination)."""
         return self.kv.copies.pending()
 
     def leave(self, request: Request) -> None:
@@ -83,19 +86,19 @@ class KVDriver:
         self.swapped.append(request)
 
     def may_swap(self, request: Request) -> bool:
-        """Tell whether the request has been in a step since its admission, and host memory has room for it."""
+        """Return True if the request was in a step since its admission, and host memory has room for it."""
         written = request.num_computed_tokens > request.table.num_initial
         return written and self.kv.num_swapped(request) <= self.kv.swap.num_free
 
     def serve(self, prompt: list[int], salt: str = "") -> Request:
-        """Admit, compute the prompt in one step, release."""
+        """Admit a new request, compute its prompt in one step, release it, and return it."""
         request = self.come(prompt, salt=salt)
         self.step({request: len(prompt)})
         self.leave(request)
         return request
 
     def check(self) -> None:
-        """Check that every block is accounted for, and that every findable block holds the KV of its node's tokens."""
+        """Check the manager's integrity, and that each block in the prefix tree has the KV of its node's tokens."""
         self.kv.check_integrity(self.running, self.swapped)
         for root in self.kv.prefix_cache.tree._roots.values():
             self._check_below(root)

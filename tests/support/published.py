@@ -1,6 +1,6 @@
-"""Published measurement, and the properties of the engine and the GPU behind it.
+"""Published measurement of a serving engine on a GPU, and the settings behind it.
 
-Settings that a row does not state are the defaults of its engine. published_lines.py reads rows, published_loads.py
+Settings that a row does not state are the defaults of its engine. published_lines.py reads rows, and published_loads.py
 runs their loads.
 """
 
@@ -26,12 +26,13 @@ from llmsched.profiles.gpus import GpuSpec
 
 DATA = Path(__file__).parent.parent / "data"
 
-#: Mean over requests of TPOT; mean over tokens (ITL); median over tokens; mean of E2E / output tokens.
+#: Statistic of a time per token: mean of TPOT over requests, mean of ITL over tokens, median of ITL over tokens, or
+#: mean of E2E / output tokens over requests.
 TpotKind = Literal["request", "token", "median", "whole"]
 
 
 class Tpot(NamedTuple):
-    """Published time per output token in `seconds`, with the statistic it is."""
+    """Published time per output token in seconds. `kind` is its statistic."""
 
     kind: TpotKind
     seconds: float
@@ -39,7 +40,7 @@ class Tpot(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One published result, with unstated settings filled in."""
+    """Published result of one load. Lengths are mean numbers of tokens. `rate` is in requests per second."""
 
     id: str
     source: str
@@ -59,7 +60,7 @@ class PublishedRow:
 
     @property
     def fitted(self) -> bool:
-        """Whether constants may be fitted to the row: half of the rows, by a hash of the id."""
+        """True if constants may be fitted to the row. A hash of the id selects half of the rows."""
         return hashlib.sha256(self.id.encode()).digest()[0] % 2 == 0
 
     @property
@@ -68,7 +69,7 @@ class PublishedRow:
 
     @property
     def long_tailed(self) -> bool:
-        """Whether the lengths are means of conversations (ShareGPT)."""
+        """True if the lengths vary widely, because the requests are conversations (ShareGPT)."""
         return (
             self.id.startswith("iog")
             or "sharegpt" in self.id
@@ -78,7 +79,7 @@ class PublishedRow:
 
     @property
     def tpot(self) -> Tpot | None:
-        """The published time per output token."""
+        """Published time per output token, or None."""
         names: list[tuple[TpotKind, str]] = [
             ("median", "token_latency_ms_p50"),
             ("request", "tpot_ms"),
@@ -87,7 +88,7 @@ class PublishedRow:
             ("whole", "ms_per_token_incl_prefill"),
             ("whole", "ms_per_output_token_incl_prefill_derived"),
         ]
-        if self.long_tailed:  # what a mean over requests is depends on the short ones, of which nothing is known
+        if self.long_tailed:  # short requests influence a mean over requests most, and their lengths are unknown
             names.sort(key=lambda each: each[1] != "itl_ms_mean")
         return next((Tpot(kind, self.metrics[name] / 1e3) for kind, name in names if name in self.metrics), None)
 
@@ -100,7 +101,7 @@ class PublishedRow:
 
     @property
     def throughput(self) -> float | None:
-        """Output tokens per second."""
+        """Output tokens per second, or None if not published."""
         if "output_tok_s" in self.metrics:
             return self.metrics["output_tok_s"]
         if "total_tok_s" in self.metrics:
@@ -147,19 +148,20 @@ class PublishedRow:
 
     @property
     def reserves(self) -> bool:
-        """Whether a request is admitted only if all the KV it may ever need is free (GUARANTEED_NO_EVICT)."""
+        """True if the engine reserves all KV that a request may need when it admits it (GUARANTEED_NO_EVICT)."""
         return self.engine in ("tensorrt-llm", "nim")
 
     @property
     def staggered(self) -> bool:
-        """Whether a closed loop is in its steady state.
+        """True if the requests of a closed loop do not all start together.
 
-        The published TTFT of these rows is shorter than the prefill of one wave of requests, so there were no waves.
+        The published TTFT of these rows is shorter than the prefill of as many requests as run at the same time. So the
+        requests that were measured did not start together.
         """
         return self.id.startswith("aic") and (self.concurrency or 1) > 1
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
-        """Return the plan of the GPU's memory with the model."""
+        """Return the memory plan of the model on the GPU."""
         return self.planner().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
 
 

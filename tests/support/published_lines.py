@@ -1,11 +1,12 @@
-"""Reader of measurements*.jsonl and similar files: maps their names to ours, or says why a line cannot be predicted.
+"""Reader of published measurements: measurements*.jsonl and files of the same form.
 
-A line is a JSON object: `id`, `gpu`, `model`, `engine`, `weights_dtype`, `kv_dtype`; `input_len` and `output_len` (mean
-tokens); `concurrency` or `batch` (closed loop), `request_rate` (per second; "inf": all at once) and `num_requests`;
-`metrics`: `output_tok_s` or `total_tok_s`, and `tpot_ms`, `itl_ms_mean`, `token_latency_ms_p50` or the like (see
-`PublishedRow.tpot`).
-Optional: `config` (path of the model's config.json, relative to the file), `max_num_seqs`, `max_num_batched_tokens`,
-`num_gpus`.
+A line is a JSON object. It has `id`, `gpu`, `model`, `engine`, `weights_dtype` and `kv_dtype`. `input_len` and
+`output_len` are mean numbers of tokens. A closed loop has `concurrency` or `batch`; another load has `request_rate`
+(per second; "inf" sends all requests at once) and `num_requests`. `metrics` has `output_tok_s` or `total_tok_s`, and a
+time per token such as `tpot_ms`, `itl_ms_mean` or `token_latency_ms_p50` (see `PublishedRow.tpot`).
+
+Optional are `config` (path of the model's config.json, relative to the file), `max_num_seqs`, `max_num_batched_tokens`
+and `num_gpus`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.gpus import find_gpu
 from llmsched.profiles.toml_files import UnknownNameError
 
-#: Files of model_configs by a part of the model's name, the most specific first.
+#: Part of a model's name -> its file in model_configs. The most specific parts are first.
 MODELS = {
     "Distill-Llama-8B": "meta-llama--Meta-Llama-3.1-8B",
     "Distill-Qwen-14B": "Qwen--Qwen2.5-14B-Instruct",
@@ -47,7 +48,7 @@ MODELS = {
     "Qwen2.5-14B": "Qwen--Qwen2.5-14B-Instruct",
     "Qwen2.5-32B": "Qwen--Qwen2.5-32B-Instruct",
 }
-#: Keys of gpus.toml by the beginning of the rows' GPU, the most specific first.
+#: Beginning of a row's GPU -> key in gpus.toml. The most specific beginnings are first.
 GPUS = {
     "A100 PCIe": "a100-80gb-pcie",
     "A100": "a100-80gb",
@@ -60,14 +61,14 @@ GPUS = {
     "RTX 4090": "rtx4090",
     "RTX 4070 Laptop": "laptop-rtx4070",
 }
-#: Beginnings of ids whose GPU is another than they say. These pages speak of an H100, which reads the 65.5 GB of
-#: Qwen3-32B in 43 ms (1.5 TB/s, less than half of an H100 SXM's rate) and multiplies at 380 TFLOP/s at most. Not so the
-#: page on latency, where 16.4 GB take 7.2 ms.
+#: Beginning of a row's id -> key in gpus.toml, for rows that were not measured on the GPU that they name. These pages
+#: name an H100. Their GPU reads the 65.5 GB of Qwen3-32B in 43 ms (1.5 TB/s, less than half of an H100 SXM's rate) and
+#: computes at most 380 TFLOP/s. The page on latency is different: its GPU reads 16.4 GB in 7.2 ms.
 OTHER_GPUS = {
     f"gpustack-{page}": "h100-pcie"
     for page in ("qwen3-14b-h100", "qwen3-32b-h100", "gpt-oss-20b-h100", "quant-qwen3-8b-H100")
 }
-#: Classes of engines.toml by how the rows begin.
+#: Beginning of a row's engine -> engine class in engines.toml.
 ENGINES = {
     "TensorRT-LLM 0.9": "tensorrt-llm-static",
     "TensorRT-LLM": "tensorrt-llm",
@@ -76,7 +77,7 @@ ENGINES = {
     "SGLang": "sglang",
     "LMDeploy": "lmdeploy",
 }
-#: Types of weights that need no other config than the model's own.
+#: Types of weights for which the model's config needs no change.
 PLAIN = ("bf16", "fp16", "mxfp4")
 
 
@@ -88,11 +89,11 @@ class Refused(NamedTuple):
 
 
 class RefusedError(ValueError):
-    """Raised for a line that cannot be predicted; the message says why."""
+    """Error for a line that cannot be predicted. The message says why."""
 
 
 def read_rows() -> list[PublishedRow]:
-    """Read all rows that are shipped, in the order of the files."""
+    """Return all rows in tests/data, in the order of the files. Raises RefusedError if a line cannot be predicted."""
     rows: list[PublishedRow] = []
     for name in ("measurements.jsonl", "measurements_more.jsonl"):
         found, refused = read_file(DATA / name)
@@ -103,7 +104,7 @@ def read_rows() -> list[PublishedRow]:
 
 
 def read_file(path: Path) -> tuple[list[PublishedRow], list[Refused]]:
-    """Read the rows of a file, and the lines that cannot be predicted. Raises OSError."""
+    """Return the rows of a file, and the lines that cannot be predicted. Raises OSError if it cannot be read."""
     rows: list[PublishedRow] = []
     refused: list[Refused] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -124,9 +125,12 @@ def read_file(path: Path) -> tuple[list[PublishedRow], list[Refused]]:
 
 
 def read_line(line: Mapping[str, Any], directory: Path = DATA) -> PublishedRow:
-    """Read one line; a `config` is relative to `directory`. Raises RefusedError and UnknownNameError."""
+    """Return the row of one line. A `config` is relative to `directory`.
+
+    Raises RefusedError or UnknownNameError if the line cannot be predicted.
+    """
     if _number(line, "num_gpus", 1) != 1:
-        raise RefusedError(f"is of {line['num_gpus']} GPUs; one is predicted")
+        raise RefusedError(f"was measured on {line['num_gpus']} GPUs; only one GPU can be predicted")
     gpu = _text(line, "gpu")
     engine = _by_beginning(ENGINES, _text(line, "engine"))
     if engine is None:
@@ -165,7 +169,7 @@ def read_line(line: Mapping[str, Any], directory: Path = DATA) -> PublishedRow:
 def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str) or not value:
-        raise RefusedError(f"says no {name}")
+        raise RefusedError(f"has no {name}")
     return value
 
 
@@ -175,7 +179,7 @@ def _number(line: Mapping[str, Any], name: str, default: float) -> float:
     except (TypeError, ValueError):
         value = math.nan
     if not value > 0:
-        raise RefusedError(f"{name} is {line[name]!r}; a positive number is understood")
+        raise RefusedError(f"{name} is {line[name]!r}; allowed is a positive number")
     return value
 
 
@@ -185,19 +189,19 @@ def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
     if "token_latency_s_p50" in metrics:
         metrics["token_latency_ms_p50"] = metrics.pop("token_latency_s_p50") * 1e3
     if not metrics or not all(0 < value < math.inf for value in metrics.values()):
-        raise RefusedError(f"metrics are {stated!r}; an object of positive numbers is understood")
+        raise RefusedError(f"metrics are {stated!r}; allowed is an object of positive numbers")
     return metrics
 
 
 def _lengths(line: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[float, float]:
-    """Return the mean tokens of prompts and outputs, from the rates if they are not stated."""
+    """Return the mean tokens of prompts and of outputs. If they are not stated, compute them from the rates."""
     if line.get("input_len") is None and line.get("output_len") is None:
         if not {"output_tok_s", "total_tok_s", "req_s"} <= set(metrics):
-            raise RefusedError("says no input_len and output_len")
+            raise RefusedError("has no input_len and output_len")
         mean = metrics["output_tok_s"] / metrics["req_s"]
         return mean * (metrics["total_tok_s"] / metrics["output_tok_s"] - 1), mean
     if line.get("output_len") is None:
-        raise RefusedError("says no output_len")
+        raise RefusedError("has no output_len")
     return _number(line, "input_len", 32), _number(line, "output_len", 1)
 
 
@@ -218,16 +222,16 @@ def _weights(stated: str, model: str) -> str:
     if weights == "fp8" and "Qwen3" in model:
         return "fp8_block"  # the checkpoints that Qwen published
     if weights not in (*PLAIN, *QUANTIZATIONS):
-        raise RefusedError(f"weights_dtype is {stated!r}; {', '.join((*PLAIN, *QUANTIZATIONS))} are understood")
+        raise RefusedError(f"weights_dtype is {stated!r}; allowed are {', '.join((*PLAIN, *QUANTIZATIONS))}")
     return weights
 
 
 def _kv(stated: str, weights: str) -> str:
-    """Return the KV dtype, fp8 or 16 bits; if unknown, that of the weights."""
+    """Return the KV dtype, "fp8" or "16 bits". If it is unknown, the dtype of the weights decides."""
     if stated.startswith("unknown"):
         return "fp8" if weights.startswith("fp8") else "16 bits"
     if not stated.startswith(("auto", "fp8", "bf16", "fp16")):
-        raise RefusedError(f"kv_dtype is {stated!r}; auto, bf16, fp16 and fp8 are understood")
+        raise RefusedError(f"kv_dtype is {stated!r}; allowed are auto, bf16, fp16 and fp8")
     return "fp8" if stated.startswith("fp8") else "16 bits"
 
 

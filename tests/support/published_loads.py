@@ -1,4 +1,4 @@
-"""Load of a published row, step by step: the steps that the scheduler makes of it, and the resulting figures."""
+"""Simulation of the load of a published row: the steps that the scheduler makes, and the figures of these steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from llmsched.profiles.engines import find_engine
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: Requests per concurrent one, where the row does not state the number.
+#: If a row does not state the number of requests, it is this many times the concurrency.
 ROUNDS = 4
-#: Longer loads are cut to so many requests, five times the concurrency: TensorRT-LLM 0.17's 30,000 on an L40S give
-#: 9,086 tokens/s when whole and 9,075 when cut.
+#: Longer loads are cut to this many requests, five times as many as run at the same time. The 30,000 requests of
+#: TensorRT-LLM 0.17 on an L40S give 9,086 tokens/s uncut and 9,075 tokens/s cut.
 MOST_REQUESTS = 8000
 
 
 class Figures(NamedTuple):
-    """Latencies in seconds, and output tokens per second."""
+    """Figures of a load: latencies in seconds, and throughput in output tokens per second."""
 
     tpot: float
     ttft: float
@@ -40,10 +40,12 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of a load. `shapes` holds arrays [steps]; `idle` [steps] are the seconds without work before each step.
+    """Steps of a load.
 
-    For each request: its arrival in seconds, or (closed loop and all at once) the step before which it arrived, the
-    steps of its first and its last token, and its output tokens. The first `warm` requests do not count.
+    `shapes` has arrays with an entry per step, and `idle` the seconds without work before each step. The other arrays
+    have an entry per request. `came` is when it arrived: in seconds or, if the row has no rate, the index of the next
+    step. `first` and `last` are the indices of the steps of its first and last token, and `outputs` is its number of
+    output tokens. The figures leave out the first `warm` requests.
     """
 
     row: PublishedRow
@@ -56,7 +58,7 @@ class Steps:
     warm: int
 
     def figures(self, cost: StepCost) -> Figures:
-        """Compute the figures if each step takes the time that `cost` gives."""
+        """Return the figures of the load if each step takes the time that `cost` gives it."""
         seconds: Floats = np.asarray(cost.seconds(self.shapes)) + self.idle
         ends = np.cumsum(seconds)
         came = self.came
@@ -71,7 +73,7 @@ class Steps:
         )
 
     def _tpot(self, seconds: Floats, first: Floats, last: Floats, came: Floats, outputs: Ints) -> float:
-        if not (outputs > 1).any():  # one token has no time per token
+        if not (outputs > 1).any():  # an output of one token has no time per token
             return float("nan")
         kind = self.row.tpot.kind if self.row.tpot is not None else "token"
         if kind == "whole":
@@ -87,12 +89,12 @@ class Steps:
 
 
 def published_cost(row: PublishedRow, engine: str | None = None) -> Roofline:
-    """Return the step cost of the row's model on its GPU with its engine class, or with the class of that name."""
+    """Return the step cost of the row's model and GPU, for the engine class `engine` or else the row's."""
     return Roofline(row.work(), row.gpu, find_engine(engine or row.engine), dtype=row.dtype)
 
 
 def load_of(row: PublishedRow) -> list[tuple[float, int, int]]:
-    """Return (arrival, prompt tokens, output tokens) of each request; arrivals are 0 without a rate."""
+    """Return (arrival in seconds, prompt tokens, output tokens) of each request. Without a rate, arrivals are 0."""
     count = row.num_requests or (row.concurrency or 1) * (ROUNDS if (row.concurrency or 1) > 1 else 1)
     count = min(MOST_REQUESTS, row.concurrency or 1 if row.static else count)
     rng = random.Random(0)
@@ -110,7 +112,7 @@ def load_of(row: PublishedRow) -> list[tuple[float, int, int]]:
 
 
 def _lengths(rng: random.Random, row: PublishedRow, mean: float, count: int) -> list[int]:
-    """Return equal lengths, or log-normal ones with this mean and a sigma of 1 for conversations."""
+    """Return `count` lengths in tokens: all equal or, for conversations, log-normal with this mean and a sigma of 1."""
     if not row.long_tailed:
         return [max(1, round(mean))] * count
     drawn = [rng.lognormvariate(0, 1) for _ in range(count)]
@@ -118,7 +120,10 @@ def _lengths(rng: random.Random, row: PublishedRow, mean: float, count: int) -> 
 
 
 def steps_of(row: PublishedRow, cost: StepCost) -> Steps:
-    """Run the load through the scheduler; with a request rate, `cost` decides which step a request arrives in."""
+    """Run the load of a row through the scheduler, and return its steps.
+
+    `cost` matters only if the row has a request rate: step times determine before which step a request arrives.
+    """
     return _Run(row, cost).steps()
 
 
@@ -130,7 +135,7 @@ class _Run:
         if plan.problem is not None and not row.static:
             raise plan.problem
         blocks = plan.num_blocks
-        if row.reserves:  # GUARANTEED_NO_EVICT: all that a request may need is reserved
+        if row.reserves:  # run only as many requests as all the KV that they may need allows
             fitting = plan.num_seqs_at(round(row.input_len + row.output_len))
             config = replace(config, max_num_seqs=max(1, min(config.max_num_seqs, fitting)))
         if row.static:  # it was measured, so it did fit
@@ -174,7 +179,7 @@ class _Run:
         self.scheduler.add(Request(name, [0] * prompt, prompt, sampling, 0, frozenset(), self.clock.now))
 
     def _step(self, idle: float) -> int:
-        """Run one step; return the number of requests that ended."""
+        """Run one step after `idle` seconds without work, and return the number of requests that ended."""
         plan = self.scheduler.schedule()
         shape = shape_of(plan, self.cost.window)
         elapsed = self.cost.seconds(shape)

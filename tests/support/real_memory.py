@@ -1,8 +1,9 @@
-"""Growth of a process that loads models, compared with their memory plans; to be run in a new process.
+"""Growth of a process that loads models, compared with their memory plans. Run this file in a new process.
 
     python real_memory.py TINY_MODEL MODEL ...     prints [{"planned": bytes, "grown": bytes}, ...]
 
-The tiny model comes first and does not count: it loads code and compiled kernels that every engine needs once.
+The process loads TINY_MODEL first and does not report it, because the first engine also loads code and compiled kernels
+that all engines share.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KV_BYTES = 512 << 20
 
 
 def loaded(model: str, kv_bytes: int) -> Any:
-    """Build an engine and write to its whole KV cache, because untouched pages take no memory."""
+    """Return an engine on `model`. Its whole KV cache was written to, because untouched pages take no memory."""
     limits = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32}
     settings = EngineConfig(model=model, device="cpu", dtype="bfloat16", kv_cache_memory_bytes=kv_bytes, **limits)
     engine = build_engine(settings)
@@ -36,7 +37,7 @@ def loaded(model: str, kv_bytes: int) -> Any:
 
 
 def resident() -> int:
-    """Return the bytes of this process in unshared memory, after returning freed memory to the system."""
+    """Return the unshared memory of this process in bytes, after a garbage collection."""
     gc.collect()
     time.sleep(0.1)
     return int(psutil.Process().memory_full_info().uss)

@@ -1,4 +1,4 @@
-"""Server whose model says exactly what a test wants, and stops, fails or waits when it should."""
+"""HTTP server with a scripted model. A test sets the model's outputs, and when it waits or fails."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def logprob_of(token_id: int) -> float:
 
 @dataclass
 class Script:
-    """Behaviour of the model. By default it writes the alphabet over and over, from the position in the output.
+    """Behaviour of the scripted model. By default, each output is the token ids of `alphabet`, over and over.
 
-    `outputs` forces the output of a prompt: prompt ids -> output ids. While `gate` is closed no step begins. After
-    `fail_at_step` steps the executor raises; `row_error` fails the next row that samples.
+    `outputs` maps the ids of a prompt to the ids of its output. No step begins until `gate` is set; it is set at first.
+    A step takes `step_s` seconds. The executor raises after `fail_at_step` steps. `row_error` is the error of the next
+    row that samples.
     """
 
     alphabet: list[int]
@@ -118,11 +119,11 @@ class LiveServer:
         return self
 
     def drain(self) -> None:
-        """Do what the first SIGTERM does."""
+        """Start to drain, as the first SIGTERM does."""
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self, timeout: float = 20) -> int | None:
-        """Wait for the end; return the exit code."""
+        """Wait at most `timeout` seconds for the end of the server, and return its exit code."""
         self._thread.join(timeout)
         assert not self._thread.is_alive(), "the server does not end"
         return self.exit_code
@@ -143,7 +144,7 @@ class LiveServer:
 
 
 class ScriptedServer(LiveServer):
-    """Server with a scripted executor."""
+    """Live server whose engine has a scripted executor."""
 
     def __init__(
         self,
@@ -176,7 +177,10 @@ class ScriptedServer(LiveServer):
 
 
 def main() -> None:
-    """Run `python scripted.py STEP_SECONDS`: a server in a new process, to be sent signals; prints its URL."""
+    """Run a scripted server in this process and print its URL, for tests that send signals to a process.
+
+    Usage: python scripted.py STEP_SECONDS
+    """
     server = ScriptedServer()
     server.script.step_s = float(sys.argv[1])
     print(server.url, flush=True)

@@ -1,4 +1,4 @@
-"""Simulated machine for tests of tune: the speed of each setting is given; noise and drift are added."""
+"""Simulated machine for tests of tune. A test gives the speed of each setting, and the machine adds noise and drift."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Figure = Callable[[Setting], float]
 
 
 def hill(best_tokens: float, best_seqs: float, *, steep: float = 0.06, tie: float = 0.5) -> Figure:
-    """Return a rate (tokens/s) with one maximum; `tie` couples the best token budget to the number of sequences."""
+    """Return a function from settings to tokens/s, with one maximum. `steep` is how fast the rate falls around it.
+
+    `tie` makes the best token budget depend on the number of sequences; at 0 it is always `best_tokens`.
+    """
 
     def rate(setting: Setting) -> float:
         seqs = math.log2(setting.max_num_seqs / best_seqs)
@@ -27,11 +30,12 @@ def hill(best_tokens: float, best_seqs: float, *, steep: float = 0.06, tie: floa
 
 
 class SimulatedMachine:
-    """TrialRunner whose runs take virtual time: requests x output tokens / rate.
+    """TrialRunner in virtual time. A run takes (output tokens of all its requests) / rate seconds.
 
-    `noise` is the standard deviation of a full run's rate; shorter runs have more. `drift(t)` scales all rates at time
-    t. `work` adds up the seconds that the runs would take without noise and drift. `itl` gives seconds between tokens.
-    `says` is the prediction of the cost model; None if there is no model.
+    `noise` is the relative standard deviation of the rate in a run of `full` requests; shorter runs have more noise.
+    `drift(t)` scales all rates at time t. `work` is the total time in seconds that the runs would have taken without
+    noise and drift. `itl` returns the seconds between two tokens. `says` returns the rate that the cost model predicts;
+    None stands for no cost model.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class SimulatedMachine:
 def made_run(
     setting: Setting, requests: int, round_index: int, rate: float, itl: float = 0.02, running: int = 16, **more: object
 ) -> TrialRun:
-    """Make a run of requests of 10 tokens at `rate` tokens per second, all of which met their SLOs."""
+    """Make a run whose requests have 10 output tokens each and meet their SLOs, at `rate` tokens per second."""
     seconds = requests * 10 / rate
     samples = {"itl": ThinnedSamples((itl,), requests * 9, itl * requests * 9, itl)}
     samples["ttft"] = samples["tpot"] = ThinnedSamples((0.1,), requests, 0.1 * requests, 0.1)
@@ -91,7 +95,7 @@ def made_run(
 
 
 def winner(history: TrialHistory) -> Setting:
-    """Return the best setting, which must exist."""
+    """Return the best setting of a history that has one."""
     best = history.best()
     assert best is not None
     return best.setting

@@ -1,4 +1,4 @@
-"""Serving a list of requests on a scheduler and a virtual clock."""
+"""Simulated run of a list of requests on a scheduler and a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from llmsched.engine.scheduler.scheduler import Scheduler
 
 
 class LinearCost(NamedTuple):
-    """Seconds: fixed, per prefill token, per decoding sequence, per token of KV read. Windows make no difference."""
+    """Linear cost of a step in seconds: a fixed part, and parts per prefill token, decoding sequence and KV token read.
+
+    Sliding windows make no difference.
+    """
 
     fixed: float
     per_prefill_token: float
@@ -35,7 +38,7 @@ class LinearCost(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedTimes:
-    """Times of one request in virtual seconds: arrival, and each token."""
+    """Times of one request in seconds of virtual time: its arrival, and each of its tokens."""
 
     request: Request
     token_times: list[float] = field(default_factory=list)
@@ -56,7 +59,10 @@ def simulate(
     clock: VirtualClock,
     after_step: Callable[[StepPlan], None] = lambda _: None,
 ) -> list[SimulatedTimes]:
-    """Run `requests`, each from its arrival_time on, until all have ended. `scheduler` tells time by `clock`."""
+    """Run `requests` until all have ended, and return their times. Each request arrives at its `arrival_time`.
+
+    `clock` must be the clock of `scheduler` and `executor`. `after_step` is called with the plan of each step.
+    """
     pending = sorted(requests, key=lambda request: request.arrival_time, reverse=True)
     times = {request.request_id: SimulatedTimes(request) for request in pending}
     while pending or scheduler.has_work():

@@ -1,4 +1,4 @@
-"""Driver of an executor with hand-made plans, in place of a scheduler."""
+"""Driver of an executor. It makes plans by hand, in place of a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def make_sequence(
 
 
 class Stepper:
-    """Sequences on an executor, each with blocks of one shuffled pool, advanced by plans of given chunk sizes."""
+    """Driver of sequences on an executor, in steps with given chunk sizes (tokens).
+
+    A shuffled pool gives each sequence blocks for `max_len` tokens.
+    """
 
     def __init__(self, executor: TorchExecutor, sequences: ListLike[Sequence], max_len: int, *, seed: int = 0) -> None:
         self.executor = executor
@@ -34,14 +37,20 @@ class Stepper:
         self.tables = pool.reshape(shape).astype(np.int32)
 
     def row(self, index: int, chunk: int) -> ScheduledRow | None:
-        """Return the next `chunk` tokens of a sequence, fewer at its end; None if all are computed."""
+        """Return a row with the next `chunk` tokens of a sequence, or with fewer if fewer are left.
+
+        The result is None if all tokens of the sequence are computed.
+        """
         sequence, start = self.sequences[index], self.computed[index]
         count = min(chunk, sequence.num_tokens - start)
         end = start + count == sequence.num_tokens
         return ScheduledRow(sequence, start, count, self.tables[index], sample=end) if count else None
 
     def rows(self, chunks: ListLike[int], offset: int = 0) -> list[tuple[int, ScheduledRow]]:
-        """Give sequence i chunks[(i + offset) % len(chunks)] tokens."""
+        """Return the rows of a step with the indices of their sequences.
+
+        The row of sequence i has chunks[(i + offset) % len(chunks)] tokens.
+        """
         made = [(i, self.row(i, chunks[(i + offset) % len(chunks)])) for i in range(len(self.sequences))]
         return [(index, row) for index, row in made if row is not None]
 
@@ -59,7 +68,7 @@ class Stepper:
         return [torch.cat(parts) for parts in found]
 
     def step(self, chunks: ListLike[int], offset: int = 0, finished: ListLike[str] = ()) -> None:
-        """Run one plan and append the sampled tokens."""
+        """Run one step, and append the sampled tokens to their sequences."""
         step = self.rows(chunks, offset)
         result = self.executor.execute(StepPlan([row for _, row in step], finished))
         for (index, row), found in zip(step, result.rows, strict=True):
@@ -70,7 +79,10 @@ class Stepper:
                 self.sequences[index].token_ids.append(found.token_id)
 
     def generate(self, num_tokens: int, chunks: ListLike[int] = (1000,)) -> list[list[int]]:
-        """Run until every sequence has num_tokens output tokens; finished sequences rest."""
+        """Run until every sequence has `num_tokens` output tokens, and return the output tokens.
+
+        A sequence that has enough tokens takes no part in the later steps.
+        """
         offset = 0
         while waiting := [i for i, s in enumerate(self.sequences) if s.num_output_tokens < num_tokens]:
             self.computed = [

@@ -1,4 +1,4 @@
-"""Small models of many architectures with random weights, with a byte-level tokenizer and a chat template."""
+"""Small models of many architectures with random weights, and a byte-level tokenizer with a chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-#: More ids than the tokenizer names (about 300): the vocabulary is padded, as that of most real models.
+#: More ids than the tokenizer has tokens (about 300), because most real models have a padded vocabulary too.
 VOCAB_SIZE = 320
 MAX_POSITION = 512
 WINDOW = 8
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 _TEXT = "The quick brown fox jumps over the lazy dog. There is nothing either good or bad, but thinking makes it so. "
 
-#: For most architectures alike. A wide initial range makes logits differ enough for parity to mean something.
+#: Config fields of most architectures. With a wide initial range, logits differ so much that equal tokens mean parity.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -40,7 +40,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 3,
 }
 
-#: Architecture -> (transformers model type, what differs from _COMMON; None removes a key).
+#: Architecture -> (model type in transformers, changes to _COMMON). A value of None removes the key.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
@@ -111,7 +111,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_config(arch: str, **overrides: Any) -> Any:
-    """Build the configuration of a small model of `arch`; overrides replace values, None removes a key."""
+    """Return the config of a small model of `arch`. `overrides` replace values; None removes the key."""
     model_type, changes = ARCHITECTURES[arch]
     merged = {**_COMMON, **changes, **overrides}
     keep = {"sliding_window", "eos_token_id", "bos_token_id", "pad_token_id"}
@@ -120,7 +120,7 @@ def build_config(arch: str, **overrides: Any) -> Any:
 
 
 def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """Build a model in evaluation mode, fp32, with random weights of the given seed (biases and sinks too)."""
+    """Return a small fp32 model in evaluation mode. `seed` determines its random weights, biases, norms and sinks."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(build_config(arch, **overrides)).float().eval()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 
 def build_tokenizer(*, bos: bool = False, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Build a byte-level BPE tokenizer of about 300 ids; with `bos`, encoding prepends <|bos|>."""
+    """Return a byte-level BPE tokenizer of about 300 tokens. With `bos`, each encoded text begins with <|bos|>."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -164,7 +164,7 @@ def save_tiny_model(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write model and tokenizer into `path` as a Hugging Face directory and return it."""
+    """Write a small model and its tokenizer into the directory `path` in Hugging Face's form, and return `path`."""
     model = build_model(arch, seed=seed, **overrides)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     build_tokenizer(bos=bos, chat_template=chat_template).save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Event loop whose clock jumps to the next timer: waiting tests take no time, and their times are exact."""
+"""Event loop whose clock jumps to the next timer. A test that waits takes no time, and its times are exact."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Selector that never waits; it adds the time to the loop's clock instead."""
+    """Selector that adds the time that it should wait to the loop's clock, and does not wait."""
 
     loop: VirtualTimeLoop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready and timeout is None:
-            raise RuntimeError("every task waits for something that no timer will bring about")
+            raise RuntimeError("deadlock: every task waits, and no timer is set")
         if not ready and timeout:
             self.loop.now += timeout
         return ready
@@ -36,6 +36,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from virtual time 0."""
+    """Return the result of a coroutine that runs on a new event loop, whose clock starts at 0."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -12,9 +12,11 @@ from llmsched.engine.request import Request
 
 @dataclass
 class Wait:
-    """Events while a request waited: waiting requests of smaller rank, requests admitted before it, and all that ran.
+    """Wait of one request. It began before step `began`, when `recomputed` tokens had been recomputed.
 
-    The wait began with step `began`.
+    `there_when_it_came` are the requests that waited then. `ahead` are the requests that have been ahead of it in the
+    queue. `passed_by` are the requests behind it that were admitted before it. `ran` are the requests that ran during
+    the wait.
     """
 
     there_when_it_came: set[Request]
@@ -26,7 +28,7 @@ class Wait:
 
 
 class Witness:
-    """Observes a scheduler's admissions and checks the bound at each of them."""
+    """Observer of a scheduler's admissions. It checks the starvation bound at each admission."""
 
     def __init__(self, harness: Harness) -> None:
         self.scheduler = harness.scheduler
@@ -77,14 +79,14 @@ class Witness:
         assert request.num_passed <= self.max_passes
 
     def check_steps(self, wait: Wait) -> None:
-        """Check that a step computed at least one token on average during the wait."""
+        """Check that the steps during the wait computed at least one token each on average."""
         tokens = sum(other.num_prompt_tokens + other.sampling.max_tokens for other in wait.ran)
         tokens += self.scheduler.counters.recomputed_tokens - wait.recomputed
         steps = len(self.plans) - wait.began
-        assert steps <= tokens, f"waited for {steps} steps, while those that ran had {tokens} tokens"
+        assert steps <= tokens, f"waited for {steps} steps, but the requests that ran had only {tokens} tokens"
 
     def check_those_ahead(self, request: Request, wait: Wait) -> None:
-        """Check that each request ahead had a reason for its smaller rank."""
+        """Check that a later request got ahead only by its priority or because it had been preempted."""
         if request.num_preemptions:
             return
         for other in wait.ahead - wait.there_when_it_came:
