@@ -103,7 +103,10 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def drawable(chart: Chart) -> Chart:
-    """Return a copy of the chart without values that cannot be drawn. In a stacked chart, add up the y values."""
+    """Return a copy of the chart without values that cannot be drawn.
+
+    In a stacked chart, the y values of the previous series are added to those of each series.
+    """
 
     def fits(value: float, log: bool) -> bool:
         return math.isfinite(value) and (value > 0 or not log)
@@ -123,9 +126,9 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points in order: the lowest and the highest point of each of `most` / 2 equal stretches.
+    """Reduce the points to at most `most`, in order, by keeping the lowest and highest of each stretch of points.
 
-    Fewer points are returned unchanged.
+    If there are at most `most` points, all are returned.
     """
     if len(points) <= most:
         return list(points)
@@ -142,7 +145,8 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
-    Of more than `most` samples, about `most` at evenly spaced ranks are returned, including the lowest and the highest.
+    If there are more than `most` samples, the result has about `most` evenly spaced ranks, with the lowest and the
+    highest.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)

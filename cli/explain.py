@@ -40,7 +40,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show where the time of one request went: waiting, overtaken, computed, preempted.
+    """Show where the time of one request went: waits, computation, preemptions, and the reason for each.
 
     The server keeps the scheduler's decisions about its latest 2,000 requests.
 
@@ -70,7 +70,7 @@ def explain(
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
-    """Ask the server about a request and return the answer. Raises LlmschedError unless the answer is valid."""
+    """Ask the server about a request and return the answer. Raises LlmschedError for an invalid answer or an error."""
     from urllib.parse import quote
 
     import httpx

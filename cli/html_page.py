@@ -66,7 +66,7 @@ class Page:
         self._body.append(f"<dl>{pairs}</dl>")
 
     def code(self, text: str) -> None:
-        """Add a long text, folded until the reader opens it."""
+        """Add a long text that stays folded until the reader opens it."""
         self._body.append(f"<details><summary>show</summary><pre>{escape(text)}</pre></details>")
 
     def html(self) -> str:

@@ -1,4 +1,7 @@
-"""Typer app with all commands, and the printing of errors. A command's module is imported only for a call."""
+"""Typer app with all commands, and the printing of errors.
+
+The module of a command is imported only when the command is called.
+"""
 
 from __future__ import annotations
 

@@ -59,14 +59,14 @@ _displays: list[Display] = []
 
 
 def detail(text: str) -> None:
-    """Show `text` beside the progress of the work in progress. Do nothing if no progress is shown."""
+    """Show `text` in the display of the current work. Do nothing if no progress is shown."""
     if _displays:
         _displays[-1].detail(text)
 
 
 @contextmanager
 def shown(display: Display) -> Iterator[None]:
-    """Show `detail` texts in `display` while the block runs."""
+    """Pass the texts of `detail` to `display` while the block runs."""
     _displays.append(display)
     try:
         yield

@@ -11,7 +11,7 @@ import re
 
 from llmsched.engine.errors import LlmschedError
 
-#: Most tokens of a prompt or an answer. A larger number is a typing error, and its prompts would fill the memory.
+#: Largest number of tokens of a prompt or an answer. A larger number is a typing error and would fill the memory.
 MOST_TOKENS = 1 << 24
 
 #: Value of a flag that derives the setting from the model and the memory, and ignores a profile's value.

@@ -76,7 +76,8 @@ async def bench_compare(
 
     The engines run in this process or, if `simulate` names a device, in a simulation of that device. `base` has the
     settings that a variant omits. `given` has the settings that flags set. `quantization` replaces the format of a
-    simulated model's weights. Raises ModelError, ConfigError, and LlmschedError for invalid variants.
+    simulated model's weights. Raises LlmschedError for invalid variants, and ModelError or ConfigError if an engine
+    cannot be built.
     """
     assert modes.compare is not None
     variants = parse_variants(modes.compare)

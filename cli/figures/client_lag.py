@@ -1,4 +1,4 @@
-"""Delays caused by the bench client itself, and the decision if they make a run invalid."""
+"""Delays caused by the bench client itself, and the rule that decides if they make a run invalid."""
 
 from __future__ import annotations
 

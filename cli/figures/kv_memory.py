@@ -23,8 +23,9 @@ DEFINITIONS = {
 class TargetState(NamedTuple):
     """State of a target at the time `time` in seconds. A value that the target does not report is None.
 
-    `running` and `waiting` are numbers of requests. The other values are shares of all KV memory: `kv_held` is held by
-    requests, `kv_empty` is the part of it that is still empty, and `kv_cached` is held only by the prefix cache.
+    `running` and `waiting` are numbers of requests. The other values are shares of all KV memory. Requests hold the
+    share `kv_held`. `kv_empty` is the part of that share without KV in it. `kv_cached` is held only by the prefix
+    cache.
     """
 
     time: float
@@ -92,10 +93,10 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 class MemoryUsage:
     """Memory usage of a target during a run.
 
-    The values cover the `steps` of an engine or, if `steps` is None, the `samples` of a target's metrics. Shares are
-    shares of all KV memory; None if unknown. `kv_waste` is the empty share of the KV memory held by requests, averaged
-    over the steps or samples in which requests held any. `mean_kv_share` is the share held, averaged over samples.
-    `parts` is in bytes.
+    The values cover the `steps` of an engine or, if `steps` is None, the `samples` of a target's metrics. Shares refer
+    to all KV memory. An unknown value is None. `kv_waste` is the empty share of the KV memory held by requests,
+    averaged over the steps or samples in which requests held any. `mean_kv_share` is the share held, averaged over
+    samples. `parts` is in bytes.
     """
 
     steps: int | None

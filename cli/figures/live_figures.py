@@ -36,7 +36,7 @@ class LiveFigures:
         self._start = self._told = now()
 
     def watching(self, send: Send) -> Send:
-        """Return a function that calls `send` and counts the requests in flight while it does."""
+        """Wrap `send` in a function that also counts the requests in flight."""
 
         async def counted(request: PlannedRequest, record: RequestRecord) -> None:
             self._running += 1

@@ -17,7 +17,7 @@ from llmsched.cli.load.load import Load
 from llmsched.engine.goodput import Goodput, Slo, goodput
 from llmsched.engine.latency import RequestLatency
 
-#: Samples that must lie beyond a percentile for it to be reliable.
+#: Number of samples that must lie beyond a percentile to make the percentile reliable.
 _SAMPLES_BEYOND = 10
 
 

@@ -30,14 +30,14 @@ class Place(Flag):
 
     #: `bench --json`.
     JSON = auto()
-    #: The table of totals, the table of latencies, or a separate table or sentence (see bench/report/run_report.py).
+    #: TOTALS and LATENCIES are tables. OWN_TABLE is a separate table or sentence (see bench/report/run_report.py).
     TOTALS = auto()
     LATENCIES = auto()
     OWN_TABLE = auto()
-    #: Columns of --csv, and the last columns of --csv, whose cells hold JSON.
+    #: CSV is a column of --csv. CSV_OBJECT is one of the last columns of --csv, whose cells hold JSON.
     CSV = auto()
     CSV_OBJECT = auto()
-    #: Rows of --compare, and JSON of one of its rounds.
+    #: RATIOS is a row of --compare. ROUND is the JSON of one round of --compare.
     RATIOS = auto()
     ROUND = auto()
     #: JSON of a rate tried by --find-knee.
@@ -186,7 +186,7 @@ def _memory(
 ) -> Figure:
     """Return a figure whose value is None if the target does not report its memory.
 
-    If the figure has a label, its definition is the definition of that label.
+    The label also selects the definition of the figure.
     """
     definition = _define(label) if label else {}
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)

@@ -50,7 +50,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class ReadingPauses:
-    """Pauses that a reader notices who reads `tokens_per_s` tokens per second.
+    """Pauses noticed by a reader who reads `tokens_per_s` tokens per second.
 
     A token is late if the reader has to wait for it. `waits` has one sample in seconds per late token. `late_tokens` is
     the share of late tokens among the tokens of served requests. `interrupted` is the share of all requests that had a

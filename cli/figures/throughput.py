@@ -58,11 +58,11 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 
 
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
-    """Return the start and end of the steady state, on the clock of the records; None if it is too short.
+    """Return the start and end of the steady state, on the clock of the records; None if that state is too short.
 
     The steady state starts one median E2E after the start of the run, when about as many requests end as are sent. It
-    ends at the first end of a request after the last request was sent, because the number in flight falls from then on.
-    A request that could not connect counts as sent, because it is the target that did not serve it.
+    ends when, after the last request was sent, the first request ends: from then on, fewer requests are in flight. A
+    request that could not connect counts as sent, because the target failed to serve it.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]

@@ -41,7 +41,7 @@ def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedReq
 
 
 def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """Return the arrivals of a request's tokens, and the source of the token count (one of the constants above)."""
+    """Return the arrivals of a request's tokens, and the source of the token count (EXACT, USAGE, ...)."""
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
     times = [chunk.time for chunk in chunks if chunk.text]

@@ -45,7 +45,7 @@ class EngineOptions:
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the config: each knob from its flag, else from `defaults` (a profile's), else EngineConfig's default.
+        """Return the config for `model`. A knob has the value of its flag, else of `defaults`, else its usual default.
 
         Raises ConfigError if a knob is out of range or does not fit the others.
         """

@@ -106,9 +106,9 @@ def versions_table() -> dict[str, Scalar]:
 
 
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:
-    """Write the ratios of actual to predicted memory into a profile, if the model and device of `config` match.
+    """Write the ratios of actual to predicted memory into a profile, if it was tuned for the same model and device.
 
-    Return None, or the reason why the file cannot be read or written.
+    `config` has the model and device that were used. Return None, or the reason why the file cannot be read or written.
     """
     try:
         profile = load_profile(name_or_path)

@@ -59,7 +59,7 @@ def _iso(created: datetime) -> str | None:
 
 
 def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Print the list as a table, and a warning for each file that cannot be read."""
+    """Print the entries as a table, and a warning for each file that cannot be read."""
     if not entries:
         render.say(f"no profiles in {profile_dir()}; create them with `llmsched tune` or `llmsched calibrate`")
         return
@@ -85,7 +85,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return the content of the profile `name` or, if there is none, of the calibration `name` as a JSON object.
+    """Return as a JSON object the content of the profile `name` or, without such a profile, of the calibration `name`.
 
     Raises ProfileError if the file cannot be read.
     """

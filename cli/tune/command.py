@@ -205,8 +205,8 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
     """Return the path of the profile to write. Raises LlmschedError if no file can be written there.
 
-    The default name is the model's name. For a simulation the device is appended, so that the profile does not replace
-    a measured one.
+    The default name is the model's name. For a simulation, the name of the device is appended, so that the profile does
+    not replace a measured profile.
     """
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called

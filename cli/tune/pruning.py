@@ -1,6 +1,6 @@
 """Pruning of settings that a cost model predicts to be far worse than the best setting.
 
-The settings measured so far calibrate the predictions: the mean error is corrected. A setting is pruned only if it is
+The settings measured so far calibrate the predictions, whose mean error is corrected. A setting is pruned only if it is
 worse by a margin, which grows with the largest remaining error.
 """
 
@@ -26,8 +26,8 @@ def hopeless(
     """Return the settings that cannot be the best according to the predictions, each mapped to the reason.
 
     `predicted` has predicted runs of `settings` and of the settings measured so far. Settings are compared by
-    throughput, an upper bound of goodput, because near an SLO a small error in latency can change goodput from its
-    maximum to 0. Latencies are compared with the SLOs separately.
+    throughput, which is an upper bound of goodput. Goodput is less suitable, because near an SLO a small error in
+    latency can change goodput from its maximum to 0. Latencies are compared with the SLOs separately.
     """
     table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]

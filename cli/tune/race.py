@@ -154,7 +154,8 @@ class Race:
     ) -> list[Setting]:
         """Run each setting once, except settings that are pruned. Return the settings that ran.
 
-        `done` counts the requests that the stage has sent so far, and `total` those it is expected to send.
+        `done` is the number of requests that the stage has sent so far. `total` is the number that it is expected to
+        send.
         """
         backwards = self._num_rounds % 2 == 1
         left = settings[::-1] if backwards else list(settings)
@@ -228,7 +229,10 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs. With only short runs, SLACK times an SLO is enough."""
+        """Return the settings that work and meet the SLOs.
+
+        A setting with only short runs may exceed an SLO by the factor SLACK.
+        """
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest < self.full

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llmsched.engine.service import AsyncEngine
 
 _WARMUP_OUTPUT_LEN = 4
-#: The step-time model is fitted to the latest steps: at most and at least this many.
+#: The step-time model is fitted to the latest steps: at most _MAX_STEPS of them, and at least _MIN_STEPS.
 _MAX_STEPS, _MIN_STEPS = 4096, 32
 
 

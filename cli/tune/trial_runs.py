@@ -141,6 +141,6 @@ def run_of(
 
 
 def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
-    """Return the run of a setting whose run raised an exception."""
+    """Return the result of a run that raised the exception `problem`."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return TrialRun(setting, round_index, requests, problem=reason)

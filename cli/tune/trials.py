@@ -50,7 +50,10 @@ class Trial:
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
-    """Pool the runs of a setting into a trial. A failed request, empty output or missed SLO makes it infeasible."""
+    """Pool the runs of a setting into a trial.
+
+    The trial is infeasible if a request failed, if no request had any output, or if an SLO was missed.
+    """
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)

@@ -183,7 +183,7 @@ def _cell(value: float | None, factor: float, digits: int = 1) -> str:
 
 
 def _charts(history: TrialHistory) -> list[Chart]:
-    """Return charts of ITL, TTFT and the goal over the token budget; none with fewer than two budgets measured."""
+    """Return charts of ITL, TTFT and the goal over the token budget; empty if fewer than two budgets were measured."""
     groups: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in history.trials():
         if trial.completed:
@@ -261,7 +261,7 @@ def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: S
 
 
 def _faster(best: Trial, history: TrialHistory, settings: Sequence[Setting]) -> str:
-    """Return a remark on the fastest setting that missed an SLO, or "" if it is no faster than the best setting."""
+    """Return a remark if a setting that missed an SLO is faster than the best setting, else ""."""
     table, late = history.throughput_ranking(), history.missed()
     shares = {trial.setting: table.share(trial.setting, best.setting) for trial in late}
     fastest = max(late, key=lambda trial: shares[trial.setting], default=None)

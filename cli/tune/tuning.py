@@ -237,7 +237,7 @@ async def _search(
 
 
 def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
-    """Return `start` with the knob values of the profile. Skip values above the limits and knobs that a flag sets."""
+    """Return `start` with the profile's knob values, except values above the limits and knobs that a flag sets."""
     plain = EngineConfig()
     known: dict[str, Any] = {}
     for knob in KNOBS:

@@ -33,7 +33,7 @@ class VariantEngines:
     """
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Give each variant without a token budget the default of its device.
+        """Set the token budget of each variant that has none to the default of the variant's device.
 
         Raises ConfigError if this machine does not have the device.
         """
@@ -94,9 +94,9 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings for building the engine that `config` shares with the variants of equal memory.
+        """Return the settings with which to build the engine that `config` shares with other variants.
 
-        Each limit is the largest among these variants.
+        Variants share an engine if they need the same memory. Each limit is the largest among these variants.
         """
         from llmsched.engine.build import RESERVING
 

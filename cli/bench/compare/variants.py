@@ -19,7 +19,7 @@ SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separa
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Variant of a comparison: the engine settings `knobs`, and the text `name` by which the user gave them."""
+    """Variant of the engine settings. `knobs` are the settings that it changes, `name` is the user's text for it."""
 
     name: str
     knobs: Mapping[str, Any]

@@ -22,7 +22,7 @@ SLACK = 5.0
 #: Maximum number of requests sent to the idle target.
 _IDLE_REQUESTS = 8
 
-#: The search starts at this share of the target's throughput, and tries at most this multiple of it.
+#: The search starts at _START times the target's throughput, and goes up to at most _HIGHEST times the throughput.
 _START, _HIGHEST = 0.5, 4.0
 
 #: The lowest rate tried keeps an otherwise idle target busy for this share of the time.
@@ -147,9 +147,9 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. If flags do not set the range of rates, derive it from the runs.
+    """Return the goal of the search. The runs `idle` and `burst` determine limits that no flag sets.
 
-    The highest rate follows from the throughput of the run `burst`, the lowest from the latency of the run `idle`.
+    The highest rate follows from the throughput of `burst`, the lowest rate from the latency of `idle`.
     """
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:

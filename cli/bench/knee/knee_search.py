@@ -111,7 +111,10 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below all missed rates, and the lowest missed rate. None means that there is none."""
+    """Return the highest met rate below all missed rates, and the lowest missed rate.
+
+    A rate is None if no attempt met it, or missed it.
+    """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

@@ -23,7 +23,7 @@ _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return a chart of each request's TTFT, TPOT and worst stall, or of its failure, over its due time."""
+    """Return a chart with a point for each request's TTFT, TPOT, worst stall or failure, at the time it was due."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
@@ -58,7 +58,7 @@ def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float
 
 
 def requests_over_time(figures: Measurement) -> Chart:
-    """Return a chart of the requests in flight at the client: those waiting for a token and those receiving tokens."""
+    """Return a chart of the requests in flight: those that wait for their first token and those that receive tokens."""
     waiting: list[Point] = []
     answered: list[Point] = []
     for record in figures.run.records:

@@ -310,7 +310,7 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
     """Compute figures from a log of answers to requests. `due` is the mean time at which the requests were due.
 
-    Of TTFT and E2E only the means are used, so the answers need not be matched with requests.
+    Only the means of TTFT and E2E are used, so the answers need not be matched with requests.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]
