@@ -283,7 +283,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a knob of LIMITS in `limits` is above its value in `config`.
+    """Raise ConfigError if a knob of LIMITS in `limits` is out of range or above its value in `config`.
 
     Memory was reserved for the value in `config`.
     """

@@ -39,7 +39,8 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 class Timeline:
     """Scheduling decisions about one sequence: choice `index` of a request.
 
-    `start` is the time at which the request arrived, in seconds of the engine's clock.
+    `start` is the time at which the request arrived, in seconds of the engine's clock. `entries` are the decisions,
+    oldest first.
     """
 
     index: int

@@ -93,7 +93,7 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """Return the memory of a GPU from profiles/gpus.toml, none of it used by other programs."""
+    """Return the memory of a GPU from profiles/gpus.toml. Other programs use none of this memory."""
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0)
 
 

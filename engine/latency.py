@@ -109,7 +109,7 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 
 
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
-    """Return how long a reader waited for each late token, in seconds, if the reader reads `tokens_per_s`.
+    """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
 
     The reader begins a token when the token has arrived and the previous token is read; a token is late if the reader
     has to wait for it. A wait delays all further reading, so one stall makes only one token late.

@@ -1,4 +1,4 @@
-"""Git LFS pointers: short texts that stand in for large files until `git lfs pull` fetches these."""
+"""Git LFS pointers: short texts that stand in for large files until `git lfs pull` fetches the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise ModelError if `path` is a Git LFS pointer. Do nothing if it is another file or does not exist."""
+    """Raise ModelError if `path` is a Git LFS pointer. Do nothing if `path` is another file or does not exist."""
     beginning = b""
     with suppress(OSError), path.open("rb") as file:
         beginning = file.read(len(_BEGINNING))

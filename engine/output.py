@@ -63,7 +63,7 @@ class OutputStream:
         return output
 
     def record(self, metrics: EngineMetrics, now: float) -> None:
-        """Record the TTFT or the ITL of a token that was generated at the time `now`."""
+        """Record the latency of a token generated at the time `now`: TTFT for the first token, ITL for later tokens."""
         request = self.request
         if self._last_token_time is None:
             request.first_token_time = now
@@ -102,7 +102,7 @@ class OutputStream:
             metrics.observe("request_queue_time_seconds", request.first_scheduled_time - request.arrival_time)
 
     def new_output(self, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
-        """Return an output without tokens. With a `reason`, it is the last output of the sequence."""
+        """Return an output without tokens. If a `reason` is given, the output is the last one of the sequence."""
         request = self.request
         output = RequestOutput(
             request_id=self.group_id,

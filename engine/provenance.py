@@ -35,7 +35,10 @@ class Provenance:
         return {name: getattr(self, name) for name in names}
 
     def caveats(self) -> list[str]:
-        """Return a sentence about the accuracy of simulated step times, in a list that is empty for a measurement."""
+        """Return a list with one sentence about the accuracy of simulated step times.
+
+        The list is empty for a measurement.
+        """
         if self.measured:
             return []
         if self.calibration_error is not None:

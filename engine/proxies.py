@@ -14,9 +14,9 @@ _SCHEMES = ("http", "https", "socks5", "socks5h")
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the URL of the proxy that requests to `url` go through, or None if they go directly.
+    """Return the URL of the proxy through which a request to `url` goes, or None if the request goes directly.
 
-    Raises LlmschedError, naming the variable, if the proxy's URL is malformed.
+    Raises LlmschedError, which names the environment variable, if the URL of the proxy is malformed.
     """
     target = urlsplit(url)
     if proxy_bypass(target.hostname or ""):
@@ -26,7 +26,7 @@ def proxy_for(url: str) -> str | None:
 
 
 def check_proxies(names: Iterable[str] = ("https", "http", "all")) -> None:
-    """Raise LlmschedError if the proxy of one of the schemes `names` has a malformed URL."""
+    """Raise LlmschedError if the proxy of a scheme in `names` ("all" is the proxy of all schemes) has a malformed URL."""
     proxies = getproxies()
     for name in names:
         if proxies.get(name):
@@ -34,7 +34,10 @@ def check_proxies(names: Iterable[str] = ("https", "http", "all")) -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    """Return a proxy's URL; a value without a scheme gets http, as in curl."""
+    """Return the URL of the proxy `value`, with the scheme http if `value` has no scheme (as in curl).
+
+    Raises LlmschedError if the URL is malformed. `name` is the scheme that the proxy serves.
+    """
     proxy = value if "://" in value else f"http://{value}"
     try:
         parts = urlsplit(proxy)

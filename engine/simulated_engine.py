@@ -113,7 +113,7 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
     A name such as "h100" gives the step times of this engine. A name such as "h100:vllm" gives the step times of an
-    engine class in profiles/engines.toml. The scheduler is this engine's in both cases. Raises ConfigError for an
+    engine class in profiles/engines.toml. In both cases this engine's scheduler is simulated. Raises ConfigError for an
     unknown GPU or engine class, for settings that the GPU does not support, and if the model does not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")

@@ -34,8 +34,8 @@ class EngineStats(SchedulerCounters):
 
     `headroom` is the share of blocks that admission keeps free, and `max_running` is the concurrency limit;
     `num_headroom_changes` counts the changes of either. `prefix_misses` counts requests by the reason why their prefix
-    hit ended. `max_blocks_pinned` is the limit of `blocks_pinned`. `num_swapped_out` and `num_swapped_in` count
-    preempted requests whose KV was copied to host memory and back.
+    hit ended. `max_blocks_pinned` is the limit of `blocks_pinned`. `num_swapped_out` counts how often the KV of a
+    preempted request was copied to host memory, and `num_swapped_in` how often it was copied back.
     """
 
     num_running: int

@@ -228,7 +228,7 @@ class KVManager:
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks in a full-attention group other requests or pins hold too."""
+        """Return how many leading findable blocks per full-attention group are held by other requests or pins too."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table

@@ -20,7 +20,7 @@ MAX_SALTS = 64
 class MissKind(StrEnum):
     """Reason why a prefix hit is not longer; HIT if every whole block of the prompt was found.
 
-    Only the operator may see OTHER_SALT, because it reveals to one tenant what another has sent.
+    Only the operator may see OTHER_SALT, because it reveals to one tenant what another tenant has sent.
     """
 
     HIT = "hit"

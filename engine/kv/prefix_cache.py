@@ -68,10 +68,10 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return how many tokens of `request` another running request with equal tokens will write in whole blocks.
+        """Return the number of tokens of `request` that another running request will write in whole blocks.
 
-        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count. If several requests have equal
-        tokens, the result is the largest number.
+        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count. The other request must have the
+        same tokens; if there are several such requests, the result is the largest number.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -111,7 +111,10 @@ class PrefixCache:
     # -- lookup -----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest known prefix of the request, without its last token, which is always computed."""
+        """Return the longest known prefix of the request.
+
+        The prefix never contains the request's last token, because the last token is always computed.
+        """
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
         size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
@@ -159,7 +162,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many tokens of the request, after the hit, another running request will write in whole blocks.
+        """Return how many of the request's tokens after the hit another running request will write in whole blocks.
 
         If several running requests will write such tokens, the result is the largest number.
         """

@@ -135,7 +135,7 @@ class PrefixTree:
         return node
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
-        """Add blocks of sliding-window groups to a node that has none."""
+        """Add blocks of sliding-window groups to a node without such blocks."""
         assert not node.window_blocks
         node.window_blocks = blocks
         self._node_of_block.update(dict.fromkeys(blocks, node))

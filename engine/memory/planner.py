@@ -9,7 +9,7 @@ A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token i
 If layers are cached in groups (engine/kv/layout.py), the sequence needs this number of blocks in each full-attention
 group, and at most ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. Every block is usable.
 
-kv-budget prints this plan, and serve allocates by it.
+`llmsched kv-budget` prints the plan that results from this model, and `llmsched serve` allocates memory by this plan.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _plan_for_context(
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
 
-    If the user did not set max_model_len, it is lowered to the length that fits.
+    If the user did not set max_model_len, the plan lowers max_model_len to the length that fits.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:

@@ -50,7 +50,7 @@ class WaitReason(StrEnum):
 class WaitingTimes:
     """Record of the seconds for which the queue has waited for each reason, in total and for each waiting request.
 
-    The scheduler sets the reason after each step, and the reason holds until the next step. The cost per step does not
+    The scheduler sets the reason after each step, and the reason holds until the next step. The work per step does not
     depend on the queue's length.
     """
 
