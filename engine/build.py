@@ -35,7 +35,7 @@ RESERVING = frozenset(
     }
 )
 
-#: Words by which to recognise torch's messages about CPU and pinned memory, for which it has no exception type.
+#: Words in torch's messages about too little CPU or pinned memory. Torch has no exception type for these errors.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory")
 #: The knob that limits the memory of KV blocks, by kind of device.
 _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
@@ -114,7 +114,7 @@ def _load(
     progress("warming up", 1, 1)
     context = None
     if executor.device.type == "cuda":
-        # The driver counts the CUDA context beside torch's memory and what other processes held during planning.
+        # The driver reports one sum: torch's memory, the CUDA context, and what other processes hold (see the plan).
         free, total = torch.cuda.mem_get_info(executor.device)
         context = max(0, total - free - torch.cuda.memory_reserved(executor.device) - plan.device.used_by_others)
     measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, context)

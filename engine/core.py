@@ -187,7 +187,7 @@ class Engine(StepLoop):
             stream = self._streams[update.request.request_id]
             try:
                 output = stream.take(update)
-            except Exception as error:  # it ends this output only
+            except Exception as error:  # this error ends only this output
                 logger.exception("request %s, choice %d: its output failed", stream.group_id, stream.index)
                 message = f"its output failed with {type(error).__name__}; the log has more"
                 output = stream.new_output(FinishReason.ERROR, message)

@@ -26,7 +26,7 @@ def proxy_for(url: str) -> str | None:
 
 
 def check_proxies(names: Iterable[str] = ("https", "http", "all")) -> None:
-    """Raise LlmschedError if the proxy of a scheme in `names` ("all" is the proxy of all schemes) has a malformed URL."""
+    """Raise LlmschedError if the proxy of a scheme in `names` ("all": of every scheme) has a malformed URL."""
     proxies = getproxies()
     for name in names:
         if proxies.get(name):

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 #: Largest share of the pool for cached shared blocks, which are evicted last. With 0.25 the Mooncake traces had more
-#: hits than with plain LRU at every pool size tried. Without a limit, unused prefixes displace conversation histories:
-#: then hits fell to two thirds of LRU's in the worst case.
+#: hits than with plain LRU at every pool size tried. Without a limit, unused prefixes displaced conversation histories,
+#: and in the worst case the hits fell to two thirds of LRU's.
 MAX_SHARED = 0.25
 
 

@@ -104,7 +104,7 @@ WINDOW = 50
 MIN_AGREEING = WINDOW // 2
 #: Divergences less than this many tokens apart count as the same position: two times may begin with equal digits.
 SPREAD = 8
-#: A divergence counts only if at least this many tokens follow it. The same number is kept for comparison.
+#: A divergence counts only if at least this many tokens follow it. This number of tokens is kept for comparison.
 MIN_LOST = 128
 #: Tokens shown on both sides of a divergence.
 AROUND = 16

@@ -130,7 +130,7 @@ class BlockCopies:
         full, window = table.column(index)
         blocks = [*full, *window]
         for group, source in enumerate(sources):
-            if source in blocks:  # it was evicted and allocated as a destination just now: use it without a copy
+            if source in blocks:  # the source was just evicted and allocated as a destination: no copy is needed
                 other = blocks.index(source)
                 blocks[group], blocks[other] = source, blocks[group]
         table.replace(index, 0, blocks)

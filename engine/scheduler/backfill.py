@@ -73,7 +73,7 @@ class Backfill:
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1
-            # A tenant must not learn the request ids of another.
+            # A tenant must not learn the request ids of other tenants.
             by = request.request_id if request.cache_salt == first.cache_salt else "a request with another cache_salt"
             self._ledger.note(first.request_id, "passed", by=by, by_priority=request.priority, times=first.num_passed)
         self.forget(request)
