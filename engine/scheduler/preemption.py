@@ -15,8 +15,8 @@ from llmsched.engine.scheduler.ledger import Detail
 SAFE_AFTER = 2
 #: Prefill rate (tokens/s) assumed until a prefill is measured. Rarely used, because every victim was prefilled.
 ASSUMED_PREFILL_RATE = 10_000.0
-#: Copy rate (bytes/s) of PCIe 4 x16, assumed until a copy is measured. The first copy corrects a rate that is too high; a
-#: rate that is too low would prevent copies.
+#: Copy rate (bytes/s) of PCIe 4 x16, assumed until a copy is measured. The first copy corrects a rate that is too high.
+#: A rate that is too low would prevent copies.
 ASSUMED_COPY_RATE = 20e9
 #: Number of later measurements after which a measurement counts half.
 HALF_LIFE = 64
