@@ -54,9 +54,9 @@ class DeviceMemory:
 
 
 def resolve_device(requested: str) -> str:
-    """Return the device, cuda or cpu, on which torch runs the model if `requested` is auto, cuda or cpu.
+    """Return the device, cuda or cpu, that the setting `requested` (auto, cuda or cpu) selects.
 
-    For auto this is the GPU if torch sees one. Raises ConfigError if cuda is requested and torch sees no GPU.
+    The setting auto selects the GPU if torch sees one. Raises ConfigError if cuda is requested and torch sees no GPU.
     """
     import torch
 

@@ -35,8 +35,8 @@ class Scheduler:
 
     Invariants:
     - An unfinished request is either in `waiting` or in `running`.
-    - A running request holds blocks for all its tokens; in sliding-window layers, for its computed tokens in the window
-      and at least one token more.
+    - A running request holds blocks for all its tokens. In sliding-window layers, it holds blocks only for its computed
+      tokens in the window and for at least one more token.
     - The first running request by rank is never preempted, and every accepted request fits the pool alone. So each step
       makes progress, and every request ends.
     - At most max_num_batched_tokens requests run, so every decoding request gets its token in every step.
