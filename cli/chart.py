@@ -126,9 +126,9 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Reduce the points to at most `most`, in order, by keeping the lowest and highest of each stretch of points.
+    """Return the points, in order, thinned to at most `most`.
 
-    If there are at most `most` points, all are returned.
+    If there are more points, they are split into `most` // 2 parts. Each part keeps its lowest and its highest point.
     """
     if len(points) <= most:
         return list(points)
@@ -145,8 +145,8 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
-    If there are more than `most` samples, the result has about `most` evenly spaced ranks, with the lowest and the
-    highest.
+    If there are more than `most` samples, the result has about `most` of them: samples at evenly spaced ranks,
+    including the lowest and the highest.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)

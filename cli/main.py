@@ -139,7 +139,8 @@ def main() -> None:
     """Run the command line.
 
     The exit code is 0 for success, 1 if the result is negative, 2 for bad input (one line on stderr) or output that
-    cannot be written, and 130 if interrupted. It is 1 if the reader of the output has closed the pipe (`| head`).
+    cannot be written, and 130 if interrupted. The exit code is also 1 if the reader of the output has closed the pipe
+    (`| head`).
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it (`>&-`): discard the output

@@ -66,7 +66,7 @@ def size(text: str) -> int:
 
 
 def size_or_none(text: str) -> int:
-    """Return the bytes of a size. Unlike in `size`, "0" is allowed."""
+    """Return the bytes of a size like `size`, but also accept "0"."""
     return 0 if text == "0" else size(text)
 
 

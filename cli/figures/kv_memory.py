@@ -47,8 +47,8 @@ class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
     `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. `held_steps` counts the
-    steps in which requests held KV memory. `shares` is the sum, over these steps, of the share of the held memory that
-    was empty.
+    steps in which requests held KV memory. For each of these steps, `shares` adds the share of the held memory that was
+    empty.
     """
 
     steps: int = 0

@@ -186,7 +186,7 @@ def _memory(
 ) -> Figure:
     """Return a figure whose value is None if the target does not report its memory.
 
-    The label also selects the definition of the figure.
+    `label` is also the term that the figure defines.
     """
     definition = _define(label) if label else {}
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)

@@ -61,7 +61,7 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
     """Return the start and end of the steady state, on the clock of the records; None if that state is too short.
 
     The steady state starts one median E2E after the start of the run, when about as many requests end as are sent. It
-    ends when, after the last request was sent, the first request ends: from then on, fewer requests are in flight. A
+    ends with the first request that ends after the last request was sent. From then on, fewer requests are in flight. A
     request that could not connect counts as sent, because the target failed to serve it.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]

@@ -300,7 +300,7 @@ def _trace_load(
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
     """Set max_concurrency in `given` to the default `concurrency`, unless --request-rate or --max-concurrency is given.
 
-    If `concurrency` is None, all requests are sent at once.
+    If `concurrency` is None, nothing is set.
     """
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)

@@ -63,5 +63,8 @@ class SloFlags:
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the options of latency targets to a Typer command, which receives the targets as its keyword `slo: Slo`."""
+    """Add the options of latency targets to a Typer command.
+
+    The command receives the targets as its keyword argument `slo: Slo`.
+    """
     return with_options("slo", SloFlags, SloFlags.slo)(command)

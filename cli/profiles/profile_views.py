@@ -85,7 +85,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return as a JSON object the content of the profile `name` or, without such a profile, of the calibration `name`.
+    """Return the content of a profile or, if no profile has this name, of a calibration as a JSON object.
 
     Raises ProfileError if the file cannot be read.
     """

@@ -121,7 +121,8 @@ class Race:
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
-        The first short run of a setting decides whether the setting stays in the race, so it must be reliable.
+        The first short run of a setting decides whether the setting stays in the race, so this run must be reliable. If
+        there is no time to repeat the round, the result is False.
         """
         round_index = self._num_rounds - 1
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
@@ -213,8 +214,8 @@ class Race:
     def _contenders(self) -> list[Setting]:
         """Return the settings to run in full, in order of preference: those whose scores are close to the best.
 
-        If none meets the SLOs, return the setting that misses them by the least, or nothing if enough settings have had
-        full runs.
+        If none meets the SLOs, return the setting that misses them by the least, unless this setting or MOST_CONTENDERS
+        others have had a full run.
         """
         measured = self.history.worked()
         good = self._good(measured)

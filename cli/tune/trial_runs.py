@@ -29,7 +29,10 @@ class ThinnedSamples:
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
-    """Return all samples, sorted. If there are more than MAX_SAMPLES, keep only every k-th of the sorted samples."""
+    """Return the samples, sorted. If there are more than MAX_SAMPLES, return only every k-th of the sorted samples.
+
+    The smallest k is taken that leaves at most MAX_SAMPLES.
+    """
     ordered = sorted(samples)
     if not ordered:
         return ThinnedSamples()

@@ -93,7 +93,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
     """Return the next rate to try in requests per second; None when the knee is known.
 
     The search doubles the rate until a rate is missed, or halves it until a rate is met, within the range of the goal.
-    Then it bisects the interval between the met and the missed rate on a logarithmic scale. At last it tries both ends
+    Then it bisects the interval between the met and the missed rate on a logarithmic scale. Finally, it tries both ends
     of the last interval once more. If noise changes a result, the search continues from there.
     """
     if not attempts:
@@ -113,7 +113,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
     """Return the highest met rate below all missed rates, and the lowest missed rate.
 
-    A rate is None if no attempt met it, or missed it.
+    A rate is None if no attempt has determined it.
     """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:

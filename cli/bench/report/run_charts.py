@@ -23,7 +23,7 @@ _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return a chart with a point for each request's TTFT, TPOT, worst stall or failure, at the time it was due."""
+    """Return a chart of each request's TTFT, TPOT, worst stall or failure, placed at the time the request was due."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
