@@ -1,4 +1,4 @@
-"""Analysis of one model on one device: the memory plan, the changes that would make a demand fit it, and notes."""
+"""Analysis of one model on one device: the memory plan, the changes that would make the demand fit, and notes."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def all_gpus() -> list[GpuSpec]:
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
     """Return the GPU `name`. Raises ConfigError, which names the setting `field`, if the GPU is unknown.
 
-    `alternative` ends the error's list of allowed values.
+    `alternative` is added to the message, as another value that the flag accepts.
     """
     try:
         return find_gpu(name)

@@ -123,7 +123,7 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of the given lengths fit, and how likely a step is to preempt one.
+    """Return how many requests of the given lengths fit, and the probability that a step preempts one of them.
 
     The result is None if no lengths were given or no request fits.
     """

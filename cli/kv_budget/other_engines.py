@@ -1,4 +1,4 @@
-"""Command lines that start vLLM or SGLang with the same memory plan."""
+"""Command lines that start vLLM or SGLang with the memory plan of kv-budget."""
 
 from __future__ import annotations
 

@@ -33,9 +33,10 @@ class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
     `burstiness` is the shape parameter of the gamma distribution of the gaps. The gaps have a coefficient of variation
-    of 1 / sqrt(burstiness): 1 gives Poisson arrivals, less gives bursts, more gives steadier arrivals. `ramp_to` is the
-    rate at the end of a ramp. The rate of "daynight" follows a cosine with a period of `day_period` seconds: it rises
-    from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a period, and falls in the other half.
+    of 1 / sqrt(burstiness): 1 gives Poisson arrivals, a smaller value gives bursts, and a larger value steadier
+    arrivals. `ramp_to` is the rate at the end of a ramp. The rate of "daynight" follows a cosine with a period of
+    `day_period` seconds: it rises from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a period, and
+    falls in the other half.
 
     Raises ConfigError if a setting is out of range or has no effect.
     """
@@ -89,7 +90,7 @@ class Arrivals:
         return f"{self.process} arrivals at {self.rate:g} requests/s{burst}"
 
     def expected(self, duration: float) -> float:
-        """Return the expected number of requests in the first `duration` seconds. A ramp takes this long."""
+        """Return the expected number of requests in the first `duration` seconds. A ramp takes `duration` seconds."""
         return float(self._integral(np.array([duration]), duration)[0])
 
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:

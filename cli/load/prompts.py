@@ -95,8 +95,8 @@ class Vocabulary:
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
         """Return the symbols of all parts, in order.
 
-        A counter-based generator draws each symbol. It depends only on the seed, the part's family and number, and the
-        position in the part.
+        A symbol depends only on the seed, the family and number of its part, and its position in the part, because the
+        random generator is counter-based.
         """
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)

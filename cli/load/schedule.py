@@ -88,7 +88,7 @@ class Schedule:
     def shaped(self) -> list[str]:
         """Names of the settings in SHAPES that differ from their defaults.
 
-        If `burstiness` differs, gamma `arrivals` follow from it and are not named.
+        If `burstiness` is among them, `arrivals` "gamma" is left out, because it follows from `burstiness`.
         """
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
@@ -108,16 +108,19 @@ class Schedule:
 
     @property
     def stop_after(self) -> float | None:
-        """Seconds after which a closed loop stops sending; None if there is no such limit."""
+        """Seconds after which a closed loop stops sending, or None if it has no such limit."""
         return self.duration if self.closed else None
 
     @property
     def asked_rate(self) -> float | None:
-        """Mean requests per second of the schedule; None if it has no rate."""
+        """Mean requests per second of the schedule, or None if it has no rate."""
         return None if self.process is None else self.process.mean_rate
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a new random generator for `stream`, which yields the same numbers whenever the seed is the same."""
+        """Return a new random generator for `stream` (ARRIVALS, INPUTS or OUTPUTS).
+
+        Generators with the same seed and stream give the same numbers.
+        """
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:

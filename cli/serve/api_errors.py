@@ -48,7 +48,7 @@ _TYPES = {
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return `error` as an ApiError. An exception of any other type becomes a 500 that hides internal details."""
+    """Return `error` as an ApiError. An exception of an unexpected type becomes a 500 without internal details."""
     match error:
         case ApiError():
             return error

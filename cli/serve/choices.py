@@ -73,7 +73,7 @@ class TokenWriter:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """Part of a choice. Added up, the deltas of a choice are the choice of a whole answer."""
+    """Part of a choice, from one output of the engine. The choice of a whole answer is the sum of its deltas."""
 
     index: int
     text: str
@@ -127,10 +127,7 @@ class ChoiceFormat(ABC):
 
     @abstractmethod
     def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
-        """Add log-probabilities and the echoed prompt to `delta`.
-
-        `prompt` is the prompt of the choice for the first delta, and None for later deltas.
-        """
+        """Add log-probabilities and the echoed prompt to `delta`. `prompt` is given for a choice's first delta only."""
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """Return the delta as a choice for a chunk of a stream, or None if it has nothing to send."""

@@ -25,11 +25,11 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
 
 
 class Generation:
-    """Run of one HTTP request on the engine, which has one request for each prompt.
+    """Run of one HTTP request on the engine. Each prompt of the HTTP request is a request to the engine.
 
     The constructor submits all prompts. If the engine refuses one, the constructor aborts the others and raises
-    RequestError, QueueFullError or EngineDeadError. If `whole` or `events` is cancelled or fails, it aborts the
-    prompts that are still running.
+    RequestError, QueueFullError or EngineDeadError. Both `whole` and `events` abort the prompts that are still running
+    when the answer fails or is cancelled.
     """
 
     def __init__(self, engine: AsyncEngine, choice_format: ChoiceFormat, model_name: str, priority: int = 0) -> None:
@@ -64,7 +64,7 @@ class Generation:
             stream.abort()
 
     async def whole(self) -> dict[str, Any]:
-        """Return the whole answer. Raises ApiError if a prompt fails, EngineDeadError if the engine does."""
+        """Return the whole answer. Raises ApiError if a prompt fails, and EngineDeadError if the engine fails."""
         choices: dict[int, ChoiceDelta] = {}
         try:
             async for delta in self._deltas():

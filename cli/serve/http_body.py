@@ -28,7 +28,7 @@ _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the whole body. Raises ApiError 413 for a body larger than MAX_BODY_BYTES, and never stores more."""
+    """Return the whole body. Raises ApiError 413 for more than MAX_BODY_BYTES, without keeping more in memory."""
     length = request.headers.get("content-length", "")
     declared = int(length) if length.isdigit() else 0
     chunks, size = [], 0

@@ -73,7 +73,7 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return the body of GET /v1/cache: the cache's blocks, hits and misses, and `change` with its examples.
+    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and `change`, where prompts keep changing.
 
     A miss of the kind OTHER_SALT counts as COLD here, because a tenant must not learn what other tenants have sent.
     """

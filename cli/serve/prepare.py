@@ -79,8 +79,8 @@ class Preparer:
     def prefix(self, request: PrefixRequest) -> list[int]:
         """Return the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
 
-        If the last message is a user's, the prefix is the whole prompt of the chat. Otherwise it is the part that all
-        chats share that begin with these messages and go on with a user's message.
+        If the last message is from the user, the prefix is the whole prompt of the chat. Otherwise it is the common
+        beginning of all chats that continue these messages with one from the user.
         """
         if request.messages is None:
             assert request.prompt is not None
@@ -113,7 +113,10 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError if `characters` characters exceed the context, even as the longest tokens there are."""
+        """Raise RequestError if a text of `characters` characters certainly exceeds the context.
+
+        The check assumes that all tokens are as long as the longest token of the vocabulary.
+        """
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(

@@ -1,7 +1,7 @@
 """Request schemas of the OpenAI API and the fields that llmsched adds to it.
 
-The schemas are strict: they do not accept true or "1.0" as a number, nor NaN or infinity, and refuse an unknown field
-by its name. A field that is null counts as left out. SamplingParams and the engine check the ranges of numbers.
+The schemas are strict: they accept neither true, "1.0", NaN nor infinity as a number, and reject unknown fields by
+name. A field that is null counts as left out. SamplingParams and the engine check the ranges of numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Raise an error for the first unknown field. pydantic's own check would list every one of a hostile body."""
+        """Raise an error for the first unknown field. pydantic's own check would list all of a hostile body's."""
         if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
             raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
         return value
@@ -49,9 +49,9 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return a list of prompts, each a text or a list of token ids. Raises an error that covers the whole field.
+    """Return a list of prompts, each a text or a list of token ids.
 
-    pydantic's own check of such a union would report an error for each element.
+    Raises one error for the whole field. pydantic's own check of a union would report one for each element.
     """
     if isinstance(value, str):
         return [value]
@@ -87,7 +87,7 @@ def _int64(value: int) -> int:
 
 
 def _token_biases(value: Any) -> dict[int, float]:
-    """Return logit_bias with token ids as integers. In JSON they are strings, because all keys are."""
+    """Return logit_bias with its keys, which are strings in JSON, as integer token ids."""
     if not isinstance(value, dict):
         raise _wrong('must be an object such as {"464": -100}')
     biases = {}
@@ -285,9 +285,9 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return a request's priority: `priority` of the body, else that of the class `class_name` from the header.
+    """Return the priority of a request: `priority` from its body, else the priority of the class in its header.
 
-    Without either, the class is "interactive". Raises RequestError for an unknown class.
+    Without a header, the class is "interactive". Raises RequestError for an unknown class.
     """
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")

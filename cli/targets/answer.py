@@ -127,7 +127,7 @@ def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
 
 
 def _note_content(content: dict[str, Any], said: str, record: RequestRecord, time: float) -> None:
-    """Record the JSON object of an event. An object without choices is no chunk. `said` is the object as text."""
+    """Record the JSON object of an event. Only an object with choices is a chunk. `said` is the object as text."""
     if content.get("error") is not None or content.get("object") == "error":
         raise RequestFailed("error event", shorten(said))
     if record.request_id is None and isinstance(name := content.get("id"), str):
@@ -178,7 +178,7 @@ def _joined(content: Any) -> str:
 
 
 def _usage(usage: dict[str, Any], before: ReportedUsage) -> ReportedUsage:
-    """Return the token counts of a usage object. A missing count keeps its value in `before`."""
+    """Return the token counts of a usage object. A count that it lacks is taken from `before`."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MAX_TOKENS:

@@ -1,6 +1,6 @@
 """HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each socket read.
 
-httpx's own transport needs more time for a chunk than the parsing of the chunk's JSON does. With a few hundred streams,
+httpx's own transport spends more time on a chunk than the parser of the chunk's JSON does. With a few hundred streams,
 the benchmark would measure the client instead of the server.
 """
 
@@ -118,9 +118,9 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError if the closed connection has cut the body short.
+        """Raise ValueError if the end of the connection has cut the body short.
 
-        Only the body of a response without Content-Length and chunks ends with the connection.
+        The connection may end the body only if the response has neither a Content-Length nor chunks.
         """
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():

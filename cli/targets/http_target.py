@@ -54,9 +54,9 @@ class HttpOptions:
     """Settings for the requests to a server.
 
     `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
-    lists. `ignore_eos` asks for answers of the exact length, and `ask_usage` for token counts. `tokenizer` is a model:
-    random prompts are drawn from its vocabulary, and it encodes the texts of a trace. If `text_prompts` is set, prompts
-    are sent as text, not as token ids.
+    lists. `ignore_eos` asks for answers of the exact length, and `ask_usage` for token counts. `tokenizer` names a
+    model: random prompts are drawn from its vocabulary, and its tokenizer encodes the texts of a trace. If
+    `text_prompts` is set, prompts are sent as text, not as token ids.
 
     `lookup_timeout` is in seconds, for requests that are not part of the load, such as GET /metrics. If `timelines` is
     set, an llmsched server is asked for its scheduler's decisions after the load.

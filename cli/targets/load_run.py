@@ -113,7 +113,10 @@ async def send_workload(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list of samples, and add the result of `state` to it every `interval` seconds until that is None."""
+    """Yield a list, and append the result of `state` to it every `interval` seconds.
+
+    Sampling ends with the block, or when `state` returns None.
+    """
     samples: list[TargetState] = []
 
     async def sample() -> None:

@@ -1,4 +1,4 @@
-"""State of a server as its /metrics reports it. Known are the names of llmsched, vLLM, SGLang, llama.cpp and TGI.
+"""Reader of a server's state from its /metrics, for llmsched, vLLM, SGLang, llama.cpp and TGI.
 
 llmsched reports the parts of its KV memory in bytes. vLLM, SGLang and older versions of llama.cpp report the share of
 KV memory in use. TGI reports nothing about KV memory.
@@ -67,7 +67,7 @@ class ServerMetrics:
         return MemoryParts(*known) if len(known) == len(parts) else None
 
     def sample(self, time: float) -> TargetState | None:
-        """Return the server's state, with `time` (seconds of the event loop's clock) as its time.
+        """Return the server's state at `time` (seconds of the event loop's clock).
 
         The result is None if the server does not report the numbers of running and waiting requests.
         """
@@ -83,6 +83,6 @@ class ServerMetrics:
         return TargetState(time, int(running), int(waiting), kv_held=held)
 
     def _first(self, names: Sequence[str]) -> float | None:
-        """Return the first of the metrics that the server reports, summed over all labels, else None."""
+        """Return the value, summed over all labels, of the first metric in `names` that the server reports, or None."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total

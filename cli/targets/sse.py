@@ -18,9 +18,8 @@ class Event(NamedTuple):
 class EventParser:
     """Incremental parser of server-sent events.
 
-    Lines end in LF, CRLF or CR. Comments are skipped. The parser differs from the standard in two ways, because some
-    servers do: `close` returns a last event without its blank line, and a line `error: ...` is data of an event of type
-    "error".
+    Lines end in LF, CRLF or CR. Comments are skipped. Some servers deviate from the standard, so the parser does too:
+    `close` returns a last event that lacks its blank line, and a line `error: ...` gives an event of type "error".
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class EventParser:
         return events
 
     def close(self) -> Event | None:
-        """Return the event that had no blank line when the stream ended, or None."""
+        """Return the last event if the stream ended without its blank line, else None."""
         return (self._end_line() if self._line else None) or self._end_event()
 
     def _end_line(self) -> Event | None:

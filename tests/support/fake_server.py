@@ -15,8 +15,8 @@ import httpx
 class Script:
     """Script of one response. `parts` are bytes with the time at which they are sent, in seconds after connecting.
 
-    Connecting takes `connect` seconds. `cut` breaks the connection after the last part, `hang` keeps the response open
-    for ever, and `refused` refuses the connection.
+    Connecting takes `connect` seconds. `cut` breaks the connection after the last part, `hang` never ends the response,
+    and `refused` refuses the connection.
     """
 
     parts: Sequence[tuple[float, bytes]] = ()
@@ -59,7 +59,7 @@ def steady(count: int, first: float, gap: float, **counts: Any) -> Script:
 
 @dataclass
 class FakeServer(httpx.AsyncBaseTransport):
-    """Server that answers completion request n (from 0) with `script(n)`. It records the requests and their times."""
+    """Server that answers completion request number n (from 0) with `script(n)`, and records requests and times."""
 
     script: Callable[[int], Script]
     models: dict[str, Any] | None = None

@@ -148,7 +148,7 @@ class PublishedRow:
 
     @property
     def reserves(self) -> bool:
-        """True if the engine reserves all KV that a request may need when it admits it (GUARANTEED_NO_EVICT)."""
+        """True if the engine admits a request only with all the KV that it may need (GUARANTEED_NO_EVICT)."""
         return self.engine in ("tensorrt-llm", "nim")
 
     @property

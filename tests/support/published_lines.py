@@ -104,7 +104,7 @@ def read_rows() -> list[PublishedRow]:
 
 
 def read_file(path: Path) -> tuple[list[PublishedRow], list[Refused]]:
-    """Return the rows of a file, and the lines that cannot be predicted. Raises OSError if it cannot be read."""
+    """Return the rows of a file, and the lines that cannot be predicted. Raises OSError for an unreadable file."""
     rows: list[PublishedRow] = []
     refused: list[Refused] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

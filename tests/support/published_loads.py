@@ -89,7 +89,7 @@ class Steps:
 
 
 def published_cost(row: PublishedRow, engine: str | None = None) -> Roofline:
-    """Return the step cost of the row's model and GPU, for the engine class `engine` or else the row's."""
+    """Return the step cost of the row's model and GPU, for the engine class `engine` (None: the row's class)."""
     return Roofline(row.work(), row.gpu, find_engine(engine or row.engine), dtype=row.dtype)
 
 

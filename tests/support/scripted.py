@@ -34,9 +34,9 @@ def logprob_of(token_id: int) -> float:
 class Script:
     """Behaviour of the scripted model. By default, each output is the token ids of `alphabet`, over and over.
 
-    `outputs` maps the ids of a prompt to the ids of its output. No step begins until `gate` is set; it is set at first.
-    A step takes `step_s` seconds. The executor raises after `fail_at_step` steps. `row_error` is the error of the next
-    row that samples.
+    `outputs` maps the ids of a prompt to the ids of its output. No step begins while `gate` is cleared. A step takes
+    `step_s` seconds. The executor raises after `fail_at_step` steps. `row_error` is the error of the next row that
+    samples.
     """
 
     alphabet: list[int]

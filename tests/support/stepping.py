@@ -1,4 +1,4 @@
-"""Driver of an executor. It makes plans by hand, in place of a scheduler."""
+"""Driver of an executor. It takes the place of a scheduler, so that a test chooses the plans."""
 
 from __future__ import annotations
 

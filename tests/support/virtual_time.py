@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Selector that adds the time that it should wait to the loop's clock, and does not wait."""
+    """Selector that never waits. It adds the waiting time to the loop's clock."""
 
     loop: VirtualTimeLoop
 

@@ -57,7 +57,7 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """Options of single formats.
+    """Options that apply to one format each.
 
     `turns` is the largest number of requests from one ShareGPT conversation. `block_tokens` is the number of tokens per
     block of a Mooncake trace.
@@ -83,7 +83,7 @@ class Format:
 
 
 def has_lengths(line: str, names: Collection[str]) -> bool:
-    """Return True if `length_rows` can read a file with the first line `line`, or with columns or keys `names`."""
+    """Return True if `length_rows` can read a file that begins with `line`, or that has the columns or keys `names`."""
     return bool(_NUMBERS.fullmatch(line)) or bool(_length_fields([name.lower() for name in names]))
 
 
@@ -123,7 +123,8 @@ def length_rows(path: Path) -> Iterator[Row]:
 def _length_fields(names: Collection[str]) -> dict[str, str]:
     """Return the names (of columns or keys) that hold lengths, mapped to INPUT and OUTPUT.
 
-    A total counts as INPUT if no name is a prompt length. If no name is a total either, the result is empty.
+    If no name stands for prompt lengths, one that stands for total lengths is mapped to INPUT. Without such a name, the
+    result is empty.
     """
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:

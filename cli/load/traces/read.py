@@ -29,9 +29,9 @@ def read_trace(
     """Return the trace in a file, which may be gzipped. If `trace_format` is None, the format is detected.
 
     Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
-    kept. `timestamp_unit` is the unit of timestamps that are numbers; see `timestamps` for None. `turns`, only for
-    ShareGPT, is the largest number of requests from one conversation (1 if None). `trace_block_size`, only for
-    Mooncake, is the number of tokens per block (512 if None).
+    kept. `timestamp_unit` is the unit of timestamps that are numbers; if it is None, the unit is found as timestamps.py
+    describes. `turns`, only for ShareGPT, is the largest number of requests from one conversation (1 if None).
+    `trace_block_size`, only for Mooncake, is the number of tokens per block (512 if None).
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, if the unit of the timestamps is ambiguous, or if an option does not fit the format.

@@ -77,7 +77,7 @@ def shown(value: Any) -> str:
 def open_text(path: Path) -> Iterator[TextIO]:
     """Open a UTF-8 file for reading. Decompress it if it is gzipped, and skip a byte order mark.
 
-    An error in reading, also within the block, becomes a TraceError.
+    An OSError, a decoding error or a decompression error within the block becomes a TraceError.
     """
     try:
         if path.is_char_device():

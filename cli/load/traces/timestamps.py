@@ -1,9 +1,9 @@
 """Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
-If `--timestamp-unit` is given, it is the unit of numbers. Otherwise the unit is found: numbers that look like Unix
-timestamps in a finer unit than the format's are in the finer unit; if they look like Unix timestamps in a coarser unit,
-that is an error; all other numbers are in the format's unit. Unix timestamps of 2001 to 2099 look different in seconds,
-milliseconds, microseconds and nanoseconds, because these units are a factor of 1000 apart.
+If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise they are in the format's unit,
+unless they look like Unix timestamps in another unit. If the other unit is finer, they are in that unit. If it is
+coarser, the trace is rejected. Unix timestamps of 2001 to 2099 look different in seconds, milliseconds, microseconds
+and nanoseconds, because these units are a factor of 1000 apart.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ class TraceRequest:
 class Trace:
     """Requests of a file, in the order of their offsets. `timed` is True if the file states their times.
 
-    `block_tokens` is the number of tokens per block, which an entry of `hash_ids` names. The last block of a prompt may
-    be shorter.
+    Each entry of `hash_ids` names a block of `block_tokens` tokens. The last block of a prompt may be shorter.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Trace:
 
     @property
     def of_text(self) -> bool:
-        """True if a prompt is text, so that its number of tokens depends on the tokenizer."""
+        """True if at least one prompt is text. Its number of tokens depends on the tokenizer."""
         return any(request.content is not None for request in self.requests)
 
 
