@@ -19,7 +19,7 @@ from llmsched.engine.errors import ConfigError, check_range, setting
 ArrivalProcess = Literal["poisson", "gamma", "constant", "ramp", "daynight"]
 Times = NDArray[np.float64]
 
-#: Defaults of a day: its length in seconds, and how far the rate swings around its mean.
+#: Defaults of "daynight": the period in seconds, and the amplitude of the rate as a share of its mean.
 DAY_PERIOD, DAY_AMPLITUDE = 600.0, 0.8
 #: Lowest rate in requests per second (one request in 31 years). It keeps the times of a million requests finite.
 LEAST_RATE = 1e-9

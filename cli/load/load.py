@@ -52,8 +52,8 @@ class Load(Schedule, ABC):
         """Return the requests in the order of their offsets.
 
         Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the prompts of
-        a trace into token ids, but they stay text if `ids` is None. It also counts the tokens of the trace's answers.
-        If `encode` is None, prompts stay text and each word of an answer counts as one token.
+        a trace into token ids and counts the tokens of its answers. The prompts stay text if `ids` or `encode` is None.
+        Each word of an answer counts as one token if `encode` is None.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [PlannedRequest(index, *part) for index, part in enumerate(parts)]

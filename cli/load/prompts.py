@@ -39,7 +39,7 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text. Of `token_ids` and `text`, one is None.
+    """Prompt of token ids or of text. Either `token_ids` or `text` is None.
 
     Each access computes the value again, so keep a value that you need twice.
     """

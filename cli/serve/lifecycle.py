@@ -35,8 +35,8 @@ class PortInUseError(LlmschedError):
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address. Port 0 picks any free port.
 
-    Call this before the model is loaded, which takes minutes: clients can connect at once, and wait until `run` serves
-    them. A socket that is bound but does not listen would not reserve the address for this process.
+    Call this before the model is loaded. Loading takes minutes, and clients that connect meanwhile wait until `run`
+    serves them. A socket that is bound but does not listen would not reserve the address for this process.
 
     Raises PortInUseError if the socket cannot listen.
     """

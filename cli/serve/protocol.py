@@ -32,7 +32,7 @@ class Schema(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    #: Fields of the API that this server does not support; rejected by name unless they have the value given here.
+    #: Fields of the API that this server does not support -> the only value that it accepts, besides null.
     unsupported: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")

@@ -36,7 +36,7 @@ _MOST_TIMELINES = 2000
 #: API paths in which a URL that the user has copied may end.
 _ENDPOINTS = ("/chat/completions", "/completions", "/models")
 
-#: Compressed chunks would arrive late and cost time; some gateways refuse requests without a User-Agent.
+#: Compressed chunks would arrive late and cost time. Some gateways refuse requests without a User-Agent.
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "llmsched"}
 
 Endpoint = Literal["completions", "chat"]

@@ -158,7 +158,7 @@ async def warm_up(
 ) -> None:
     """Send `count` requests at once that are like the load's but have other prompts. Ignore failed requests.
 
-    Answers have `output_len` tokens or, if that is None, the lengths of the load's answers.
+    Answers have `output_len` tokens or, if that is None, lengths like those of the load's answers.
     """
     if count < 1:
         return

@@ -74,7 +74,8 @@ def simulate_run(
     """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
 
     `limits` replace those of the blueprint. `timeout` is in seconds of virtual time per request. The model's tokenizer
-    encodes the texts of a trace; if it is not on this disk, `warn` is called and each word counts as one token.
+    encodes the texts of a trace. If the tokenizer is not on this disk, `warn` is called and each word counts as one
+    token.
 
     Raises ConfigError if the limits exceed the blueprint's memory reservation.
     """

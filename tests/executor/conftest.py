@@ -1,4 +1,4 @@
-"""Fixture that limits torch to one thread, which computes a tiny model faster than two that wait for each other."""
+"""Fixture that limits torch to one thread. One computes a tiny model faster than two that wait for each other."""
 
 from __future__ import annotations
 

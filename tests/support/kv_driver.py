@@ -1,4 +1,4 @@
-"""Driver of a KV manager with a fake executor, which checks the contents of blocks."""
+"""Driver of a KV manager. Its fake executor checks the contents of blocks."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class _Run:
         if plan.problem is not None and not row.static:
             raise plan.problem
         blocks = plan.num_blocks
-        if row.reserves:  # run only as many requests as all the KV that they may need allows
+        if row.reserves:  # limit the running requests to the number that fits at full length
             fitting = plan.num_seqs_at(round(row.input_len + row.output_len))
             config = replace(config, max_num_seqs=max(1, min(config.max_num_seqs, fitting)))
         if row.static:  # it was measured, so it did fit
@@ -146,7 +146,7 @@ class _Run:
         self.most = row.concurrency if row.concurrency is not None else len(self.pending)
         self.shapes: list[StepShape] = []
         self.idle: list[float] = []
-        self.times: list[list[float]] = []  # came, first, last, outputs
+        self.times: list[list[float]] = []  # [came, first, last, outputs] of each request
 
     def steps(self) -> Steps:
         running = 0

@@ -46,7 +46,7 @@ class Row:
         return inner
 
     def wrong(self, message: str) -> TraceError:
-        """Return an error about this record, which names the file and the line."""
+        """Return an error that names the file and the line of this record."""
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:

@@ -20,7 +20,7 @@ class Content:
 
     @staticmethod
     def of_messages(messages: Sequence[Message]) -> Content:
-        """Return the prompt of a chat. Its text, for targets without chat, joins the messages with blank lines."""
+        """Return the prompt of a chat. `text`, for targets without chat, has the messages with blank lines between."""
         contents = [message.get("content") or () for message in messages]
         texts = [said if isinstance(said, str) else "".join(part["text"] for part in said) for said in contents]
         return Content("\n\n".join(texts), tuple(messages))
@@ -78,7 +78,7 @@ class Trace:
 
     @property
     def of_text(self) -> bool:
-        """True if at least one prompt is text. Its number of tokens depends on the tokenizer."""
+        """True if at least one prompt is given as text, not as a number of tokens."""
         return any(request.content is not None for request in self.requests)
 
 
