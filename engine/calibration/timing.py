@@ -83,7 +83,10 @@ def choose_steps(limits: StepLimits) -> dict[str, Rows]:
 
 
 def describe(rows: Rows) -> str:
-    """Return the name of a step, for example "4 decodes of 512 + prefill of 124 after 0"."""
+    """Return the name of a step, for example "4 decodes of 512 + prefill of 124 after 0".
+
+    This example has 4 decodes with 512 tokens of context, and a prefill of 124 tokens with no context.
+    """
     decodes = [context for context, tokens in rows if tokens == 1]
     prefills = [row for row in rows if row[1] > 1]
     parts = []

@@ -75,9 +75,9 @@ def result_of(token: int, raw_best: float, best: float) -> RowResult:
     `raw_best` is the best logit before the edits of LogitEditor, `best` the best after them.
     """
     if not math.isfinite(raw_best):
-        return RowResult(error="the model computed logits without a usable number for this sequence (NaN or all -inf)")
+        return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if not math.isfinite(best):
-        return RowResult(error="no token is left to sample: min_tokens bars every token that the logits allow")
+        return RowResult(error="no token is left to sample: min_tokens forbids every token that the logits allow")
     return RowResult(token_id=token)
 
 

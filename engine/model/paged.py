@@ -34,7 +34,7 @@ class LayerPlace(NamedTuple):
 
 
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
-    """Assign each layer to a group of `layout` and return its place there.
+    """Assign each layer to a group of `layout`, and return the places of all layers in order.
 
     A layer goes to a sliding-window group if its window is at most the layout's window, else to a full-attention group.
 

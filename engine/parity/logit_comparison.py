@@ -89,9 +89,10 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 class Tolerance:
     """Tolerance for one model: the largest difference of logits that counts as correct.
 
-    The shape of a batch decides in which order floating-point numbers are added, so the logits of two correct
-    computations differ in proportion to their size. On SmolLM2-135M, whose largest logits are about 40, transformers'
-    generation with a KV cache differs from its full forward pass by up to 8e-5 in float32 and 0.75 in bfloat16.
+    The shape of a batch decides in which order floating-point numbers are added. So the logits of two correct
+    computations differ, and the difference is proportional to the size of the logits. On SmolLM2-135M, whose largest
+    logits are about 40, transformers' generation with a KV cache differs from its full forward pass by up to 8e-5 in
+    float32 and 0.75 in bfloat16.
 
     `routed` is True for a mixture of experts, where rounding may select another expert and change logits abruptly. In
     types shorter than float32, only the median over positions must be within the limit for such a model.
@@ -202,7 +203,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model. `spread` is the largest `spread` of all its continuations."""
+    """Results of all cases of one model. `spread` is the largest `spread` of all continuations (see Continuation)."""
 
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
