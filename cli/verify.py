@@ -120,7 +120,7 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
 
 
 def _remarks(check: CaseResult) -> Iterator[str]:
-    """Yield remarks on a check that the table does not show: first problems, then differing tokens."""
+    """Yield remarks that the table does not show: the problems of a check, then its differing tokens."""
     yield from check.problems
     partings = sorted(check.divergences, key=lambda parting: parting.explained)
     for parting in partings[:MAX_PARTINGS]:

@@ -300,7 +300,7 @@ def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
 
 
 def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
-    """Return the definitions of the figures shown in these places. With `run`, skip figures without a value in it."""
+    """Return the definitions of the figures shown in these places. With `run`, skip figures that this run lacks."""
     found: dict[str, str] = {}
     for figure in figures_in(places):
         if run is None or figure.get(*run) is not None:

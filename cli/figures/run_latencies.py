@@ -84,7 +84,7 @@ def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start:
 
 
 def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple[float, ...]]]:
-    """Return the samples of each latency ("ttft", "itl", "tpot", "e2e"), grouped by request."""
+    """Return the samples of each latency in seconds: by name ("ttft", "itl", "tpot", "e2e"), then by request."""
     return {
         "ttft": [(one.ttft,) for one in latencies],
         "itl": [one.itl for one in latencies if one.itl],

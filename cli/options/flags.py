@@ -130,7 +130,7 @@ def with_options(
 
 
 def option_parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    """Return the parameter of a command that Typer turns into an option."""
+    """Return a parameter for a command's signature, which Typer turns into an option."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

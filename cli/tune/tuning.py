@@ -149,7 +149,7 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
 
 
 def _warn_of_long_load(task: TuneTask) -> None:
-    """Warn if the time limit leaves too little time to send the load repeatedly."""
+    """Warn if the time limit is too short to send the load as often as a search usually needs."""
     load = task.load
     if load.closed:
         seconds = load.stop_after or 0.0

@@ -113,7 +113,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
     """Return the highest met rate below all missed rates, and the lowest missed rate.
 
-    A rate is None if no attempt has determined it.
+    The first is None if no such rate was met. The second is None if all rates were met.
     """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:

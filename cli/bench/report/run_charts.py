@@ -74,7 +74,7 @@ def requests_over_time(figures: Measurement) -> Chart:
 
 
 def _counted(changes: Sequence[Point]) -> list[Point]:
-    """Return the running total of the changes, at each time of a change."""
+    """Return the running total of the changes at each time. A change is a point (time, difference)."""
     at_once: defaultdict[float, float] = defaultdict(float)
     for at, change in changes:
         at_once[at] += change
