@@ -5,7 +5,6 @@ The module of a command is imported only when the command is called.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import os
@@ -172,9 +171,12 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """Discard buffered output. Otherwise the interpreter would try to write the output again when it exits."""
-    with contextlib.suppress(OSError):  # stdout has no file descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Discard what stdout and stderr can no longer write, so that the exit code stays the same."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            render.discard(stream)
 
 
 def _usage(problem: typer.TyperException) -> str:

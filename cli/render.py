@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from itertools import accumulate
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmsched.cli.chart import MARKS, PLAIN_MARKS, Chart, draw
 from llmsched.cli.progress_display import LogProgress, shown
@@ -51,17 +52,31 @@ def say(text: str = "") -> None:
 
 def note(text: str) -> None:
     """Print a note on stderr, such as a choice that was made for the user."""
-    stderr().print(f"note: {_literal(text)}", markup=False, style="dim", soft_wrap=True)
+    _tell(f"note: {text}", "dim")
 
 
 def warn(text: str) -> None:
     """Print a warning on stderr."""
-    stderr().print(f"warning: {_literal(text)}", markup=False, style="yellow", soft_wrap=True)
+    _tell(f"warning: {text}", "yellow")
 
 
 def error(text: str) -> None:
     """Print an error on stderr, in one line."""
-    stderr().print(f"error: {_literal(' '.join(text.split()))}", markup=False, style="bold red", soft_wrap=True)
+    _tell(f"error: {' '.join(text.split())}", "bold red")
+
+
+def _tell(text: str, style: str) -> None:
+    """Print a line on stderr. Drop it if stderr cannot be written: what is told there must not end a command."""
+    try:
+        stderr().print(_literal(text), markup=False, style=style, soft_wrap=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Discard all output to a stream that failed, including text that the interpreter would write again at exit."""
+    with suppress(OSError):  # the stream has no file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _literal(text: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, ParamSpec, Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.errors import RequestError
@@ -28,6 +28,8 @@ from llmsched.engine.step_loop import StepLoop
 if TYPE_CHECKING:
     from llmsched.engine.memory.plan import MemoryPlan
     from llmsched.engine.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,9 @@ class Engine(StepLoop):
         self.open_sequences: dict[str, list[str]] = {}
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._finish_times: deque[float] = deque(maxlen=64)
+        self._failing: set[str] = set()
+        #: Number of the latest sampled rows, in succession, for which the model computed no usable logits.
+        self.num_bad_rows = 0
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -115,7 +120,7 @@ class Engine(StepLoop):
 
         `arrival_time` is in seconds of the engine's clock; None means now. Raises RequestError for a request that can
         never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
-        max_queue_size requests would wait.
+        max_queue_size requests would wait. After any other error, no choice of the request stays in the queue.
         """
         if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
@@ -126,24 +131,29 @@ class Engine(StepLoop):
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         eos_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         names = [_sequence_name(request_id, index) for index in range(sampling.n)]
-        for index, name in enumerate(names):
-            request = Request(
-                request_id=name,
-                token_ids=list(prompt_token_ids),
-                num_prompt_tokens=len(prompt_token_ids),
-                sampling=sampling,
-                # The first choice uses the request's seed unchanged, so that its output does not depend on n.
-                seed=(seed + index * _GOLDEN_RATIO) & _SEED_MASK,
-                stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
-                arrival_time=arrival,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
-            self.scheduler.add(request)
+        try:
+            for index, name in enumerate(names):
+                request = Request(
+                    request_id=name,
+                    token_ids=list(prompt_token_ids),
+                    num_prompt_tokens=len(prompt_token_ids),
+                    sampling=sampling,
+                    # The first choice uses the request's seed unchanged, so that its output does not depend on n.
+                    seed=(seed + index * _GOLDEN_RATIO) & _SEED_MASK,
+                    stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
+                    arrival_time=arrival,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+                self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
+                self.scheduler.add(request)
+        except Exception:
+            for name in self._streams.keys() & names:
+                self.scheduler.finish(self._streams.pop(name).request, FinishReason.ERROR)
+            raise
         self.open_sequences[request_id] = names
         self.recorder.prompt_tokens += len(prompt_token_ids)
-        self.recorder.update()
+        self.observe(self.recorder.update)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in any state and return the last output of each choice that had not ended.
@@ -156,7 +166,7 @@ class Engine(StepLoop):
             self.scheduler.finish(stream.request, FinishReason.ABORT)
             outputs.append(stream.new_output(FinishReason.ABORT))
             self._end(stream, FinishReason.ABORT)
-        self.recorder.update()
+        self.observe(self.recorder.update)
         return outputs
 
     def retry_after(self) -> float:
@@ -176,7 +186,7 @@ class Engine(StepLoop):
 
         Returns an empty list while the scheduler waits for more requests (see `idle_until`). After an exception the
         engine cannot continue. An error in making the text of an output ends only that sequence, with
-        FinishReason.ERROR.
+        FinishReason.ERROR. An error in the statistics ends nothing.
         """
         if self.idle_until() is not None:
             return []
@@ -184,6 +194,10 @@ class Engine(StepLoop):
         now = self.clock()
         outputs = []
         for update in updates:
+            if update.result.error is not None:
+                self.num_bad_rows += not update.result.caused_by_request
+            elif update.result.token_id is not None:
+                self.num_bad_rows = 0
             stream = self._streams[update.request.request_id]
             try:
                 output = stream.take(update)
@@ -196,19 +210,32 @@ class Engine(StepLoop):
             outputs.append(output)
             if output.token_ids:
                 self.recorder.generation_tokens += len(output.token_ids)
-                stream.record(self.metrics, now)
+                self.observe(stream.record, self.metrics, now)
             if output.finish_reason is not None:
                 self.scheduler.finish(stream.request, output.finish_reason)
                 self._end(stream, output.finish_reason)
-        self.prefixes.changes.update()
-        self.metrics.observe("iteration_tokens_total", plan.num_tokens)
+        self.observe(self.prefixes.changes.update)
+        self.observe(self.metrics.observe, "iteration_tokens_total", plan.num_tokens)
         self.recorder.steps += 1
-        self.recorder.update()
+        self.observe(self.recorder.update)
         return outputs
+
+    def observe(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run work that serving does not depend on. Log its failures, each function's once until it succeeds again."""
+        try:
+            function(*args, **kwargs)
+        except Exception:
+            name = getattr(function, "__qualname__", repr(function))
+            if name not in self._failing:
+                self._failing.add(name)
+                logger.exception("%s failed; serving continues without it", name)
+        else:
+            if self._failing:
+                self._failing.discard(getattr(function, "__qualname__", repr(function)))
 
     def _end(self, stream: OutputStream, reason: FinishReason) -> None:
         now = self.clock()
-        stream.record_end(self.metrics, reason, now)
+        self.observe(stream.record_end, self.metrics, reason, now)
         self.recorder.finished[reason] += 1
         self._finish_times.append(now)
         name = stream.request.request_id
@@ -227,7 +254,7 @@ class Engine(StepLoop):
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits as `StepLoop.reconfigure` does, and update the metrics."""
         super().reconfigure(**limits)
-        self.recorder.update()
+        self.observe(self.recorder.update)
 
     def explain(self, request_id: str) -> list[Timeline]:
         """Return the scheduler's decisions about each sequence of a request.
@@ -264,7 +291,7 @@ class PrefixAdmin:
     def reset(self) -> None:
         """Drop all cached KV that neither a running request nor a pin holds."""
         self._kv.pool.drop_cached()
-        self._engine.recorder.update()
+        self._engine.observe(self._engine.recorder.update)
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
         """Pin a prefix: keep the KV of its whole blocks for `ttl` seconds, or until `unpin` if no `ttl` is given.
@@ -282,14 +309,20 @@ class PrefixAdmin:
         pin = self._kv.pins.pin(token_ids, cache_salt, ttl, engine.clock())
         name = f"{pin.pin_id} of this engine"
         if pin.num_written_tokens < pin.num_tokens and name not in engine.open_sequences:
-            engine.add_request(name, token_ids[: pin.num_tokens], sampling, cache_salt=cache_salt, limit_queue=False)
-        engine.recorder.update()
+            try:
+                engine.add_request(
+                    name, token_ids[: pin.num_tokens], sampling, cache_salt=cache_salt, limit_queue=False
+                )
+            except Exception:
+                engine.scheduler.unpin(pin.pin_id)
+                raise
+        engine.observe(engine.recorder.update)
         return pin
 
     def unpin(self, pin_id: str) -> None:
         """Release a pinned prefix. Raises RequestError if no pin has this id."""
         self._engine.scheduler.unpin(pin_id)
-        self._engine.recorder.update()
+        self._engine.observe(self._engine.recorder.update)
 
     def expire(self) -> float | None:
         """Release expired pins and return the time (engine's clock) at which the next pin expires.
@@ -297,7 +330,7 @@ class PrefixAdmin:
         Returns None if no pin will expire.
         """
         self._engine.scheduler.expire_pins()
-        self._engine.recorder.update()
+        self._engine.observe(self._engine.recorder.update)
         return self._kv.pins.next_expiry()
 
     def pins(self) -> list[PinState]:

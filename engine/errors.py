@@ -92,6 +92,10 @@ class EngineDeadError(LlmschedError):
     """Error for a request to an engine that has failed, has stopped or is shutting down (HTTP 503)."""
 
 
+class InternalError(LlmschedError):
+    """Error for a call that failed inside the engine for a reason that the caller cannot know (HTTP 500)."""
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message as one line of limited length, or the name of the error's type if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from llmsched.engine.core import Engine
-from llmsched.engine.errors import EngineDeadError, LlmschedError, RequestError
+from llmsched.engine.errors import EngineDeadError, InternalError, LlmschedError, RequestError
 from llmsched.engine.request import RequestOutput, SamplingParams
 from llmsched.engine.request_stream import OpenStreams, RequestStream
 from llmsched.engine.stats import EngineStats
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 IDLE_CHECK_SECONDS = 1.0
 #: Longest wait in seconds: pins may last longer than a thread can wait.
 MAX_IDLE_SECONDS = 3600.0
+#: Rows in succession without usable logits after which the model counts as broken.
+MAX_BAD_ROWS = 8
 
 
 class AsyncEngine:
@@ -31,10 +34,16 @@ class AsyncEngine:
     The event loop never waits for a step, and the engine never waits for a reader. Other threads read only the
     `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`; for everything else they use `call`. `start` binds
     the engine to the running event loop. Only that loop may use the streams and all methods except `stats`.
+
+    An exception in a call fails that call, and the engine continues if `Engine.check_integrity` finds no fault. An
+    exception in a step, and SystemExit or KeyboardInterrupt anywhere in the thread, end the engine: `error` says why,
+    and every stream and call ends with that reason. The engine counts as hung if work has waited for a finished step
+    for more than `step_timeout_s` seconds (0: never).
     """
 
-    def __init__(self, core: Engine) -> None:
+    def __init__(self, core: Engine, *, step_timeout_s: float = 0.0) -> None:
         self.core = core
+        self.step_timeout_s = step_timeout_s
         self.draining = False
         self.error: str | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -44,6 +53,8 @@ class AsyncEngine:
         self._num_submitted = 0
         self._num_taken = 0
         self._stopping = False
+        #: Time since when work has waited for a step to finish; None without work.
+        self._due_since: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="llmsched-engine", daemon=True)
 
@@ -51,6 +62,21 @@ class AsyncEngine:
     def healthy(self) -> bool:
         """True while the engine's thread runs and has not failed."""
         return self.error is None and self._thread.is_alive()
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why requests cannot be served, None if they can.
+
+        The engine has failed, or hangs until a step finishes, or the model is broken until a row has usable logits.
+        """
+        if not self.healthy:
+            return f"the engine has failed: {self.error}" if self.error else "the engine's thread does not run"
+        since, limit = self._due_since, self.step_timeout_s
+        if limit and since is not None and (waited := time.monotonic() - since) > limit:
+            return f"the engine hangs: no step has finished for {waited:.0f} s (step_timeout {limit:g} s)"
+        if (count := self.core.num_bad_rows) >= MAX_BAD_ROWS:
+            return f"the model is broken: it computed no usable logits for the last {count} rows (NaN or all -inf)"
+        return None
 
     def stats(self) -> EngineStats:
         """Return the state after the latest step. Any thread may call this."""
@@ -90,25 +116,22 @@ class AsyncEngine:
 
         def add() -> None:
             self._num_taken += sampling.n
-            try:
-                self.core.add_request(
-                    request_id,
-                    prompt_token_ids,
-                    sampling,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    arrival_time=arrival_time,
-                )
-            except LlmschedError as error:
-                self._on_loop(self._streams.fail, request_id, error)
+            self.core.add_request(
+                request_id,
+                prompt_token_ids,
+                sampling,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=arrival_time,
+            )
 
-        self._inbox.put(add)
+        self._send(add, lambda error: self._streams.fail(request_id, error))
         return stream
 
     async def call(self, action: Callable[[Engine], T]) -> T:
         """Run `action` in the engine's thread between two steps and return its result.
 
-        Raises the LlmschedError that `action` raises; any other exception in `action` stops the engine. Raises
+        Raises the LlmschedError that `action` raises, InternalError if it raises anything else (which is logged), and
         EngineDeadError if the engine has stopped, or stops before it runs the action.
         """
         if self._stopping or not self.healthy:
@@ -116,16 +139,12 @@ class AsyncEngine:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
-            try:
-                result = action(self.core)
-            except LlmschedError as error:
-                self._on_loop(_fail_future, done, error)
-            else:
-                self._stats = self.core.stats()  # the caller must see what the action changed
-                self._on_loop(_settle, done, result)
+            result = action(self.core)
+            self._stats = self.core.stats()  # the caller must see what the action changed
+            self._on_loop(_settle, done, result)
 
         self._calls.add(done)
-        self._inbox.put(run)
+        self._send(run, lambda error: _fail_future(done, error))
         try:
             return await done
         finally:
@@ -140,17 +159,26 @@ class AsyncEngine:
             return False
         return True
 
-    async def stop(self) -> None:
-        """End the thread after its current step. Open requests end with EngineDeadError."""
+    async def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after its current step. Open requests end with EngineDeadError.
+
+        Returns True if the thread ended within `timeout_s` seconds (None: wait for it).
+        """
         self.draining = True
         self._stopping = True
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
-        self._fail_all("the server has shut down")
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        ended = not self._thread.is_alive()
+        self._fail_all(f"the engine has failed: {self.error}" if self.error else "the server has shut down")
+        return ended
 
     def _request_abort(self, request_id: str) -> None:
-        self._inbox.put(lambda: self._post(self.core.abort(request_id)))
+        self._send(lambda: self._post(self.core.abort(request_id)), lambda error: self._streams.fail(request_id, error))
+
+    def _send(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
+        """Let the engine's thread run `action`, and the event loop `fail` with the error if it raises one."""
+        self._inbox.put(lambda: self._attempt(action, fail))
 
     def _fail_all(self, reason: str) -> None:
         for request_id in list(self._streams):
@@ -165,11 +193,33 @@ class AsyncEngine:
             while not self._stopping:
                 self._take_inbox()
                 if self.core.has_work() and not self._stopping:
-                    self._post(self.core.step())
-        except Exception as error:
-            logger.exception("the engine has failed")
+                    self._due_since = self._due_since or time.monotonic()
+                    outputs = self.core.step()
+                    self._due_since = time.monotonic()
+                    self._post(outputs)
+        except BaseException as error:  # SystemExit too ends the engine, and its clients must learn why
             self.error = f"{type(error).__name__}: {error}"
             self._on_loop(self._fail_all, f"the engine has failed: {self.error}")
+            logger.exception("the engine has failed")
+
+    def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
+        """Run an action of the event loop. If it raises, let the loop run `fail` with the error.
+
+        Raises RuntimeError, which ends the engine, if an unexpected error has left requests or blocks unaccounted for.
+        """
+        try:
+            action()
+        except LlmschedError as error:
+            self._on_loop(fail, error)
+        except Exception as error:
+            logger.exception("a call to the engine has failed")
+            self._on_loop(fail, InternalError("internal error; the server's log has the details"))
+            try:
+                self.core.check_integrity()
+            except Exception as broken:
+                raise RuntimeError(
+                    f"{type(error).__name__} in a call left the engine inconsistent: {broken}"
+                ) from error
 
     def _take_inbox(self) -> None:
         """Run the actions that the event loop has sent.
@@ -178,7 +228,7 @@ class AsyncEngine:
         """
         while self._run_next(0.0):
             pass
-        self._stats = self.core.stats()
+        self.core.observe(self._refresh)
         if self._stopping:
             return
         if self.core.has_work():
@@ -191,20 +241,26 @@ class AsyncEngine:
             wait: float | None = 0.0
             while not self._run_next(wait):
                 until = self.core.prefixes.expire()
-                self._stats = self.core.stats()
+                self.core.observe(self._refresh)
                 wait = None if until is None else min(MAX_IDLE_SECONDS, until - self.core.clock())
 
     def _run_next(self, timeout: float | None) -> bool:
         """Run the next action and return True; return False if none arrives within `timeout` seconds (None: wait)."""
+        if timeout != 0.0:
+            self._due_since = None  # the engine waits because there is nothing to do
         try:
             action = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
             return False
+        self._due_since = self._due_since or time.monotonic()
         action()
         return True
 
-    def _post(self, outputs: list[RequestOutput]) -> None:
+    def _refresh(self) -> None:
         self._stats = self.core.stats()
+
+    def _post(self, outputs: list[RequestOutput]) -> None:
+        self.core.observe(self._refresh)
         if outputs:
             self._on_loop(self._streams.deliver, outputs)
 

@@ -98,10 +98,11 @@ def _open_routes(engine: AsyncEngine) -> APIRouter:
 
     @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        if engine.healthy and not engine.draining:
+        problem = engine.problem
+        if problem is None and not engine.draining:
             return json_response({"status": "ok"})
-        status = "draining" if engine.healthy else "dead"
-        return json_response({"status": status, "error": engine.error}, 503)
+        status = "dead" if not engine.healthy else "draining" if engine.draining else "unhealthy"
+        return json_response({"status": status, "error": problem}, 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import os
 import socket
-import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -51,8 +51,17 @@ def serve(
     ] = None,
     grace_period: Annotated[
         float,
-        duration_option("Time that running requests get to finish after SIGTERM or Ctrl-C."),
+        duration_option(
+            "Time that running requests get to finish after SIGTERM or Ctrl-C. The process exits at most 2s later."
+        ),
     ] = "30s",  # type: ignore[assignment]  # Typer parses defaults too
+    step_timeout: Annotated[
+        float,
+        duration_option(
+            "Time without a finished step, while requests wait, after which /health answers 503; 0s turns this off. A "
+            "full step must be faster: a large model on a slow CPU needs minutes."
+        ),
+    ] = "300s",  # type: ignore[assignment]
     metrics_prefix: Annotated[
         str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")
     ] = "llmsched",
@@ -75,6 +84,7 @@ def serve(
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from llmsched.cli.profiles.apply import profile_warnings, store_ratios, with_profile
+    from llmsched.cli.serve.detached_output import detached_output
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
@@ -96,30 +106,31 @@ def serve(
 
     from llmsched.engine.build import build_engine
 
-    with render.progress_bar() as progress:
-        engine = build_engine(config, progress, metrics_prefix)
-    render.show_log()
-    if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
-        render.warn(f"the measured memory could not be saved in the profile: {problem}")
-    pin_prefixes(engine, prefixes)
-    name = served_model_name or engine.model.name
-    # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
-    gc.collect()
-    gc.freeze()
-    code = asyncio.run(_serve(engine, listener, name, api_key, grace_period))
-    # Everything is closed. Skip the interpreter's teardown, which takes seconds with gigabytes of tensors.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    with detached_output():
+        with render.progress_bar() as progress:
+            engine = build_engine(config, progress, metrics_prefix)
+        render.show_log()
+        if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
+            render.warn(f"the measured memory could not be saved in the profile: {problem}")
+        pin_prefixes(engine, prefixes)
+        name = served_model_name or engine.model.name
+        # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
+        gc.collect()
+        gc.freeze()
+        asyncio.run(_serve(engine, listener, name, api_key, grace_period, step_timeout))
 
 
-async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: str | None, grace_s: float) -> int:
+async def _serve(
+    engine: Engine, listener: socket.socket, name: str, api_key: str | None, grace_s: float, step_timeout_s: float
+) -> NoReturn:
+    """Serve until the end of the process."""
     from llmsched.cli.serve.app import build_app
     from llmsched.cli.serve.banner import show_start
-    from llmsched.cli.serve.lifecycle import run
+    from llmsched.cli.serve.detached_output import leave
+    from llmsched.cli.serve.lifecycle import EXIT_S, run
     from llmsched.engine.service import AsyncEngine
 
-    service = AsyncEngine(engine)
+    service = AsyncEngine(engine, step_timeout_s=step_timeout_s)
     service.start()
 
     def on_drain() -> None:
@@ -127,6 +138,9 @@ async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: st
         render.note(
             f"draining: {left} requests have {render.human_seconds(grace_s)} to finish; a second signal exits at once"
         )
+        last_resort = threading.Timer(grace_s + EXIT_S, os._exit, [1])  # if anything hangs that `run` does not know of
+        last_resort.daemon = True
+        last_resort.start()
 
     code = await run(
         build_app(service, name, api_key),
@@ -136,6 +150,6 @@ async def _serve(engine: Engine, listener: socket.socket, name: str, api_key: st
         on_ready=lambda: show_start(service.core, name, listener, has_key=api_key is not None),
         on_drain=on_drain,
     )
-    if code:
+    if service.error:
         render.error(f"the engine has failed: {service.error}")
-    return code
+    leave(code)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +18,19 @@ from fastapi import FastAPI
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.service import AsyncEngine
 
+logger = logging.getLogger(__name__)
+
 _HEALTH_CHECK_S = 0.2
 #: Seconds that the process stays up after an engine failure, so that clients and probes get their answers.
 _LINGER_S = 2.0
 #: Seconds to keep idle connections: longer than common clients do, so that the client closes them first.
 _KEEP_ALIVE_S = 75
-#: Seconds that slow clients get to read the rest of their answers at exit.
-_CLOSING_S = 5
+#: Seconds after the grace period within which the process exits, whatever hangs.
+EXIT_S = 2.0
+#: Seconds of these that the engine gets to finish its step, and clients to read the rest of their answers.
+_STOPPING_S, _LATE_CLOSING_S = 1.0, 0.5
+#: Seconds that clients get at most to read the rest of their answers if the grace period has not passed.
+_CLOSING_S = 5.0
 #: Connections that may wait while the model loads, and later for the event loop.
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -91,7 +99,11 @@ async def run(
     """Serve until a signal arrives, `stop` is set or the engine fails. Return the exit code for the process.
 
     After the first SIGTERM or SIGINT, /health and new requests get 503. Running requests have `grace_s` seconds to
-    finish; those that take longer end with an error. A second signal ends the process at once.
+    finish; those that take longer end with an error. A second signal ends the process at once. The function returns at
+    most 2 seconds after the grace period, even if the engine hangs; its thread then still runs, so end the process with
+    `os._exit`.
+
+    The exit code is 0 after draining, even if requests were cut off, and 1 if the engine failed or hangs.
 
     Raises PortInUseError, after stopping the engine, if `listener` cannot listen on its address.
     """
@@ -105,23 +117,28 @@ async def run(
             http="h11",  # bounds the head of a request; uvicorn's httptools does not
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_CLOSING_S,
             backlog=_BACKLOG,
         ),
         on_ready,
     )
     with _signals(stop):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        died = False
+        died, ended, closing_s = False, True, _CLOSING_S
         try:
             died = await _stopped_or_died(stop, engine, serving)
             if died:
                 await asyncio.sleep(_LINGER_S)
             elif not serving.done():
                 on_drain()
+                until = time.monotonic() + grace_s
                 await engine.drain(grace_s)
+                closing_s = min(_CLOSING_S, max(_LATE_CLOSING_S, until - time.monotonic()))
         finally:
-            await engine.stop()
+            ended = await engine.stop(_STOPPING_S)
+        if not ended:
+            logger.error("the engine does not end its step: exiting without it")
+        # Not rounded up to whole seconds, as uvicorn declares it.
+        server.config.timeout_graceful_shutdown = closing_s  # type: ignore[assignment]
         server.should_exit = True
         try:
             await serving
@@ -130,16 +147,25 @@ async def run(
                 raise
             host, port, *_ = listener.getsockname()
             raise _in_use(host, port, error) from error
-    return 1 if died else 0
+    return 1 if died or not ended else 0
 
 
 async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:
-    """Wait until `stop` is set, the server ends or the engine fails. Return True if the engine failed."""
+    """Wait until `stop` is set, the server ends or the engine fails. Return True if the engine failed.
+
+    Log each problem of the engine when it begins and when it ends.
+    """
     stopped = asyncio.create_task(stop.wait())
+    problem: str | None = None
     try:
         while not (stopped.done() or serving.done()):
             if not engine.healthy:
                 return True
+            before, problem = problem, engine.problem
+            if problem is not None and before is None:
+                logger.error("%s; /health answers 503", problem)
+            elif problem is None and before is not None:
+                logger.info("the engine serves again; /health answers 200")
             await asyncio.wait({stopped, serving}, timeout=_HEALTH_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
         return False
     finally:

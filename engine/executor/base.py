@@ -58,13 +58,15 @@ class RowResult:
 
     `prompt_logprobs` is empty unless the sequence asked for them. Otherwise it has one entry for each prompt token that
     the row predicts, which are the tokens start + 1 to start + num_tokens as far as they belong to the prompt. If
-    `error` is set, this sequence ends with an error and the others continue.
+    `error` is set, this sequence ends with an error and the others continue. `caused_by_request` is True if the error
+    is due to the request's own parameters, and False if it is due to the model.
     """
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
+    caused_by_request: bool = False
 
 
 @dataclass(slots=True)

@@ -77,7 +77,8 @@ def result_of(token: int, raw_best: float, best: float) -> RowResult:
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if not math.isfinite(best):
-        return RowResult(error="no token is left to sample: min_tokens forbids every token that the logits allow")
+        message = "no token is left to sample: min_tokens forbids every token that the logits allow"
+        return RowResult(error=message, caused_by_request=True)
     return RowResult(token_id=token)
 
 

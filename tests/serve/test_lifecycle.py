@@ -163,10 +163,12 @@ class FakeService:
     """The part of AsyncEngine that `run` uses: healthy, and stopped at the end."""
 
     healthy = True
+    problem = None
     stopped = False
 
-    async def stop(self) -> None:
+    async def stop(self, timeout_s: float | None = None) -> bool:
         self.stopped = True
+        return True
 
 
 def served(listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:

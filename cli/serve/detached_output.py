@@ -1,0 +1,85 @@
+"""Output that neither fails nor waits, so that no reader of the terminal or log can end or delay the server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from typing import NoReturn, TextIO
+
+#: Texts that may wait for a reader; more are dropped.
+MAX_PENDING = 1000
+#: Seconds for which the process waits at its end for the last texts to be written.
+_LAST_S = 0.2
+
+
+class DetachedStream(io.TextIOBase):
+    """Text stream whose texts a thread writes to `stream`. A text that cannot be written is dropped.
+
+    The reader of `stream` may have closed it or stopped reading, and its disk may be full.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._pending: queue.Queue[str] = queue.Queue(MAX_PENDING)
+        threading.Thread(target=self._pass_on, name="llmsched-output", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(queue.Full):
+            self._pending.put_nowait(text)
+        return len(text)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all texts are written, for at most `timeout_s` seconds."""
+        with self._pending.all_tasks_done:
+            self._pending.all_tasks_done.wait_for(lambda: not self._pending.unfinished_tasks, timeout_s)
+
+    def _pass_on(self) -> None:
+        while True:
+            text = self._pending.get().encode(self.encoding, "backslashreplace").decode(self.encoding)
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+                self._stream.write(text)
+                self._stream.flush()
+            self._pending.task_done()
+
+
+@contextlib.contextmanager
+def detached_output() -> Iterator[None]:
+    """Detach stdout and stderr within the `with` block."""
+    attached = sys.stdout, sys.stderr
+    streams = [DetachedStream(stream) for stream in attached]
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = attached
+        for stream in streams:
+            stream.finish(_LAST_S)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code at once, after the output that can still be written.
+
+    The interpreter's teardown takes seconds with gigabytes of tensors, and waits for threads that hang.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, DetachedStream):
+            stream.finish(_LAST_S)
+    os._exit(code)
