@@ -55,6 +55,7 @@ class AsyncEngine:
         self._stopping = False
         #: Time since when work has waited for a step to finish; None without work.
         self._due_since: float | None = None
+        self._has_problem = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="llmsched-engine", daemon=True)
 
@@ -63,12 +64,20 @@ class AsyncEngine:
         """True while the engine's thread runs and has not failed."""
         return self.error is None and self._thread.is_alive()
 
-    @property
-    def problem(self) -> str | None:
-        """Reason why requests cannot be served, None if they can.
+    def diagnose(self) -> str | None:
+        """Return why requests cannot be served, None if they can. Log each problem when it begins and when it ends.
 
         The engine has failed, or hangs until a step finishes, or the model is broken until a row has usable logits.
         """
+        problem = self._problem()
+        if problem and self.healthy and not self._has_problem:
+            logger.error("%s", problem)
+        elif self._has_problem and not problem:
+            logger.info("the engine serves again")
+        self._has_problem = problem is not None
+        return problem
+
+    def _problem(self) -> str | None:
         if not self.healthy:
             return f"the engine has failed: {self.error}" if self.error else "the engine's thread does not run"
         since, limit = self._due_since, self.step_timeout_s

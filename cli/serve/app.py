@@ -98,7 +98,7 @@ def _open_routes(engine: AsyncEngine) -> APIRouter:
 
     @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        problem = engine.problem
+        problem = engine.diagnose()
         if problem is None and not engine.draining:
             return json_response({"status": "ok"})
         status = "dead" if not engine.healthy else "draining" if engine.draining else "unhealthy"

@@ -151,21 +151,13 @@ async def run(
 
 
 async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: asyncio.Task[None]) -> bool:
-    """Wait until `stop` is set, the server ends or the engine fails. Return True if the engine failed.
-
-    Log each problem of the engine when it begins and when it ends.
-    """
+    """Wait until `stop` is set, the server ends or the engine fails. Return True if the engine failed."""
     stopped = asyncio.create_task(stop.wait())
-    problem: str | None = None
     try:
         while not (stopped.done() or serving.done()):
             if not engine.healthy:
                 return True
-            before, problem = problem, engine.problem
-            if problem is not None and before is None:
-                logger.error("%s; /health answers 503", problem)
-            elif problem is None and before is not None:
-                logger.info("the engine serves again; /health answers 200")
+            engine.diagnose()
             await asyncio.wait({stopped, serving}, timeout=_HEALTH_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
         return False
     finally:

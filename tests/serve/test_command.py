@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
 
 
 @contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+def serving(
+    *arguments: str, stderr: int | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """Start the command in a process; once it is ready, yield the process, its URL and its output so far."""
     child = subprocess.Popen(
         [sys.executable, "-c", "from llmsched.cli.main import main; main()", "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
+        stderr=stderr,
         env={**os.environ, **environment},
         text=True,
     )
@@ -80,6 +83,34 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         assert "vllm:generation_tokens_total{model_name=" in httpx.get(f"{url}/metrics").text
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
+
+
+@pytest.mark.parametrize("broken", ["closed by its reader", "full"])
+def test_output_that_cannot_be_written_hinders_nothing(tiny_model: Any, broken: str) -> None:  # S05
+    """A stream that is open at SIGTERM ends whole, and the exit code is 0."""
+    reading, writing = os.pipe()
+    if broken == "full":
+        os.set_blocking(writing, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writing, bytes(65536))
+        os.set_blocking(writing, True)
+    else:
+        os.close(reading)
+    options = ("--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "40")
+    with serving(str(tiny_model("llama")), *options, stderr=writing) as (child, url, _):
+        assert child.stdout is not None
+        child.stdout.close()
+        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            events = (line for line in answer.iter_lines() if line)
+            next(events)
+            child.send_signal(signal.SIGTERM)
+            assert [*events][-1] == "data: [DONE]"
+        assert child.wait(20) == 0
+    os.close(writing)
+    if broken == "full":
+        os.close(reading)
 
 
 def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(

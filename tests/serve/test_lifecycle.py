@@ -125,6 +125,13 @@ def test_sigterm_ends_an_idle_process_with_zero() -> None:  # C14 a
         assert child.wait(20) == 0
 
 
+def test_sigterm_ends_a_process_whose_step_hangs() -> None:  # S06
+    with process(60) as (child, url), httpx.stream("POST", url + PATH, json={**LONG, "stream": True}, timeout=30) as it:
+        child.send_signal(signal.SIGTERM)
+        assert json.loads(list(events_of(it))[-1])["error"]["type"] == "service_unavailable_error"
+        assert child.wait(20) == 1, "grace 1 s, and a step of 60 s"
+
+
 def test_a_second_signal_ends_at_once() -> None:  # C14
     with process(60) as (child, url), httpx.stream("POST", url + PATH, json={**LONG, "stream": True}, timeout=30):
         child.send_signal(signal.SIGINT)
@@ -163,8 +170,10 @@ class FakeService:
     """The part of AsyncEngine that `run` uses: healthy, and stopped at the end."""
 
     healthy = True
-    problem = None
     stopped = False
+
+    def diagnose(self) -> None:
+        pass
 
     async def stop(self, timeout_s: float | None = None) -> bool:
         self.stopped = True

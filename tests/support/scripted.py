@@ -35,14 +35,15 @@ class Script:
     """Behaviour of the scripted model. By default, each output is the token ids of `alphabet`, over and over.
 
     `outputs` maps the ids of a prompt to the ids of its output. No step begins while `gate` is cleared. A step takes
-    `step_s` seconds. The executor raises after `fail_at_step` steps. `row_error` is the error of the next row that
-    samples.
+    `step_s` seconds. The executor raises `failure` after `fail_at_step` steps. `row_error` is the error of the next row
+    that samples.
     """
 
     alphabet: list[int]
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
     fail_at_step: int | None = None
+    failure: BaseException = field(default_factory=lambda: RuntimeError("scripted failure"))
     row_error: str | None = None
     step_s: float = 0.0
 
@@ -71,7 +72,7 @@ class ScriptedExecutor:
             self._pause.wait(self.script.step_s)
         self.steps += 1
         if self.script.fail_at_step is not None and self.steps > self.script.fail_at_step:
-            raise RuntimeError("scripted failure")
+            raise self.script.failure
         return StepResult([self._row(row) for row in plan.rows], elapsed=0.0)
 
     def _row(self, row: ScheduledRow) -> RowResult:
@@ -100,8 +101,17 @@ class ScriptedExecutor:
 class LiveServer:
     """Engine behind the complete HTTP server on a real socket, in a thread of this process."""
 
-    def __init__(self, engine: Engine, *, name: str = MODEL, api_key: str | None = None, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str = MODEL,
+        api_key: str | None = None,
+        grace_s: float = 5.0,
+        step_timeout_s: float = 0.0,
+    ) -> None:
         self.engine = engine
+        self._step_timeout_s = step_timeout_s
         self.tokenizer = engine.tokenizer
         self.listener = lifecycle.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
@@ -135,7 +145,7 @@ class LiveServer:
 
     async def run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.service = AsyncEngine(self.engine)
+        self.service = AsyncEngine(self.engine, step_timeout_s=self._step_timeout_s)
         self.service.start()
         app = build_app(self.service, self._name, self._api_key)
         self.exit_code = await lifecycle.run(
@@ -155,6 +165,7 @@ class ScriptedServer(LiveServer):
         num_blocks: int = 64,
         api_key: str | None = None,
         grace_s: float = 5.0,
+        step_timeout_s: float = 0.0,
         **config: Any,
     ) -> None:
         tokenizer = Tokenizer(build_tokenizer(bos=bos, chat_template=chat_template))
@@ -164,7 +175,7 @@ class ScriptedServer(LiveServer):
         info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
         resolved_config = resolved(**settings)
         engine = Engine(resolved_config, info, tokenizer, self.executor, make_kv(resolved_config, num_blocks))
-        super().__init__(engine, api_key=api_key, grace_s=grace_s)
+        super().__init__(engine, api_key=api_key, grace_s=grace_s, step_timeout_s=step_timeout_s)
 
     def force(self, prompt: str | list[int], output: str | list[int]) -> None:
         """Make the model answer `prompt` with exactly `output`, then end-of-sequence."""
@@ -181,7 +192,7 @@ def main() -> None:
 
     Usage: python scripted.py STEP_SECONDS
     """
-    server = ScriptedServer()
+    server = ScriptedServer(grace_s=1.0)
     server.script.step_s = float(sys.argv[1])
     print(server.url, flush=True)
     asyncio.run(server.run())
