@@ -78,8 +78,12 @@ def test_an_idle_engine_does_not_hang(make_server: Callable[..., ScriptedServer]
 def test_drain_ends_a_hung_engine(make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture) -> None:
     server = make_server(grace_s=0.2)
     server.script.gate.clear()
-    threading.Timer(0.1, server.drain).start()
-    assert last_event(server)["error"]["type"] == "service_unavailable_error"
+    with ThreadPoolExecutor() as pool:
+        event = pool.submit(last_event, server)
+        while not server.engine.has_work():
+            threading.Event().wait(0.01)
+        server.drain()
+        assert event.result()["error"]["type"] == "service_unavailable_error"
     assert server.join() == 1
     assert "does not end its step" in caplog.text
 
