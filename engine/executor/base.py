@@ -15,9 +15,8 @@ from llmsched.engine.request import Sequence, TokenLogprob
 class ScheduledRow(NamedTuple):
     """Part of a sequence that a step computes: the tokens `sequence.token_ids[start : start + num_tokens]`.
 
-    `block_table` (int32 block ids [groups, width]) says where KV is stored: the KV of position p in layer group g is in
-    block block_table[g, p // block_size]. The table already has blocks for the new tokens. The KV of all earlier
-    positions that a group attends to has been computed. Ids of blocks before a sliding window have no meaning.
+    `block_table` (int32 block ids [groups, width]) already has blocks for the new tokens. The KV of position p in layer
+    group g is in block block_table[g, p // block_size]; ids of blocks before a sliding window have no meaning.
 
     If `sample` is True, the row ends at the end of the sequence, and a new token is sampled from the logits of its last
     position.
@@ -35,10 +34,9 @@ class StepPlan:
     """Plan of one packed forward pass of prefill chunks and decodes, with at most one row per sequence.
 
     `finished` has the request ids of the sequences that ended since the last plan; the executor drops their state.
-
     Before the pass, the executor copies KV blocks: first `swap_out` (block, host block), then `copies` (source,
-    destination), then `swap_in` (host block, block). Within each of these lists the order does not matter: each block
-    is written at most once, and no block is read after it was written.
+    destination), then `swap_in` (host block, block). Within each list, no block is written twice or read after it was
+    written.
     """
 
     rows: ListLike[ScheduledRow]
@@ -54,12 +52,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowResult:
-    """Result of one row. `token_id` is None if the row did not sample.
+    """Result of one row. `token_id` is None if the row did not sample. After an `error`, only this sequence ends.
 
-    `prompt_logprobs` is empty unless the sequence asked for them. Otherwise it has one entry for each prompt token that
-    the row predicts, which are the tokens start + 1 to start + num_tokens as far as they belong to the prompt. If
-    `error` is set, this sequence ends with an error and the others continue. `caused_by_request` is True if the error
-    is due to the request's own parameters, and False if it is due to the model.
+    `prompt_logprobs`, if the sequence asked for them, has one entry for each of the tokens start + 1 to start +
+    num_tokens that belongs to the prompt. `caused_by_request` is True if the error is due to the request's own
+    parameters, and False if it is due to the model.
     """
 
     token_id: int | None = None
@@ -71,10 +68,9 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of a step. `rows` has one RowResult per row of the plan, in the same order.
+    """Result of a step, with one RowResult per row of the plan.
 
-    `elapsed` is the time of the step in seconds; for a simulated executor it is virtual time. It includes
-    `swap_elapsed`, the seconds of the copies to and from host memory.
+    `elapsed` is the (real or virtual) time in seconds, `swap_elapsed` the part for copies to and from host memory.
     """
 
     rows: list[RowResult]
@@ -83,10 +79,7 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Interface of an object that computes steps.
-
-    An executor knows tokens, blocks and sampling parameters, but no priorities, queues, text or sockets.
-    """
+    """Interface of an object that computes steps. It knows no priorities, queues, text or sockets."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step. An exception stops the engine; an error of a single row is reported in its RowResult."""

@@ -4,14 +4,11 @@ All filters order tokens by logit, and equal logits (common in bfloat16) by asce
 depend only on the row's own logits, not on how a batched sort orders equal values.
 
 The draw is an exponential race. Each token has a weight w and an independent exponential time E, and the token with the
-largest w / E is drawn. This happens with probability w / sum(w). The race is the Gumbel-max trick, because log w - log
-E is log w plus Gumbel noise.
+largest w / E is drawn. This happens with probability w / sum(w): it is the Gumbel-max trick.
 
-The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation rounds the logits
-differently, another token is drawn only if the best two values of w / E were closer than the rounding. For logits that
-move by 1e-6 this is about one draw in 1e6. Inverting the cumulative distribution would change far more draws: each
-token's interval in [0, 1) would shift with the sum of the weights before it. In a flat distribution over a large
-vocabulary, such shifts are as large as the intervals.
+The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation moves logits by
+1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would change far more draws: each token's
+interval in [0, 1) would shift with the sum of the weights before it.
 
 Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, which also covers races between sets of tokens by
 the sums of their weights.
@@ -38,10 +35,9 @@ Float64 = npt.NDArray[np.float64]
 
 
 class Filters(NamedTuple):
-    """Filter parameters of S rows, each an array [S].
+    """Filter parameters of S rows, each an array [S], with two 32-bit words of random `keys` [2, S] per row.
 
-    Temperatures are above 0. The values top_k 0, top_p 1 and min_p 0 turn a filter off. `keys` [2, S] are the random
-    keys of the draw, two 32-bit words per row.
+    Temperatures are above 0. The values top_k 0, top_p 1 and min_p 0 turn a filter off.
     """
 
     temperature: Float64
@@ -54,10 +50,9 @@ class Filters(NamedTuple):
 def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Draw a token id for each row of logits [S, V] (fp32); return the ids [S] as int64 on the same device.
 
-    The filters apply one after the other. temperature divides the logits. min_p keeps tokens with at least min_p times
-    the best token's probability. top_k keeps the k best of these. top_p renormalises and keeps the fewest best tokens
-    whose probabilities sum to top_p or more. At least one token remains. A row whose best logit is not finite gets an
-    id without meaning.
+    First temperature divides the logits. Then min_p keeps tokens with at least min_p times the best token's
+    probability, top_k the k best of these, and top_p the fewest best tokens whose renormalised probabilities sum to
+    top_p or more. A row whose best logit is not finite gets an id without meaning.
     """
     numbers = to_device(np.vstack(filters), logits.device)
     temperature, top_k, top_p, min_p = numbers[:4]
@@ -85,8 +80,7 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: int) -> None:
     """Apply top_k and top_p [S] in place to scores [S, V]: set the scores of dropped tokens to -inf.
 
-    The best score of each row must be 0. `look` is how many best tokens to sort first; it must be at least the largest
-    top_k. The result does not depend on `look`.
+    The best score of each row must be 0. `look`, at least the largest top_k, says how many best tokens to sort first.
     """
     width = scores.shape[1]
     look = min(look, width)
@@ -109,7 +103,7 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
 
 
 def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
-    """Keep the `kept` [S] best tokens of each row in place; lower ids win ties. Set the scores of all others to -inf.
+    """Set all scores but the `kept` [S] best of each row to -inf; lower ids win ties.
 
     `last` [S, 1] is the score of the worst token to keep.
     """
@@ -126,9 +120,9 @@ def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) ->
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw one id per row with probabilities proportional to weights [S, V], where V is a multiple of CHUNK.
 
-    `keys` [S, 2] (int64) are the random keys. To draw fewer random numbers, the race has two rounds: first chunks of
-    tokens compete with the sums of their weights, then the tokens in the winning chunk compete. The distribution is
-    that of a single race of all tokens. Lower ids win ties. A token of weight 0 is drawn only if all weights are 0.
+    `keys` [S, 2] (int64) are the random keys. The race has two rounds, to draw fewer random numbers: first chunks of
+    tokens compete with the sums of their weights, then the tokens in the winning chunk. Lower ids win ties. A token of
+    weight 0 is drawn only if all weights are 0.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
     # The order of additions may differ between batches; in float64 it does not change which chunk wins.

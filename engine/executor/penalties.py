@@ -1,7 +1,4 @@
-"""Changes to logits before sampling: logit_bias, min_tokens and penalties.
-
-Each row changes only the logits of ids that the request names or that are among its tokens, never the whole vocabulary.
-"""
+"""Changes to single logits before sampling, never to the whole vocabulary: logit_bias, min_tokens and penalties."""
 
 from __future__ import annotations
 
@@ -52,11 +49,9 @@ class LogitEditor:
 
     - logit_bias is added to the logits of its ids.
     - While a sequence is shorter than min_tokens, its `stop_ids` get -inf.
-    - repetition_penalty applies once to each distinct id of prompt and output. Logits above 0 are divided by the
-      penalty, others are multiplied by it.
+    - repetition_penalty applies once to each distinct id of prompt and output. Logits above 0 are divided by it, others
+      are multiplied by it.
     - presence_penalty and frequency_penalty apply to the output: logit - frequency * count - presence * (count > 0).
-
-    The editor caches the token counts of sequences with penalties, by request id.
     """
 
     def __init__(self) -> None:
@@ -107,10 +102,7 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the index of the entries (rows[i], id) for all ids in ids[i], or None if all ids[i] are empty.
-
-    The index is a pair of tensors on `device`. Entries must be distinct.
-    """
+    """Return the index (on `device`) of the entries (rows[i], id) for all ids in ids[i], or None without ids."""
     lengths = [len(each) for each in ids]
     if not sum(lengths):
         return None

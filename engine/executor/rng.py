@@ -1,8 +1,8 @@
 """Random numbers that depend only on a seed, a position and a name.
 
 The counter-based generator Philox4x32-10 turns (seed, position) into a key. It has no state, so preemption and batching
-do not change the tokens that a sequence draws. A cheap hash turns this key and a name into a random number on the
-device of the logits. In a draw, a name is the index of a token or of a chunk of tokens.
+do not change the tokens that a sequence draws. A cheap hash turns this key and a name, such as the index of a token,
+into a random number on the device of the logits.
 
 Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. C.
 Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers: of his multipliers below 2**31,
@@ -29,10 +29,7 @@ _MIX_0, _MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
-    """Return the keys of N pairs (seed, position) as an array [2, N]: two 32-bit words per pair.
-
-    Seeds are taken modulo 2**64 and may be negative. Positions must be 0 or more.
-    """
+    """Return an array [2, N]: two words per pair of seed (taken modulo 2**64) and position (0 or more)."""
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     low = np.array(positions, dtype=np.uint64)
     zero = np.zeros_like(low)
@@ -40,10 +37,9 @@ def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
 
 
 def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each name under the key (first, second). The arguments are broadcast.
+    """Return 32 random bits for each name under the key (first, second). Arguments are broadcast.
 
-    Arguments and result are int64 in [0, 2**32). Under one key, different names get different hashes. No product
-    reaches 2**63, so all devices compute the same hashes.
+    Arguments and result are int64 in [0, 2**32). No product reaches 2**63, so all devices compute the same hashes.
     """
     mixed = names ^ first
     mixed = ((mixed ^ mixed >> 16) * _MIX_0) & _MASK

@@ -29,9 +29,8 @@ from llmsched.profiles.gpus import GpuSpec
 class Roofline:
     """StepCost of one model on one GPU, with the efficiency of one class of engines.
 
-    `dtype` is the type of the activations. `error` is the median relative error of TPOT against published measurements
-    that were not used for the fit; None means that there is no such measurement for this engine and kind of GPU. Raises
-    ConfigError for a dtype that the GPU cannot multiply.
+    `error` is the median relative error of TPOT against published measurements that were not used for the fit, if any
+    exist. Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -58,10 +57,7 @@ class Roofline:
         self._swap = 1 / (gpu.host_bandwidth * 0.8)  # copies from page-locked memory reach 80 % of the link's rate
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the time of a step in seconds.
-
-        The fields of `shape` may be numpy arrays of one length; then the result is also such an array.
-        """
+        """Return the time of a step in seconds, as an array if the fields of `shape` are arrays of one length."""
         prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
         tokens = prefill_tokens + decodes
         (a, b), (c, d) = self._dense, self._head
@@ -81,19 +77,15 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the time, in seconds, of work that arithmetic and reads both limit.
-
-    `arithmetic` and `reading` are the seconds that each of them alone would take.
-    """
+    """Return the seconds of work that takes `arithmetic` or `reading` seconds if only one of them limits it."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
 
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
-    """Return the operations per second that matrix products reach.
+    """Return the operations per second that matrix products reach. Without fp8 units, fp8 weights are converted first.
 
-    On a GPU without fp8 units, fp8 weights are converted to `dtype` before the product. Raises ConfigError for a dtype
-    that the GPU cannot multiply.
+    Raises ConfigError for a dtype that the GPU cannot multiply.
     """
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
@@ -111,10 +103,7 @@ def _seconds(
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sum of the values of full-attention layers, and that of sliding-window layers.
-
-    `parts` are (is windowed, value) pairs.
-    """
+    """Return the sums of (is windowed, value) pairs for full-attention layers and for sliding-window layers."""
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

@@ -35,11 +35,9 @@ _GREEDY = SamplingParams(temperature=0)
 class TorchExecutor:
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    Other rows of a batch affect a row's logits only through the rounding of matrix products, which depends on the
-    number of rows. Between batch sizes, logits differ by about 1e-6 (fp32) or one bf16 ulp.
-
-    Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the model cannot be computed exactly,
-    if it does not support max_model_len tokens, or if its layers do not suit the layout.
+    Other rows of a batch affect a row's logits only through rounding, which differs between batch sizes: by about 1e-6
+    (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the model
+    cannot be computed exactly, if it does not support max_model_len tokens, or if its layers do not suit the layout.
     """
 
     def __init__(
@@ -116,7 +114,6 @@ class TorchExecutor:
             torch.cuda.empty_cache()
 
     def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
-        """Run one forward pass, sample, and return the result of each row."""
         batch = pack(rows, self.block_size)
         logits = self._forward(batch)
         results = [RowResult() for _ in rows]
@@ -154,11 +151,9 @@ class TorchExecutor:
         return self._model.forward(input_ids, positions, context, logit_rows)
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
-        """Run the two largest steps that the scheduler may plan, which compiles the kernels.
+        """Run the two largest steps that the scheduler may plan, which compiles the kernels and overwrites the cache.
 
-        One step is a full prefill, the other a full batch of decodes. Returns the peak of the bytes allocated in
-        addition to weights and cache; None on devices other than CUDA, where torch does not count bytes. The steps
-        overwrite the cache, so call `warmup` before serving.
+        Returns the peak of the bytes allocated in addition to weights and cache (None: torch does not count them).
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
@@ -176,10 +171,10 @@ class TorchExecutor:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """Return a plan for measuring the time of a step.
+        """Return a plan for measuring a step with rows of (number of context tokens, number of new tokens).
 
-        Each of `rows` is (number of context tokens, number of new tokens) of a greedy row. The step also swaps
-        `num_swapped` blocks out and in again. It overwrites the cache, so an engine that runs it must not serve.
+        The step also swaps `num_swapped` blocks out and in again. It overwrites the cache, so such an engine must not
+        serve.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
@@ -188,7 +183,7 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if the cache has too few."""
+        """Return a row of a made-up sequence. Rows share blocks if the cache has too few."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

@@ -59,18 +59,12 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of tokens that sequences of `num_tokens` tokens keep in blocks, summed over groups.
-
-        `num_tokens` and the result have the same shape.
-        """
+        """Return how many tokens sequences of `num_tokens` (any shape) keep in blocks, summed over groups."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
-
-        Returns sys.maxsize if all groups are sliding-window groups and one window fits in each.
-        """
+        """Return the tokens of the longest sequence that fits in `num_blocks`; sys.maxsize if no group grows."""
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
@@ -81,10 +75,7 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Result of `group_layers`: the `layout`, and the layers of one `group` (all groups have the same size).
-
-    `reason` says why sliding-window layers keep all tokens; None means that they keep only their window.
-    """
+    """Layers of each cache group, and the `reason` why sliding-window layers keep all tokens (None: they do not)."""
 
     layout: KVLayout
     group: tuple[LayerGroup, ...]
@@ -98,8 +89,7 @@ class LayerGrouping(NamedTuple):
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
     """Return how a model's layers are cached, for sequences of at most `longest` tokens (None: unknown).
 
-    Sliding-window layers get separate groups only if these save blocks and the KV of all layers has the same shape,
-    because all blocks must have the same size.
+    Sliding-window layers get own groups only if this saves blocks and the KV of all layers has the same shape.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]

@@ -17,10 +17,7 @@ from llmsched.engine.request import Request
 
 
 class StaticBatchBlocks:
-    """Blocks of a static batch: each request reserves the maximum length and keeps its blocks until the batch ends.
-
-    `num_empty` is the number of tokens for which the blocks of finished requests still have room.
-    """
+    """Blocks of a static batch: each request keeps blocks for the maximum length until the batch ends."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -28,10 +25,7 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Allocate blocks for `num_tokens` tokens of the request, or for fewer tokens if the pool has too few blocks.
-
-        Enough blocks for one sliding window stay free in the pool.
-        """
+        """Allocate blocks for `num_tokens`, or fewer if the pool runs short; one sliding window stays free."""
         table = request.table
         layout = table.layout
         spare = self._pool.num_available - layout.window_groups * (layout.num_behind + 1)
@@ -109,14 +103,12 @@ class KVManager:
         return missing + layout.window_groups * (end - start - len(hit.window_nodes))
 
     def _window_start(self, request: Request, hit: PrefixHit) -> int:
-        """Return the index of the first block that the request holds in sliding-window groups when it is admitted."""
         return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
-        """Allocate blocks for all tokens of the request; tokens found in the cache or host memory count as computed.
+        """Allocate blocks for the whole request. Return how many blocks are copied back from host memory.
 
-        The blocks of the hit are marked as shared, unless the request was preempted: it may have written them itself.
-        Returns the number of blocks that are copied back from host memory.
+        The blocks of the hit are marked as shared, unless the request was preempted and may have written them itself.
         """
         window_start = self._window_start(request, hit)
         swapped = request.swapped if hit.from_host else None
@@ -156,8 +148,7 @@ class KVManager:
     def reach(self, request: Request, end: int) -> int:
         """Allocate blocks so that this step can compute the request's tokens before position `end`.
 
-        Returns the position before which all tokens have room. It is less than `end` only if too few blocks are left
-        for sliding-window groups, and at least one token always fits.
+        Returns a smaller position, at least one token on, if too few blocks are left for sliding windows.
         """
         table = request.table
         if end > table.capacity:
@@ -195,9 +186,8 @@ class KVManager:
     def num_kept(self, request: Request, demand: int | None) -> int:
         """Return how many leading blocks the request would find again in the cache if it were preempted now.
 
-        These are the blocks that other requests or pins hold too, and the findable blocks that remain after `demand`
-        blocks are allocated. None means that all available blocks are allocated. With sliding windows the result is all
-        findable blocks or 0, because a sequence cannot resume without its last blocks.
+        `demand` is the number of blocks that are then allocated (None: all available blocks). With sliding windows the
+        result is all findable blocks or 0, because a sequence cannot resume without its last blocks.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -211,24 +201,21 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy.
-
-        These are all blocks with KV, except the leading blocks that other requests or pins hold too.
-        """
+        """Return how many blocks `swap_out` would copy: those with KV after the prefix that others hold too."""
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
         """Copy the KV of a preempted request to host memory, and release all its blocks.
 
-        The caller must check that `num_swapped` host blocks are free, and that the request has been in a step since its
-        admission. Before its first step, KV that counts as computed may still have to be copied into its blocks.
+        The caller must check that `num_swapped` host blocks are free and that a step has included the request since
+        admission.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks per full-attention group are held by other requests or pins too."""
+        """Return how many leading findable blocks per full-attention group other requests or pins hold too."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table

@@ -18,10 +18,7 @@ MAX_SALTS = 64
 
 
 class MissKind(StrEnum):
-    """Reason why a prefix hit is not longer; HIT if every whole block of the prompt was found.
-
-    Only the operator may see OTHER_SALT, because it reveals to one tenant what another tenant has sent.
-    """
+    """Reason why a prefix hit is not longer. Only the operator may see OTHER_SALT, which concerns other tenants."""
 
     HIT = "hit"
     SKIPPED = "the cache lookup was skipped"
@@ -34,10 +31,9 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss. The first `position` tokens of the prompt are known.
+    """Reason for a miss after the first `position` tokens of the prompt.
 
-    If `kind` is DIVERGED, the next token differs. If `kind` is EVICTED, `age` is the time in seconds since the
-    eviction. `age` is missing (None) if only sliding-window layers lost their blocks, and for all other kinds.
+    `age` is the time in seconds since the eviction, for kind EVICTED if full-attention layers lost blocks.
     """
 
     kind: MissKind
@@ -67,10 +63,9 @@ class Misses:
         return Miss(MissKind.SKIPPED, 0)
 
     def classify(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
-        """Count and return the reason why the hit is not longer.
+        """Count and return the reason why the hit is not longer, at time `now` of the engine's clock.
 
-        `num_coming` is the number of the request's tokens after the hit whose KV running requests will write. `now` is
-        the time of the engine's clock.
+        `num_coming` is the number of the request's tokens after the hit whose KV running requests will write.
         """
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
@@ -117,9 +112,8 @@ RUN = 8
 class ChangingPrompts:
     """Report that `count` of the last `window` prompts differ at token `position` but are similar after it.
 
-    The cause is something early in the prompt, such as a time or an id, that changes with each request. `examples` are
-    token ids of two of these prompts, from token `start` to AROUND tokens after `position`. `private` is True if one of
-    these two prompts is private.
+    `examples` are token ids of two of these prompts, from token `start` on. `private` is True if one of the two is
+    private.
     """
 
     position: int
@@ -156,8 +150,7 @@ class PromptWatch:
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
         """Record a request that diverged from cached prompts at token `diverged_at` (None: it did not diverge).
 
-        A divergence is counted only if it is in the first half of the prompt and at least MIN_LOST tokens follow it.
-        Set `private` if only the operator may see the prompt.
+        A divergence counts if it is in the first half of the prompt and at least MIN_LOST tokens follow it.
         """
         self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):

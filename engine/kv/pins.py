@@ -15,19 +15,13 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the largest number of blocks that pins may hold: `share` of all blocks, or less.
-
-    The pins must leave `max_request_blocks` blocks, which the longest request needs.
-    """
+    """Return how many blocks pins may hold: a `share` of all, but `max_request_blocks` stay for the longest request."""
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """State of a pin, which covers `num_tokens` tokens in whole blocks. `num_written_tokens` of these are in the cache.
-
-    `expires_at` is in seconds of the engine's clock; None means that the pin does not expire.
-    """
+    """State of a pin of whole blocks. `expires_at` is in seconds of the engine's clock (None: it never expires)."""
 
     pin_id: str
     salt: str
@@ -47,12 +41,10 @@ class _Pin:
 
 
 class Pins:
-    """Pinned prefixes of an engine.
+    """Pinned prefixes of an engine, which together have at most `max_blocks` blocks, written or still to be written.
 
     A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
-    sliding-window groups. If the KV of a prefix is not written yet, the prefix is pinned block by block as requests
-    write it (`advance`). All pins together never have more than `max_blocks` blocks, written or still to be written. A
-    written block counts once, even if several pins share it.
+    sliding-window groups. `advance` pins blocks that requests have written since. A shared block counts once.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
@@ -72,10 +64,10 @@ class Pins:
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
-        """Pin the whole blocks of a prefix from the time `now` on, for `ttl` seconds (None: until deleted).
+        """Pin the whole blocks of a prefix for `ttl` seconds (None: until deleted), or renew an existing pin.
 
-        A prefix that is already pinned keeps its pin_id and gets the new ttl. Raises RequestError if the ttl is not
-        positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.
+        Raises RequestError if the ttl is not positive and finite, the prefix is shorter than a block, or room is
+        lacking.
         """
         if ttl is not None and not (0 < ttl < math.inf):
             raise RequestError(
@@ -155,11 +147,9 @@ class Pins:
         return self._holds.copy()
 
     def _window_start(self, pin: _Pin) -> int:
-        """Return the index of the first block that the pin holds in sliding-window groups."""
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
 
     def _blocks(self, pin: _Pin, nodes: list[PrefixNode], first: int) -> list[int]:
-        """Return the blocks that the pin holds in `nodes`, the pin's nodes from index `first` on."""
         if not self._layout.window_groups:
             return blocks_of(nodes, ())
         return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])

@@ -9,11 +9,9 @@ from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
-    """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group.
+    """Room in KV blocks in tokens, where a token counts once in each layer group and a shared block counts once.
 
-    `held` is the room in blocks that requests or pins hold, where shared blocks count once. `empty` is the part of
-    `held` without KV. `cached` is the room in blocks that only the prefix cache keeps, and `total` is the room in all
-    blocks.
+    Requests or pins hold `held`, of which `empty` is without KV. Only the prefix cache keeps `cached`.
     """
 
     held: int
@@ -25,15 +23,10 @@ class KVUsage(NamedTuple):
 class BlockPool:
     """Pool of reference-counted blocks 0 .. num_blocks-1.
 
-    Each block is in exactly one of three states, so `num_free + num_cached + num_used == num_blocks` always:
-
-    - used: ref_count > 0;
-    - cached: ref_count 0, in the prefix tree, evictable;
-    - free: ref_count 0, without useful content.
-
-    EvictionOrder decides which cached block is evicted next. Requests must release their last blocks first: then the
-    end of a sequence is evicted before its beginning. (Blocks that have left a sliding window may be evicted at any
-    time.)
+    Each block is used (ref_count > 0), cached (ref_count 0, in the prefix tree, evictable) or free (without useful
+    content). EvictionOrder chooses the cached block to evict. Requests must release their last blocks first, so that
+    the end of a sequence is evicted before its beginning; only blocks that have left a sliding window may go at any
+    time.
 
     `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and the pool
     frees these too.
@@ -68,10 +61,7 @@ class BlockPool:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each. Free blocks are used first; then cached blocks are evicted.
-
-        The caller must check that `num_available` is at least `count`.
-        """
+        """Return `count` blocks with one reference each, free ones first. The caller checks `num_available`."""
         blocks = []
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict()
@@ -80,10 +70,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
-        """Add a reference to each block. Set `shared` if a request uses blocks that another request wrote.
-
-        With `shared`, the blocks must be a whole prefix: no earlier block may be missing.
-        """
+        """Add a reference to each block. With `shared`, another request wrote these blocks of a whole prefix."""
         blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
             if ref_count[block] == 0:

@@ -28,10 +28,7 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Index of the running requests by the node of their last findable block, or by cache salt if they have no node.
-
-    Equal prefixes have the same node, so requests with the same key have equal tokens up to the end of that node.
-    """
+    """Index of running requests by the tree node of their last findable block, or by cache salt if they have none."""
 
     def __init__(self) -> None:
         self._after: dict[PrefixNode | str, dict[Request, None]] = {}
@@ -52,9 +49,8 @@ class InFlightPrefixes:
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
         """Return the partly written block after `node` that shares the most leading tokens with `tokens`.
 
-        `tokens` is one encoded block. Returns (block of each group, number of shared tokens), or None if no block
-        shares the first token. Requests that have not been in a step since their admission are ignored, because KV may
-        still have to be copied into their blocks.
+        `tokens` is one encoded block. Returns (block of each group, number of shared tokens). A request counts only
+        once a step has included it, because KV may still have to be copied into its blocks.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -68,10 +64,9 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return the number of tokens of `request` that another running request will write in whole blocks.
+        """Return the most tokens of `request` that one other running request will write in whole blocks.
 
-        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count. The other request must have the
-        same tokens; if there are several such requests, the result is the largest number.
+        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -86,10 +81,7 @@ class InFlightPrefixes:
 
 
 class PrefixCache:
-    """Cache of prefixes: requests look up their known prefix, and the blocks that they write are inserted.
-
-    Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
-    """
+    """Cache of written blocks, shared by requests with the same cache_salt. If not `enabled`, it stays empty."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, enabled: bool) -> None:
         self.enabled = enabled
@@ -102,19 +94,13 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return whether the request may reuse KV.
-
-        A request for prompt log-probabilities may not, because its whole prompt must be computed.
-        """
+        """Return whether the request may reuse KV, which prompt log-probabilities forbid."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest known prefix of the request.
-
-        The prefix never contains the request's last token, because the last token is always computed.
-        """
+        """Return the longest known prefix of the request, without its last token, which is always computed."""
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
         size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
@@ -150,10 +136,7 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes of `found` a sequence can reuse in a model with sliding windows.
-
-        The last node that is reused, and the nodes less than a window before it, must still have their window blocks.
-        """
+        """Return how many leading nodes can be reused: those of the last window must have their window blocks."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -162,10 +145,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many of the request's tokens after the hit another running request will write in whole blocks.
-
-        If several running requests will write such tokens, the result is the largest number.
-        """
+        """Return the most of the request's tokens after the hit that one other running request will write."""
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size
@@ -181,11 +161,7 @@ class PrefixCache:
     # -- insertion -------------------------------------------------------------------------------------------
 
     def insert(self, request: Request, num_whole: int) -> None:
-        """Make the first `num_whole` blocks of a running request findable.
-
-        If another request has inserted the same prefix before, the blocks of the tree replace the blocks of this
-        request.
-        """
+        """Make `num_whole` blocks of a running request findable. Equal blocks in the tree replace its own."""
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
         for index in range(table.num_findable, num_whole):
@@ -208,7 +184,7 @@ class PrefixCache:
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Replace the blocks `ours` at `index` of a table, in groups from `group` on, with `theirs` if they differ."""
+        """Replace the blocks `ours` at `index`, in groups from `group` on, with `theirs` if they differ."""
         if theirs != ours:
             self.pool.acquire(theirs)
             self.pool.release(ours)

@@ -30,12 +30,9 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 class PrefixNode:
     """Cached KV of one block of tokens. `key` is the encoded tokens; the path from the root is the whole prefix.
 
-    `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group.
-    `window_blocks` is empty once these blocks are evicted. A sequence then cannot resume at this node, nor at a later
-    node less than a window after it.
-
-    `children` are keyed by their encoded tokens, which are compared in full, so a hash collision cannot make different
-    prefixes match. `path_hash` identifies the path and its salt after the node is removed.
+    `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group, or none
+    once these are evicted. A sequence then cannot resume at this node, nor at a later node less than a window after it.
+    `path_hash` identifies the path and its salt after the node is removed.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
@@ -62,11 +59,8 @@ class Root(PrefixNode):
 class PrefixTree:
     """Tree of token blocks with one root per cache salt.
 
-    Invariants:
-    - A node's blocks hold the written KV of its tokens, computed after the tokens of its ancestors.
-    - A block has at most one node.
-    - A node is removed only when it has no children. The pool evicts the end of a prefix before its beginning, except
-      for blocks that have left a sliding window. A node without blocks stays while it has children.
+    A node's blocks hold KV computed after the tokens of its ancestors, and a block has at most one node. A node is
+    removed only when it has no children. A node without blocks stays while it has children.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -81,10 +75,9 @@ class PrefixTree:
     def match(
         self, tokens: bytes, salt: str, max_blocks: int, first: int = 0, node: PrefixNode | None = None
     ) -> list[PrefixNode]:
-        """Return the nodes of the longest known prefix of the encoded tokens, at most of its first `max_blocks` blocks.
+        """Return the nodes of the longest known prefix of `tokens`, up to `max_blocks` blocks.
 
-        If `first` is not 0, the search starts at the block with this index, and `node` must be the node of the block
-        before.
+        If `first` is not 0, the search starts at the block with this index, and `node` must be the node before it.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -101,9 +94,8 @@ class PrefixTree:
     def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
         """Return the child of `parent` that shares the most leading tokens with `tokens`, and their number.
 
-        `parent` None means the salt's root. `tokens` is at most one encoded block. The child is missing (None) if no
-        child shares the first token. If `parent` has more than MAX_COMPARED children and `tokens` is not the key of a
-        child, an older child may share more tokens than the result.
+        `parent` None means the salt's root. `tokens` is at most one encoded block. Of more than MAX_COMPARED children,
+        only the newest are compared unless `tokens` is the key of one.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -121,10 +113,7 @@ class PrefixTree:
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
-        """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
-
-        If another sequence has inserted these tokens before, its node is returned and `blocks` are not inserted.
-        """
+        """Insert `blocks` under `parent` (None: root) unless a node for `key` exists there; return the node."""
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
         node = parent.children.get(key)
@@ -141,11 +130,9 @@ class PrefixTree:
         self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Remove an evicted block from the tree.
+        """Remove an evicted block from the tree: its node, or all window blocks of its node if it is a window block.
 
-        If `block` is a full-attention block, its node is removed. If `block` is a window block, all window blocks of
-        its node are removed. In a model without full-attention layers, a node is removed too once it has no blocks and
-        no children. Returns the removed nodes, and the other blocks that no lookup can return any more.
+        Returns the removed nodes, and the other blocks that no lookup can return any more.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -173,10 +160,7 @@ class PrefixTree:
             del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Return whether a prefix under another salt begins with the block `key`.
-
-        Only the `most` newest salts are searched.
-        """
+        """Return whether a prefix under one of the `most` newest other salts begins with the block `key`."""
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 
@@ -184,12 +168,11 @@ class PrefixTree:
 class PrefixHit(NamedTuple):
     """Known prefix of a request, valid until the pool allocates a block.
 
-    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:].
-    `num_evictable` of these blocks are cached now, so acquiring them lowers the number of available blocks. KV exists
-    for the first `num_tokens` tokens: in the blocks of the nodes, then in the first part of `copy_from` (a block of
-    each group). The first `num_alike` tokens equal the tokens of a cached prefix, even if their KV is too short to copy
-    or partly evicted. If `from_host` is True, the request resumes from its KV in host memory, which is longer than the
-    cached KV.
+    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:]. Only the
+    cache holds `num_evictable` of these blocks. KV exists for the first `num_tokens` tokens: in the blocks of the
+    nodes, then in the first part of `copy_from` (a block of each group). The first `num_alike` tokens equal the tokens
+    of a cached prefix, even if their KV is too short to copy or partly evicted. If `from_host` is True, the request
+    resumes from its longer KV in host memory.
     """
 
     nodes: list[PrefixNode]

@@ -1,7 +1,4 @@
-"""Changes to settings or hardware that would make a memory demand fit, and plans for several step sizes.
-
-The memory plan of each change is computed in the same way as the plan by which serve allocates memory.
-"""
+"""Changes to settings or hardware that would make a memory demand fit, planned in the same way as in `serve`."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Demand for memory for `users` requests that run at the same time.
-
-    Each request has up to `context` tokens (prompt and output); 0 means max_model_len tokens.
-    """
+    """Demand for `users` simultaneous requests of up to `context` tokens, prompt and output (0: max_model_len)."""
 
     users: int = 1
     context: int = 0
@@ -68,11 +62,10 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change that makes a demand fit.
+    """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`.
 
-    `what` says what to do, `cost` says what the change costs, and `plan` is the resulting plan. `settings` are the
-    changed fields of EngineConfig, or `gpu` for other hardware. `servable` is False if this engine can plan the changed
-    settings but cannot serve with them.
+    `settings` are the changed fields of EngineConfig, or `gpu` for other hardware. `servable` is False if this engine
+    can plan the changed settings but cannot serve with them.
     """
 
     what: str
@@ -89,12 +82,11 @@ def changes(
     demand: MemoryDemand,
     gpus: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> list[Change]:
-    """Return the changes that would make `demand` fit, the cheapest first.
+    """Return the changes that would make `demand` fit, the cheapest first. `gpus` are names and memory of other GPUs.
 
-    Changes that cost only memory margin or prefill speed come first, then narrower dtypes. If no change of these two
-    kinds suffices alone, they are combined. Next come a context of at least half the length, the smallest GPU of `gpus`
-    that suffices, and several devices. Changes that reduce the demand further come last: fewer users at the same time,
-    and a context of less than half the length. `gpus` has the name and the memory of each GPU.
+    Changes that cost only memory margin or prefill speed come first, then narrower dtypes, then both combined. Next
+    come a context of at least half the length, the smallest GPU that suffices, and several devices. Fewer users at the
+    same time and a context of less than half the length come last.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
@@ -167,10 +159,7 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Combine more memory, smaller steps and narrower dtypes until they suffice, and return the combination.
-
-        Settings are added in this order, one at a time.
-        """
+        """Return more memory, smaller steps and narrower dtypes, added one by one until they suffice."""
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -198,10 +187,7 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Return the change to the GPU with the least memory that suffices.
-
-        If the present device is a GPU, only GPUs with more memory are tried.
-        """
+        """Return the change to the smallest GPU that suffices, larger than the present one if this is a GPU."""
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -212,10 +198,7 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Return the change to `settings`, or an empty list if it does not suffice.
-
-        `verb`, such as "raise" or "set", begins the description of the change.
-        """
+        """Return the change to `settings` if it suffices; its description begins with `verb`, such as "raise"."""
         plan = self.planner.plan(replace(self.config, **settings), self.device)
         if not self.demand.met_by(plan):
             return []
@@ -232,10 +215,9 @@ def _shown(name: str, value: Any) -> str:
 def longest_context(
     planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
-    """Return the largest max_model_len at which `users` sequences of that length fit at the same time, or None.
+    """Return the largest max_model_len, less than `below`, at which `users` sequences of that length fit at once.
 
-    The result is at most the model's limit and, if `below` is given, less than `below`. The search is a bisection,
-    because a longer context never leaves room for more sequences.
+    The search is a bisection, because a longer context never leaves room for more sequences.
     """
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
@@ -261,10 +243,9 @@ def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory
 def config_for_demand(
     config: EngineConfig, given: Mapping[str, Any], users: int | None, context: int | None
 ) -> EngineConfig:
-    """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`; None sets nothing.
+    """Return `config` with max_num_seqs `users` and max_model_len `context`, where not None.
 
-    A setting that the user has chosen is not changed; `given` contains these settings. Raises ConfigError if a setting
-    that the user has chosen is too small for the demand.
+    Keeps the settings in `given`, which the user chose; raises ConfigError if these are too small for the demand.
     """
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:

@@ -2,12 +2,11 @@
 
 The model assumes that running sequences are independent, and that each is at a random step of its run. A request with p
 prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. So the probability
-that a running sequence belongs to this request is proportional to o. Prefill is one step, and no prefix is shared. The
-number of blocks that n sequences hold is then a sum of n independent draws, and convolution computes its distribution
-exactly.
+that a running sequence belongs to this request is proportional to o. The number of blocks that n sequences hold is then
+a sum of n independent draws, and convolution computes its distribution exactly.
 
-If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, and that
-every request is equally likely to be running. This tends to underestimate how many sequences fit.
+If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, which
+tends to underestimate how many sequences fit.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ _MAX_UNITS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths of n requests in tokens, int64 [n].
+    """Lengths of n requests in tokens, int64 [n]. Without `outputs`, `prompts` has total lengths.
 
-    `prompts` are the prompt lengths and `outputs` the output lengths. If only total lengths are known, `prompts` has
-    the totals and `outputs` is missing (None). `source` is the description that reports show.
+    `source` is the description that reports show.
     """
 
     source: str
@@ -70,10 +68,7 @@ class LengthDistribution:
 
 
 def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
-    """Return total lengths in tokens with a log-normal distribution, as 4096 equally probable values.
-
-    `variation` is the coefficient of variation: standard deviation / mean.
-    """
+    """Return 4096 equally probable log-normal total lengths in tokens; `variation` is standard deviation / mean."""
     sigma = math.sqrt(math.log1p(variation**2))
     normal = NormalDist(math.log(mean) - sigma**2 / 2, max(sigma, 1e-12))
     points = [normal.inv_cdf((index + 0.5) / _POINTS) for index in range(_POINTS)]
@@ -137,19 +132,13 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
 
 
 def _sum(one: Masses, other: Masses) -> Masses:
-    """Return the distribution of the sum of two independent counts.
-
-    Each distribution has one probability for each count from 0 to the pool's size; larger sums are cut off.
-    """
+    """Return the distribution of the sum of two independent counts, cut off at the pool's size."""
     size = 1 << (2 * len(one) - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
     return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability of counts above the pool's size, which `masses` does not contain.
-
-    Values up to 1e-12 are rounding errors of the FFT and count as 0.
-    """
+    """Return the probability of counts above the pool's size. Up to 1e-12 is a rounding error of the FFT."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

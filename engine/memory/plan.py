@@ -13,10 +13,7 @@ from llmsched.engine.kv.layout import KVLayout
 
 
 class MemoryParts(NamedTuple):
-    """Bytes reserved for each part of an engine's memory while the engine serves, used or not.
-
-    `other` is the CUDA context and the recurrent state.
-    """
+    """Bytes reserved for each part while the engine serves. `other` is the CUDA context and the recurrent state."""
 
     weights: int
     activations: int
@@ -36,14 +33,12 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Plan of a device's memory, in bytes.
+    """Plan of a device's memory, in bytes. `problem` says why the model does not fit.
 
-    `budget_bytes` is the memory that all parts may take together, and `available_kv_bytes` the part left for KV. A
-    block holds block_size tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts the full-attention
-    layers, and `kv_bytes_per_token_window` counts the layers that attend only to the last `window` tokens.
-    `state_bytes` is the recurrent state of max_num_seqs_limit sequences. `headroom` is the share of blocks that
-    admission leaves free. `problem` says why the model does not fit; None means that it fits. `measured` is set once an
-    engine has started.
+    All parts together may take `budget_bytes`, of which `available_kv_bytes` are left for KV. A block holds block_size
+    tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts the full-attention layers, and
+    `kv_bytes_per_token_window` counts the layers that attend only to the last `window` tokens. `state_bytes` is the
+    recurrent state of max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
     """
 
     device: DeviceMemory
@@ -112,10 +107,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens for which the KV blocks have room if all layers keep all tokens.
-
-        With sliding windows, long sequences can have more tokens.
-        """
+        """Number of tokens that the KV blocks hold; with sliding windows, long sequences can have more."""
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
@@ -134,10 +126,7 @@ class MemoryPlan:
         return int(self.headroom * self.num_blocks)
 
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
-        """Return `config` with `dtype`, `kv_dtype` and the values that this plan chose filled in.
-
-        Raises the plan's `problem` if the plan does not fit.
-        """
+        """Return `config` with this plan's choices filled in, or raise the `problem` if the plan does not fit."""
         if self.problem is not None:
             raise self.problem
         knobs: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
@@ -150,18 +139,12 @@ class MemoryPlan:
         return self.layout.num_blocks(max(1, length - 1))
 
     def num_seqs_at(self, length: int) -> int:
-        """Return how many sequences of `length` tokens (prompt and output) fit at the same time.
-
-        Each sequence needs KV blocks and, in models with recurrent layers, a recurrent state.
-        """
+        """Return how many sequences of `length` tokens (prompt and output) have room for KV and recurrent state."""
         fitting = self.num_blocks // self.blocks_for(length)
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
-        """Return how many sequences admission starts at the same time if each prompt has `length` tokens.
-
-        Admission observes the headroom and max_num_seqs_limit, but a single sequence needs no headroom.
-        """
+        """Return how many prompts of `length` tokens are admitted at once, above the headroom unless alone."""
         fitting = self.num_seqs_at(length)
         above = (self.num_blocks - self.headroom_blocks) // self.blocks_for(length)
         return min(fitting, max(1, above), self.max_num_seqs_limit)
@@ -169,10 +152,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Planned (`predicted`) and measured (`actual`) bytes of one part of an engine's memory.
-
-    `actual` is missing (None) if the device does not report it.
-    """
+    """Planned and measured bytes of one part of an engine's memory (`actual` None: the device does not report it)."""
 
     part: str
     predicted: int
@@ -202,10 +182,7 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """Return measured / planned bytes of each part, by the name that a profile uses, such as "kv_ratio".
-
-    Returns an empty dict before an engine has started.
-    """
+    """Return measured / planned bytes by name in profiles, such as "kv_ratio"; empty before an engine starts."""
     if plan.measured is None:
         return {}
     names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}

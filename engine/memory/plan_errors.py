@@ -1,7 +1,4 @@
-"""Errors for a memory plan that does not fit.
-
-Each message has the figures of the plan, and changes that would make the plan fit.
-"""
+"""Errors for a memory plan that does not fit, with the plan's figures and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -89,10 +86,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """Return the remedies that shrink the model: a 16-bit dtype, if the model would then fit, and a smaller model.
-
-    `need` is the memory in bytes that the model needs now.
-    """
+    """Return ways to shrink the model's `need` of bytes: a 16-bit dtype, if this suffices, or a smaller model."""
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

@@ -64,10 +64,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
-    `dtype_bytes` is the size of one number in weights and activations, and `kv_dtype_bytes` the size of one number in
-    KV (default: the same). The number of blocks is num_gpu_blocks_override if that is set. Otherwise the blocks fill
-    kv_cache_memory_bytes if that is set, or else the memory that the budget leaves. If max_model_len is not set, the
-    plan uses the model's limit, or the longest sequence that fits if that is shorter.
+    The number of blocks is num_gpu_blocks_override if that is set. Otherwise the blocks fill kv_cache_memory_bytes if
+    that is set, or else the memory that the budget leaves. If max_model_len is not set, the plan uses the model's
+    limit, or the longest sequence that fits if that is shorter.
 
     Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without attention.
     """
@@ -91,7 +90,6 @@ def plan_memory(
 def _plan_for_context(
     shape: ModelShape, config: EngineConfig, device: DeviceMemory, dtype_bytes: int, kv_dtype_bytes: int, context: int
 ) -> MemoryPlan:
-    """Return the plan with activations for sequences of at most `context` tokens."""
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
@@ -133,9 +131,9 @@ def _plan_for_context(
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
+    """Return `plan` with its KV memory divided into blocks, and `problem` set if the blocks are too few.
 
-    If the user did not set max_model_len, the plan lowers max_model_len to the length that fits.
+    A max_model_len that the user did not set is lowered to the length that fits.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
@@ -172,8 +170,7 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 class ModelPlanner:
     """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
 
-    The size of the weights is `given`. If it is not given, it is read from the weight files in `directory`, or else
-    counted from the config. `cache` stores results that take long to compute, for later planners of the same content.
+    Unless `given`, the size of the weights is read from weight files in `directory`, or else counted from the config.
     """
 
     content: Mapping[str, Any]
@@ -237,11 +234,9 @@ def open_planner(
 ) -> ModelPlanner:
     """Return the planner of the model `spec`: a directory, a config.json, a .gguf file, demo, or a hub id.
 
-    For a hub id only config.json is fetched. `weights` overrides the size of the weights. If `quantization`, one of
-    QUANTIZATIONS, is given, the plan is for a checkpoint of the same model in that format, and weight files are
-    ignored.
-
-    Raises ModelError for a model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
+    For a hub id only config.json is fetched. `weights` overrides the size of the weights. With `quantization`, one of
+    QUANTIZATIONS, the plan is for a checkpoint in that format, and weight files are ignored. Raises ModelError for a
+    model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
     """
     content, directory = _read_model(spec, progress)
     if quantization is not None:

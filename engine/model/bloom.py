@@ -1,8 +1,4 @@
-"""BLOOM model over the paged KV cache.
-
-BLOOM encodes positions as biases on attention scores (ALiBi). transformers' attention interface does not pass these
-biases on, so this module calls BLOOM's layers itself.
-"""
+"""BLOOM model over the paged KV cache. It calls BLOOM's layers itself, to pass their position biases (ALiBi) on."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ from llmsched.engine.model.paged import LayerShape, PagedContext
 
 
 class BloomModel:
-    """Wrapper that runs a BLOOM model over the paged KV cache; see `PagedModel`.
-
-    The model must be in evaluation mode and on its device.
-    """
+    """Wrapper that runs a BLOOM model, in evaluation mode and on its device, over the paged KV cache."""
 
     def __init__(self, model: BloomForCausalLM) -> None:
         config = model.config
@@ -56,9 +49,9 @@ class BloomModel:
 def alibi_slopes(heads: int) -> Tensor:
     """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021).
 
-    If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise let p be the largest
-    power of two below n. As in the paper's code, the first p heads have the slopes of a model with p heads, and the
-    others have every second slope of a model with 2 p heads.
+    If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise the first p heads, p
+    the largest power of two below n, have the slopes of a model with p heads, and the others have every second slope of
+    a model with 2 p heads.
     """
     power = 1 << int(math.log2(heads))
     exponents = [8 * head / power for head in range(1, power + 1)]

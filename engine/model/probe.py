@@ -41,12 +41,10 @@ FULL, UNKNOWN = 0, -1
 
 
 def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
-    """Return the KV shapes of the model's layers, and the width of its logits.
+    """Return the KV shapes of the model's layers, and the width of its logits (at least its vocabulary's size).
 
-    The width may exceed the size of the tokenizer's vocabulary. Afterwards the model still has the recording attention
-    function, so the caller must set another.
-
-    Raises ModelError if the engine cannot compute the model exactly.
+    Leaves the recording attention function set, so the caller must set another. Raises ModelError if the engine cannot
+    compute the model exactly.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -71,10 +69,7 @@ def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention that returns zeros.
-
-    Returns the KV shape of each layer, and the last token's logits in float32.
-    """
+    """Run the tokens with attention that returns zeros; return layers' KV shapes, and the last logits in float32."""
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(
@@ -106,7 +101,7 @@ def recording_attention(
 ) -> tuple[torch.Tensor, None]:
     """Record the layer's KV shape in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv].
 
-    Raises ModelError if the mask or a keyword is one that the engine does not support.
+    Raises ModelError if the engine does not support the mask or a keyword.
     """
     layer: Any = module.layer_idx
     name = f"{type(module).__name__} of layer {layer}"

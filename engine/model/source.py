@@ -25,11 +25,7 @@ class HubUnreachableError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model on disk.
-
-    `spec` is the model as the user named it. `name` is its default name in the API. `path` is its directory or .gguf
-    file.
-    """
+    """Model on disk: `spec` is the user's name for it, `name` its default name in the API, `path` its location."""
 
     spec: str
     name: str
@@ -60,10 +56,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def _open_directory(spec: str, path: Path) -> ModelSource:
-    """Return a model directory, or the snapshot in a folder of the hub's cache (models--ORGANISATION--NAME).
-
-    A snapshot's folder is named after its commit, so the model gets the repository's id as its name.
-    """
+    """Return a model directory, or the snapshot in a folder of the hub's cache, named after its repository."""
     repository = path.parent.parent if path.parent.name == "snapshots" else path
     if not repository.name.startswith("models--"):
         return ModelSource(spec, path.name, path, "directory")
@@ -74,10 +67,7 @@ def _open_directory(spec: str, path: Path) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return the path of a hub repository's config.json, after downloading it unless it is cached.
-
-    Raises ModelError if the hub has no such repository or cannot be reached.
-    """
+    """Return a hub repository's config.json, downloaded or cached. Raises ModelError if it cannot be reached."""
     from huggingface_hub import hf_hub_download
 
     progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
@@ -86,7 +76,7 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 
 def _download(repo_id: str, progress: Progress) -> Path:
-    """Download a hub repository and return its local directory. Without a connection, return the cached copy."""
+    """Download a hub repository and return its directory; without a connection, the cached copy."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
@@ -108,10 +98,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed.
-
-    The error is a HubUnreachableError if a model in the cache could still be served.
-    """
+    """Convert errors of huggingface_hub to ModelErrors; HubUnreachableError if a cached model could still be served."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,7 +1,4 @@
-"""Checks that a model's architecture can be served, based on its config alone.
-
-probe.py makes the checks that need the model itself: of masks, and of keywords that are passed to attention.
-"""
+"""Checks of a model's config for an architecture that can be served; probe.py checks masks and attention keywords."""
 
 from __future__ import annotations
 
@@ -81,9 +78,9 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return the reason why serve would refuse the model with this content of config.json; None without a reason.
+    """Return the reason why serve would refuse the model with this config.json; probe.py may still refuse the model.
 
-    Even then probe.py may refuse the model itself. Raises ModelError for a config that transformers rejects.
+    Raises ModelError for a config that transformers rejects.
     """
     decided, reason = refusal_of_file(content)
     if decided:
@@ -98,11 +95,7 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 
 
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Check the content of a config.json without importing transformers.
-
-    Returns a flag and a reason. The flag is True if this check is conclusive. The reason says why the model is refused;
-    None means that this check found no reason.
-    """
+    """Check a config.json without importing transformers; return whether this is conclusive, and any refusal."""
     read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})
     text = nested_text(content)

@@ -1,7 +1,7 @@
 """Wrapper that runs any decoder with transformers' attention interface over the paged KV cache.
 
-transformers' own code runs on a packed batch [1, T], but with this module's attention function. The forward pass hands
-the keyword `paged_context` on to that function, so there is no global state and one process can run several engines.
+The forward pass hands the keyword `paged_context` on to this module's attention function, so there is no global state
+and one process can run several engines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ IMPLEMENTATION = "llmsched_paged"
 
 
 class TransformersModel:
-    """Wrapper of a transformers model; see `PagedModel`. It replaces the model's attention function.
+    """Wrapper of a transformers model in evaluation mode, whose attention function it replaces; see `PagedModel`.
 
-    The model must be in evaluation mode and on its device. Raises ModelError if the engine cannot compute it exactly
-    (see `probe`).
+    Raises ModelError if the engine cannot compute it exactly (see `probe`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -66,8 +65,7 @@ def attention_forward(
     """Compute attention over the paged cache, with the signature of transformers' attention functions.
 
     The shapes are: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], attention sinks s_aux
-    [heads]. Rotary embedding has already been applied to query and key. Returns [1, T, heads, Dv]. Raises ModelError
-    for a mask or an unknown keyword.
+    [heads]. Rotary embedding has already been applied. Returns [1, T, heads, Dv]. Raises ModelError for a mask.
     """
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")

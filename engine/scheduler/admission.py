@@ -25,9 +25,9 @@ MIN_BONUS_HIT = 512
 class Admission:
     """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both lists.
 
-    An epoch ends whenever a request arrives, ends, is preempted or is admitted. After a round of admission that
-    admitted no request, Admission does not try again in the same epoch, unless more blocks have become available.
-    (Prefill chunks free blocks in sliding-window layers.)
+    An epoch ends when a request arrives, ends, is preempted or is admitted. After a round that admitted no request,
+    Admission waits for the next epoch or for more available blocks (prefill chunks free blocks in sliding-window
+    layers).
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Admission:
         """Admit short requests until the fast lane's `lane` tokens are used up; return the admitted requests.
 
         If more requests wait than may still run, at most fast_lane_share of all admissions go to the fast lane.
-        Otherwise short requests could take every admission.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
@@ -107,8 +106,7 @@ class Admission:
     def admit_in_order(self, step: StepBuilder) -> None:
         """Admit requests in the order of `WaitingQueue.offers` while the token budget and max_running allow it.
 
-        Later requests may overtake a request that does not fit (see Backfill). If no request can be admitted, the next
-        round is in the next epoch.
+        Later requests may overtake a request that does not fit (see Backfill).
         """
         epoch, places = self._epoch, self.control.max_running - len(self._running)
         if places <= 0:
@@ -126,7 +124,7 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow it; return whether it was admitted."""
+        """Admit a waiting request if max_running, memory and Backfill allow it; return whether they do."""
         if self.is_full:
             return False
         if request in self._excluded:
@@ -150,10 +148,7 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running, with the blocks of its prefix hit.
-
-        Adds the hit's tokens to the scheduler's totals; for a preempted request, adds the tokens to recompute instead.
-        """
+        """Move a request from waiting to running, with the blocks of its prefix hit, and update the totals."""
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
@@ -193,8 +188,7 @@ class Admission:
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether the uncached prompt does not fit above the headroom, or the predicted peak exceeds the pool.
 
-        Returns False if no request is running: then no headroom is needed, and every accepted request fits the pool
-        alone.
+        An empty engine never lacks memory: every accepted request fits the pool alone.
         """
         if not self._running:
             return False

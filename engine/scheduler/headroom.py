@@ -26,8 +26,7 @@ CAP_GROWTH = 1.1
 class HeadroomControl:
     """Controller of `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
 
-    The controller checks the preemption rate over the last WINDOW admissions. It logs every change. Its methods return
-    whether they made a change, so that the caller can count the changes.
+    It checks the preemption rate over the last WINDOW admissions. Its methods return whether they made a change.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:

@@ -28,10 +28,7 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class Entry:
-    """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
-
-    `what` names the decision, such as "preempted". `details` has the reason and figures from the latest time.
-    """
+    """Decision `what` about a request, made `count` times in a row from `time` to `until` (engine's clock, seconds)."""
 
     time: float
     what: str
@@ -55,8 +52,7 @@ class Ledger:
     def note(self, request_id: str, what: str, **details: Detail) -> None:
         """Note a decision, or merge it with the last entry if `what` and the details "reason" and "by" are the same.
 
-        A merged entry has the newest details. Once a request has MAX_ENTRIES entries, each new entry replaces the last
-        entry.
+        Once a request has MAX_ENTRIES entries, each new entry replaces the last entry.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
@@ -76,8 +72,5 @@ class Ledger:
             self._ended.popitem(last=False)
 
     def entries(self, request_id: str) -> list[Entry]:
-        """Return a request's entries, oldest first.
-
-        Returns an empty list if the request is unknown or its entries were dropped.
-        """
+        """Return a request's entries, oldest first; none if the request is unknown or its entries were dropped."""
         return self._living.get(request_id) or self._ended.get(request_id, [])

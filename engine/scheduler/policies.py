@@ -16,9 +16,8 @@ from llmsched.engine.scheduler.waiting import WaitReason
 def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
     """Return the scheduler that `config.scheduling_policy` names.
 
-    The baselines are the same scheduler without headroom, prediction, fast lane, priority classes, cache bonus and
-    backfill. They serve requests in order of arrival (fcfs), the shortest first (sptf), one at a time (serial), or in
-    static batches (static).
+    The baselines lack headroom, prediction, fast lane, priority classes, cache bonus and backfill. They serve requests
+    in order of arrival (fcfs), the shortest first (sptf), one at a time (serial), or in static batches (static).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
@@ -30,17 +29,12 @@ def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], fl
 class StaticScheduler(Scheduler):
     """Scheduler of static batches, a baseline in which a batch runs until its longest request ends.
 
-    When a batch has ended, up to max_num_seqs requests form the next batch, each with KV reserved for max_model_len
-    tokens. No request joins a running batch, and requests that end early keep their blocks until the batch ends, as
-    with padded batches. This baseline is faster than most real static batching, because prompts are not padded and each
-    token is emitted at once.
+    Up to max_num_seqs requests form a batch, each with KV reserved for max_model_len tokens until the batch ends. This
+    is faster than most real static batching, because prompts are not padded and each token is emitted at once.
     """
 
     def _secure_memory(self) -> bool:
-        """Give each request the blocks that its sliding-window layers need; all other blocks were reserved.
-
-        Returns False, because no request is ever preempted.
-        """
+        """Give each request the blocks that its sliding-window layers need. Never preempt (False)."""
         for request in self.running:
             self.kv.grow(request)
         return False
@@ -64,8 +58,7 @@ class StaticScheduler(Scheduler):
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Its blocks stay reserved while other requests of the batch run.
 
-        The blocks of a failed request are freed at once. It fails in the middle of a step, when its sliding-window
-        groups may hold more blocks than were reserved.
+        A failed request frees its blocks at once: in mid-step, sliding windows may hold more blocks than were reserved.
         """
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
             self.kv.static_batch.keep(request)

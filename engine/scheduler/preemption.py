@@ -26,10 +26,7 @@ FADING = 0.02
 
 
 class MeanCost:
-    """Average cost in seconds per unit, in which newer measurements count more.
-
-    Before the first measurement, `per_unit` is the cost `assumed`.
-    """
+    """Average cost in seconds per unit, in which newer measurements count more; `assumed` before the first one."""
 
     def __init__(self, assumed: float) -> None:
         self._seconds = self._units = 0.0
@@ -41,10 +38,7 @@ class MeanCost:
         self._units = self._units * forget + units
 
     def fade(self) -> None:
-        """Move the average towards the assumed cost.
-
-        Call this when the scheduler decides against the operation, so that an outdated measurement loses its weight.
-        """
+        """Move the average towards the assumed cost, so that an outdated measurement loses its weight."""
         self._seconds += FADING * (self._assumed * self._units - self._seconds)
 
     @property
@@ -53,10 +47,9 @@ class MeanCost:
 
 
 class MeasuredCosts:
-    """Costs of computing a prefill token and of copying a block from or to host memory, measured while serving.
+    """Costs in seconds of computing a prefill token and of copying a block from or to host memory.
 
-    Costs are in seconds. Other requests go on decoding while a request is recomputed. So the cost of prefill tokens is
-    only the time by which a step with prefills takes longer than a step of decodes alone.
+    A prefill token costs only the time by which its step takes longer than decodes alone, which go on meanwhile.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -77,11 +70,7 @@ class MeasuredCosts:
 
 
 class Loss(NamedTuple):
-    """Cost of preempting a request now.
-
-    If `swap` is True, `seconds` is the time to copy `num_blocks` blocks to host memory and back. Otherwise `seconds` is
-    the time to recompute `num_tokens` tokens.
-    """
+    """Cost of preempting a request now: the seconds to swap its blocks out and back in, or to recompute its tokens."""
 
     swap: bool
     seconds: float
@@ -101,9 +90,7 @@ class Preemption:
 
     Mode auto chooses the operation that is predicted to take less time: recomputing the tokens that the prefix cache
     will not keep, or copying the blocks to host memory and back. If too few host blocks are free, every mode
-    recomputes.
-
-    When memory runs out, the lowest priority class is preempted first, unless priority_step is 0.
+    recomputes. The lowest priority class is preempted first, unless priority_step is 0.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:
@@ -116,8 +103,7 @@ class Preemption:
     def loss(self, request: Request, demand: int | None = None) -> Loss:
         """Return the cost of preempting the request.
 
-        `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
-        request's KV the prefix cache keeps. None means all available blocks, because running requests keep growing.
+        `demand` is the number of blocks that others will then take, perhaps out of its cached KV (None: all available).
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
@@ -131,10 +117,7 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None) -> Loss:
-        """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
-
-        In mode auto, a decision against a copy moves the measured cost of copies towards the assumed cost.
-        """
+        """Return the `loss` of preempting a request now. In mode auto, deciding against a copy fades its cost."""
         loss = self.loss(request, demand)
         if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
             self.costs.block_copy.fade()
@@ -143,11 +126,9 @@ class Preemption:
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """Return the running request that gives up its blocks when memory runs out, of two or more running requests.
 
-        The first request by rank is never chosen. So this request makes progress in every step, and every request
-        becomes the first at some time. The victim is of the lowest priority class among the others. Within the class,
-        the request with the smallest loss is chosen, and among equal losses the request with the largest rank. A
-        request that was preempted SAFE_AFTER times is chosen only if every candidate was preempted that often; then the
-        candidate with the largest rank is chosen.
+        The first request by rank is never chosen, so it makes progress in every step. The victim has the lowest
+        priority class among the others, then the smallest loss, then the largest rank. A request that was preempted
+        SAFE_AFTER times is chosen only if every candidate was; then the candidate with the largest rank is chosen.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -161,10 +142,10 @@ class Preemption:
         return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt so that `waiting`, a request of a higher class, can run, or None.
+        """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
 
-        The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. The result is always None under policies other than fair, which have no classes.
+        It is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER times. Only
+        policy fair has classes.
         """
         if self._policy != "fair":
             return None

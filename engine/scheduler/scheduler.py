@@ -33,18 +33,15 @@ class Scheduler:
     Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
 
-    Invariants:
-    - An unfinished request is either in `waiting` or in `running`.
-    - A running request holds blocks for all its tokens. In sliding-window layers, it holds blocks only for its computed
-      tokens in the window and for at least one more token.
-    - The first running request by rank is never preempted, and every accepted request fits the pool alone. So each step
-      makes progress, and every request ends.
-    - At most max_num_batched_tokens requests run, so every decoding request gets its token in every step.
+    A running request holds blocks for all its tokens; in sliding-window layers, only for its computed tokens in the
+    window and for at least one more token. The first running request by rank is never preempted, and every accepted
+    request fits the pool alone. So each step makes progress, and every request ends. At most max_num_batched_tokens
+    requests run, so every decoding request gets its token in every step.
 
     Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of larger rank are admitted, where
-    S is the number of requests of smaller rank that wait during that time. The number of steps for which R waits is at
-    most the number of tokens (prompt, max_tokens and recomputed tokens) of the requests that run in the meantime. The
-    proof is in tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
+    S is the number of requests of smaller rank that wait during that time. R waits for at most as many steps as the
+    requests that run in the meantime have tokens (prompt, max_tokens and recomputed tokens). The proof is in
+    tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
     """
 
     def __init__(self, kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> None:
@@ -61,10 +58,7 @@ class Scheduler:
         self.configure()
 
     def configure(self, **limits: Unpack[Limits]) -> None:
-        """Change the limits of a step. No request may be running.
-
-        The adapted headroom and the fitted step-time model are reset; waiting requests keep their waiting times.
-        """
+        """Change the step's limits while no request runs. Reset adapted headroom and the step-time model."""
         assert not self.running
         self.config = replace(self.config, **limits)
         self.pacer = Pacer(self.config)
@@ -104,8 +98,7 @@ class Scheduler:
     def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
         """Return how KV memory is used.
 
-        `computed` is a plan that was executed but not yet passed to `update`. Its tokens count as written, and the
-        requests that end with it still hold their blocks.
+        If `computed`, an executed plan that `update` has not seen, is given, its tokens count as written.
         """
         use = self.kv.usage(self.running)
         written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens
@@ -115,10 +108,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which an idle engine should wait for more requests to batch.
-
-        Returns None if the engine should not wait.
-        """
+        """Return the time (engine's clock) until which an idle engine should wait for requests to batch."""
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None
@@ -152,16 +142,12 @@ class Scheduler:
         return StepPlan(step.rows(), finished, self.kv.copies.take(), *self.kv.swap.take())
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return the reason why the first waiting request was not admitted to the step that was just planned."""
         if self.admission.is_full:
             return WaitReason.MAX_RUNNING
         return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self) -> bool:
-        """Give running requests blocks for all their tokens, and preempt requests if there are too few blocks.
-
-        Returns whether a request was preempted.
-        """
+        """Give running requests blocks for all their tokens. Return whether this preempted a request."""
         growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
@@ -203,8 +189,7 @@ class Scheduler:
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
         """Schedule the tokens that decodes leave: first the fast lane's share to short requests, the rest by rank.
 
-        `behind` are the running requests with more than one uncomputed token, sorted by rank. With `admit`, waiting
-        requests are admitted after them.
+        `behind` are the running requests with more than one uncomputed token, sorted by rank.
         """
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
@@ -221,10 +206,7 @@ class Scheduler:
     # -- after the step ---------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply the result of an executed plan to its requests and return an update for each request.
-
-        Requests that end with the step get their `finish_reason` and release their blocks.
-        """
+        """Apply the result of an executed plan to its requests. Requests that end release their blocks."""
         self.preemption.costs.learn(plan, result)
         self.pacer.learn(plan, result.elapsed - result.swap_elapsed)
         updates = []
@@ -274,7 +256,6 @@ class Scheduler:
 
 
 def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:
-    """Return the reason why a request ends with its newest token, or None if it continues."""
     num_tokens, sampling = len(request.token_ids), request.sampling
     num_output_tokens = num_tokens - request.num_prompt_tokens
     if token_id in request.stop_ids and num_output_tokens > sampling.min_tokens:

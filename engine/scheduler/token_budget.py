@@ -23,8 +23,7 @@ WARN_AFTER = 32
 class Pacer:
     """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
-    The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the step-time model is
-    trusted. `step_budget` is the budget of the latest step.
+    The budget is max_num_batched_tokens without a target, without decodes, or until the model is trusted.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -70,10 +69,7 @@ class StepBuilder:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Schedule as many of the request's uncomputed tokens as `limit` and the budget allow; return their number.
-
-        If the model has sliding-window layers, memory may allow fewer tokens (see KVManager.reach).
-        """
+        """Schedule as many of the request's tokens as `limit`, budget and memory allow; return their number."""
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
         count = min(limit, self.left, request.num_tokens - start)

@@ -25,9 +25,9 @@ _BY_ARRIVAL = attrgetter("arrival_time", "request_id")
 def initial_rank(request: Request, config: EngineConfig) -> float:
     """Return the request's position in the queue (lower is earlier): its arrival time plus priority x priority_step.
 
-    A rank does not change while the request waits, because each second of waiting counts the same for all requests. So
-    the order of two waiting requests never changes. A request can overtake another only if it arrives less than
-    (difference in priority) x priority_step later. Under policy sptf, the rank is the prompt's length plus max_tokens.
+    A rank does not change, because each second of waiting counts the same for all requests. So a request can overtake
+    another only if it arrives less than (difference in priority) x priority_step later. Under policy sptf, the rank is
+    the prompt's length plus max_tokens.
     """
     if config.scheduling_policy == "sptf":
         return float(request.num_prompt_tokens + request.sampling.max_tokens)
@@ -37,8 +37,7 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
 class WaitReason(StrEnum):
     """Reason why the first waiting request is not admitted.
 
-    MAX_RUNNING: the limit on running requests is reached. MEMORY: too few blocks are available. STEP: the step's token
-    budget is used up. PREFIX: running requests are still computing KV that the request can reuse.
+    STEP: the step's token budget is used up. PREFIX: running requests are computing KV that the request can reuse.
     """
 
     MAX_RUNNING = "slot"
@@ -50,8 +49,7 @@ class WaitReason(StrEnum):
 class WaitingTimes:
     """Record of the seconds for which the queue has waited for each reason, in total and for each waiting request.
 
-    The scheduler sets the reason after each step, and the reason holds until the next step. The work per step does not
-    depend on the queue's length.
+    The work per step does not depend on the queue's length.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -85,20 +83,14 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission.
-
-    `by_arrival` is True if the request was chosen because the arrival quota was due, and False if its rank was next.
-    """
+    """Waiting request to consider for admission because the arrival quota is due (`by_arrival`) or its rank is next."""
 
     request: Request
     by_arrival: bool
 
 
 class WaitingQueue:
-    """Queue of the waiting requests, sorted by rank and by arrival time. A third list has the short requests by rank.
-
-    `add` and `remove` find a request's place by binary search.
-    """
+    """Queue of waiting requests, sorted by rank and by arrival time, with a third list of short requests by rank."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.times = WaitingTimes(clock)
@@ -147,13 +139,11 @@ class WaitingQueue:
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
-        """Yield requests, each once, in the order in which they are considered for admission.
+        """Yield up to `count` requests by rank and `count` by arrival in the order in which to consider them.
 
-        The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
-        at most `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest
-        comes next, so the caller must pass each admitted offer to `count_taken`. Only the first `count` requests by
-        rank, and the first `count` by arrival, are considered. The queue may change during the iteration, which uses a
-        copy.
+        Among the first BONUS_WINDOW requests by rank, a request is moved forward by its `bonus`, which is at most
+        `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest comes
+        next, so the caller must pass each admitted offer to `count_taken`. The iteration uses a copy of the queue.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
