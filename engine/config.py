@@ -1,7 +1,4 @@
-"""Settings of the engine ("knobs"): name, unit, default, allowed range and help text of each.
-
-The command line, profiles and error messages are generated from these fields, so a new knob is added only here.
-"""
+"""Settings of the engine ("knobs"). The command line, profiles and messages are generated from these fields."""
 
 from __future__ import annotations
 
@@ -42,20 +39,15 @@ def knob(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Return a dataclass field whose metadata has the help text `why`, the unit, the choices and the allowed range.
-
-    The range includes `low` and `high`; None means that the range has no end on this side.
-    """
+    """Return a dataclass field with the help text `why`, the unit, the choices and the range from `low` to `high`."""
     return field(default=default, metadata={"why": why, "unit": unit, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine as the user gives them.
+    """Settings of one engine as the user gives them; a ResolvedConfig replaces "auto" and None by values.
 
-    Planning replaces "auto" and None in dtype, kv_cache_dtype, device, max_model_len and max_num_batched_tokens by the
-    values of a ResolvedConfig. Raises ConfigError if a value is out of range or has no effect in combination with
-    another.
+    Raises ConfigError if a value is out of range or has no effect in combination with another.
     """
 
     model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
@@ -244,10 +236,7 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting in `given` has no effect because of another setting in `given`.
-
-    `given` contains only the settings that the user gave.
-    """
+    """Raise ConfigError if a setting that the user gave has no effect because of another one."""
     policy = given.get("scheduling_policy", "fair")
     if policy != "fair":
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
@@ -265,10 +254,7 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `value` is not finite or not allowed by `rule`, the metadata of the knob's field.
-
-    `name` is the knob's name. None and bool values are always allowed.
-    """
+    """Raise ConfigError if the number `value` is not finite or not allowed by `rule`, the field's metadata."""
     if value is None or isinstance(value, bool):
         return
     if rule["choices"] and value not in rule["choices"]:
@@ -283,10 +269,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a knob of LIMITS in `limits` is out of range or above its value in `config`.
-
-    Memory was reserved for the value in `config`.
-    """
+    """Raise ConfigError if a knob of LIMITS is out of range or above the value for which memory was reserved."""
     for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

@@ -1,7 +1,4 @@
-"""Devices and their memory.
-
-The memory of a GPU is read from NVML and the memory of the machine from the kernel; neither needs torch.
-"""
+"""Devices and their memory, read from NVML and the kernel without torch."""
 
 from __future__ import annotations
 
@@ -33,11 +30,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device in bytes.
+    """Memory of one device in bytes. Programs can allocate `total`; other programs hold `used_by_others`.
 
-    `total` is the memory that programs can allocate. `used_by_others` is the memory that other programs hold; on a CPU
-    it is the memory that is not available without swapping. `holders` lists these programs if the driver names them.
-    `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto" means bfloat16.
+    On a CPU, `used_by_others` is the memory that is not available without swapping. `holders` lists the programs if the
+    driver names them. `computes_bf16`: the device multiplies bfloat16 in hardware, so dtype "auto" means bfloat16.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -54,10 +50,7 @@ class DeviceMemory:
 
 
 def resolve_device(requested: str) -> str:
-    """Return the device, cuda or cpu, that the setting `requested` (auto, cuda or cpu) selects.
-
-    The setting auto selects the GPU if torch sees one. Raises ConfigError if cuda is requested and torch sees no GPU.
-    """
+    """Return cuda or cpu; auto means the GPU if torch sees one. Raises ConfigError for cuda without a GPU."""
     import torch
 
     available = torch.cuda.is_available()
@@ -82,10 +75,7 @@ def computes_bf16(device: str) -> bool:
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
-    """Return the memory of this machine's GPU or CPU; `device` is cuda, cpu, or auto for the GPU if there is one.
-
-    Raises ConfigError if cuda is requested without an NVIDIA driver or GPU.
-    """
+    """Return the memory of this machine's GPU or CPU. Raises ConfigError for cuda without a driver or GPU."""
     found = None if device == "cpu" else gpu_memory()
     if found is None and device == "cuda":
         raise ConfigError("device", "cuda is not available: no NVIDIA driver or no visible GPU; use cpu, or name a GPU")
@@ -98,10 +88,7 @@ def gpu_device(gpu: GpuSpec) -> DeviceMemory:
 
 
 def gpu_memory() -> DeviceMemory | None:
-    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES, or None without a driver or without a visible GPU.
-
-    Raises ConfigError if the driver does not report the GPU's memory.
-    """
+    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES. Raises ConfigError if the driver does not tell."""
     with _nvml() as nvml:
         if nvml is None or (handle := _visible_gpu(nvml)) is None:
             return None
@@ -121,7 +108,6 @@ def gpu_memory() -> DeviceMemory | None:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """Yield the initialised NVML module, or None without a driver."""
     import pynvml
 
     try:

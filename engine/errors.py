@@ -38,10 +38,7 @@ class LlmschedError(Exception):
 
 
 class ConfigError(LlmschedError):
-    """Error for a setting with a wrong value.
-
-    `field` is the setting's name in Python and over HTTP, such as max_num_seqs.
-    """
+    """Error for a setting with a wrong value. `field` is its name in Python and over HTTP, such as max_num_seqs."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -65,11 +62,7 @@ class ModelError(LlmschedError):
 
 
 class RequestError(LlmschedError):
-    """Error for an invalid request. Over HTTP it becomes a 4xx response in OpenAI's format.
-
-    `param` is the name of the wrong field, or None if no single field is wrong. `code` is OpenAI's machine-readable
-    error code, or None.
-    """
+    """Error for an invalid request: over HTTP, a 4xx response with the wrong field `param` and OpenAI's `code`."""
 
     def __init__(self, param: str | None, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -78,10 +71,7 @@ class RequestError(LlmschedError):
 
 
 class QueueFullError(LlmschedError):
-    """Error for a request that is refused because the waiting queue is full (HTTP 429).
-
-    `retry_after` is the number of seconds after which the client should send the request again.
-    """
+    """Error for a request that finds the queue full (HTTP 429) and may be sent again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

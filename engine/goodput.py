@@ -15,10 +15,9 @@ from llmsched.engine.percentiles import statistic
 class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
-    The target `itl` applies to one statistic of the request's ITL samples. `itl_statistic` names this statistic:
-    "mean", "max" or a percentile such as "p99". `reader_speed` (tokens per second) is not a target; a token counts as
-    late if it arrives too late for a reader of this speed. Raises LlmschedError for an unknown statistic or a speed
-    that is not above 0.
+    The target `itl` applies to one `itl_statistic` of the request: "mean", "max" or a percentile such as "p99". A token
+    counts as late if it comes too late for a reader of `reader_speed` (tokens per second). Raises LlmschedError for an
+    unknown statistic or a speed that is not above 0.
     """
 
     ttft: float | None = None
@@ -39,10 +38,7 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return, for each target by name, True if the request met the target and False if it missed the target.
-
-        An undefined figure, such as the ITL of a request with one output token, meets its target.
-        """
+        """Return, by target, True if the request met it. An undefined figure, such as the ITL of one token, does."""
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
@@ -52,10 +48,9 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` is, for each
-    target, the share of all requests (failed ones included) that met the target; its entry "all" is the share that met
-    every target. `missed` counts, for each target, the finished requests that missed the target. `missed_alone` counts
-    the finished requests that missed the target and met all other targets.
+    `requests_per_s` finished and met every target. `attainment` is, for each target and for "all", the share of all
+    requests (failed ones included) that met the target. `missed` counts, for each target, the finished requests that
+    missed it, and `missed_alone` those of them that met all other targets.
     """
 
     requests_per_s: float
@@ -65,10 +60,10 @@ class Goodput:
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Return the goodput of a run that took `duration` seconds, or None if it is undefined.
+    """Return the goodput of a run that took `duration` seconds.
 
-    `requests` are the finished requests. The `failed` requests count as requests that missed every target. Goodput is
-    undefined without targets, without requests, and if requests met every target but `duration` is 0.
+    `failed` requests missed every target; `requests` are the others. Goodput is undefined (None) without targets,
+    without requests, and if requests met every target but `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:

@@ -1,7 +1,4 @@
-"""Definitions of TTFT, ITL, TPOT, E2E and stalls, for server metrics, bench and tune alike.
-
-All times are in seconds of one clock. A figure for which there is too little data becomes None, not 0.
-"""
+"""Definitions of TTFT, ITL, TPOT, E2E and stalls, in seconds of one clock. Too little data gives None, not 0."""
 
 from __future__ import annotations
 
@@ -50,8 +47,8 @@ class RequestLatency:
     """Latencies in seconds of a request that received at least one token.
 
     `itl` has one sample for each token after the first arrival. Tokens that arrive together share the gap since the
-    previous arrival equally. `worst_stall` is the longest gap between two arrivals (None for a single arrival). `tpot`
-    is the time per output token after the first (None for a single token).
+    previous arrival equally. `worst_stall` is the longest gap between two arrivals. `tpot` is the time per output token
+    after the first.
     """
 
     ttft: float
@@ -90,10 +87,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the longest gap between two arrivals of tokens, or None for fewer than two arrivals.
-
-    If several gaps are equally long, the first is returned.
-    """
+    """Return the longest gap between two arrivals of tokens, the first of several equal ones."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [
@@ -111,8 +105,8 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
     """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
 
-    The reader begins a token when the token has arrived and the previous token is read; a token is late if the reader
-    has to wait for it. A wait delays all further reading, so one stall makes only one token late.
+    A token is late if the reader has read all tokens before it. A wait delays all further reading, so one stall makes
+    only one token late.
     """
     waits: list[float] = []
     free = math.inf
@@ -127,11 +121,10 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Return the tokens (or completions) per second between the first and the last arrival.
+    """Return the tokens (or completions) per second between the first and the last arrival, or `end`.
 
-    The tokens of the first arrival are not counted: for n single tokens the rate is (n - 1) / (last - first). `end`, a
-    time after the last arrival until which more tokens could have arrived, extends the interval. Returns None for an
-    interval of length 0.
+    The tokens of the first arrival do not count: for n single tokens the rate is (n - 1) / (last - first). Returns None
+    for an interval of length 0.
     """
     if not arrivals:
         return None

@@ -30,10 +30,9 @@ class OutputStream:
         self._last_token_time: float | None = None
 
     def take(self, update: Update) -> RequestOutput | None:
-        """Return the output that `update`, the result of one step, adds to the sequence, or None if it adds nothing.
+        """Return the output that `update`, the result of one step, adds to the sequence, if any.
 
-        If a stop string ends the sequence, the output has a `finish_reason` that the scheduler does not know, so the
-        caller must finish the request in the scheduler.
+        If a stop string ends the sequence, the caller must finish the request in the scheduler.
         """
         request, result = self.request, update.result
         # After a preemption the prompt is computed, and reported, again: keep only the new entries.
@@ -75,10 +74,7 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the token counts and latencies of a sequence that ended at the time `now`.
-
-        Only choice 0 records the prompt, so that a request with several choices counts its prompt once.
-        """
+        """Record the token counts and latencies of an ended sequence; only choice 0 counts the shared prompt."""
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:
@@ -96,7 +92,6 @@ class OutputStream:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
 
     def _record_queue_time(self, metrics: EngineMetrics) -> None:
-        """Record the queue time, once per sequence, if the sequence was ever scheduled."""
         request = self.request
         if request.first_scheduled_time is not None:
             metrics.observe("request_queue_time_seconds", request.first_scheduled_time - request.arrival_time)
@@ -120,10 +115,7 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output. A stop string in the text ends the output.
-
-        Stop strings in the first min_tokens tokens are ignored.
-        """
+        """Add text to an output. A stop string in the text ends it, except in the first min_tokens tokens."""
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return

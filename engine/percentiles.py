@@ -15,10 +15,7 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of samples, in the unit of the samples. Without samples, `count` is 0 and the other fields hold None.
-
-    Reports take their statistics and headings from these fields. To add a percentile, add a field such as `p90`.
-    """
+    """Statistics of samples, in their unit (None without samples). Reports take their headings from these fields."""
 
     count: int = 0
     mean: float | None = None
@@ -33,10 +30,7 @@ PERCENTILES = tuple(f.name for f in fields(Summary) if _PERCENTILE.fullmatch(f.n
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Return the mean, the maximum and the percentiles of the samples.
-
-    Percentiles are interpolated linearly (type 7 of Hyndman and Fan).
-    """
+    """Return mean, maximum and percentiles, interpolated linearly (type 7 of Hyndman and Fan)."""
     if not samples:
         return Summary()
     values = np.asarray(samples, dtype=np.float64)
@@ -46,10 +40,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def statistic(samples: Sequence[float], name: str) -> float | None:
-    """Return the statistic `name` of the samples: mean, max, or a percentile such as p50 or p99.9.
-
-    Returns None without samples. Raises LlmschedError for any other name.
-    """
+    """Return a statistic of the samples: mean, max, or a percentile such as p99.9. Raises LlmschedError for others."""
     match = _PERCENTILE.fullmatch(name)
     if name not in ("mean", "max") and (match is None or not float(match[1])):
         raise LlmschedError(f"{name!r} is not a statistic; allowed are mean, max and percentiles such as p50 or p99.9")

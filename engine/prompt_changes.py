@@ -29,8 +29,7 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    The prefix cache cannot reuse the tokens after the position. `examples` are taken from two of these prompts.
-    `private` is True if either prompt has a cache_salt; then only the operator may see the examples.
+    `examples` are taken from two prompts. If `private`, one has a cache_salt, and only the operator may see them.
     """
 
     position: int
@@ -49,10 +48,7 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Periodic check for a PromptChange.
-
-    A finding is logged if its position is at least SPREAD tokens from the position of the last finding that was logged.
-    """
+    """Periodic check for a PromptChange, logged if its position is at least SPREAD tokens from the last one logged."""
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
         self._watch = watch

@@ -25,10 +25,9 @@ class SamplingParams:
     """Sampling parameters of a request, named as in the OpenAI API or, if OpenAI has no such parameter, as in vLLM.
 
     With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 turns top_k
-    off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens; None returns
-    nothing. `prompt_logprobs` k does the same for the tokens of the prompt. `max_tokens` 0 only computes the prompt.
-
-    Raises RequestError, which names the field and its allowed range.
+    off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens,
+    `prompt_logprobs` k those of the prompt. `max_tokens` 0 only computes the prompt. Raises RequestError, which names
+    the field and its allowed range.
     """
 
     n: int = 1
@@ -96,11 +95,9 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Reason why a sequence ended.
+    """Reason why a sequence ended: a stop token or string (STOP), or max_tokens or max_model_len (LENGTH).
 
-    STOP: an end-of-sequence token, a stop token or a stop string. LENGTH: max_tokens or max_model_len was reached.
-    ABORT: the request was aborted, for example because the client disconnected. ERROR: the sequence failed, and the
-    error message says why.
+    ABORT: the request was aborted, for example because the client disconnected. ERROR: see the error message.
     """
 
     STOP = "stop"
@@ -113,10 +110,9 @@ class FinishReason(StrEnum):
 class Sequence:
     """Tokens of one output and its sampling parameters: the part of a request that executors see.
 
-    `token_ids` is the prompt followed by the output. A preemption does not shorten `token_ids`, so the output always
-    starts at `num_prompt_tokens`. The sequence ends with the first token in `stop_ids`, which are stop_token_ids and,
-    without ignore_eos, the end-of-sequence ids. The sampler excludes the tokens in `stop_ids` until min_tokens tokens
-    are generated. `seed` combines the request's seed and the index of the choice.
+    `token_ids` is the prompt followed by the output, which a preemption does not shorten. The sequence ends with the
+    first token in `stop_ids` (with the end-of-sequence ids, unless ignore_eos), which the sampler excludes until
+    min_tokens tokens are generated. `seed` combines the request's seed and the index of the choice.
     """
 
     request_id: str
@@ -140,11 +136,11 @@ class Request(Sequence):
     """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
     Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens
-    tokens. Steps compute the remaining tokens; the step that computes the last of them samples a new token. Times are
-    in seconds of the engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts the
-    requests that were admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens at
-    the last preemption. While the request waits, `swapped` is its KV in host memory if it was swapped out, and
-    `encoded` is its token ids as bytes for prefix lookups.
+    tokens. The step that computes the last of the remaining tokens samples a new token. Times are in seconds of the
+    engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts the requests that were
+    admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption.
+    While the request waits, `swapped` is its KV in host memory, and `encoded` is its token ids as bytes for prefix
+    lookups.
     """
 
     arrival_time: float = 0.0
@@ -173,10 +169,7 @@ class Request(Sequence):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of one token, before temperature, penalties and filters are applied.
-
-    `top` has the (token id, log-probability) pairs of the most likely tokens, best first.
-    """
+    """Natural log-probability of one raw token, and the most likely (token id, log-probability) pairs, best first."""
 
     token_id: int
     logprob: float
@@ -187,9 +180,9 @@ class TokenLogprob:
 class RequestOutput:
     """New output of one sequence since its last output.
 
-    `text` and `token_ids` have only what is new. `pieces` has the text that each new token added, "" for an incomplete
-    character. The joined pieces equal `text`, unless a stop string cut the text. `prompt_logprobs` has one entry per
-    prompt token (None for the first token) in the sequence's first output, and is missing (None) in later outputs.
+    `pieces` has the text that each new token added, "" for an incomplete character. The joined pieces equal `text`,
+    unless a stop string cut the text. The first output has one entry of `prompt_logprobs` per prompt token (None for
+    the first token).
     """
 
     request_id: str

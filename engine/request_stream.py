@@ -15,11 +15,10 @@ MAX_PENDING_OUTPUTS = 256
 
 
 class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
-    """Asynchronous iterator over the outputs of one request. The iteration ends when all choices have ended.
+    """Asynchronous iterator over the outputs of one request until all choices have ended.
 
-    It raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
-    after `AsyncEngine.submit` returned. Leaving the stream's `async with` block early aborts the request. For use on
-    the event loop only.
+    Raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
+    later. Leaving the stream's `async with` block early aborts the request. For use on the event loop only.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
@@ -31,10 +30,7 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self._ready = asyncio.Event()
 
     def deliver(self, output: RequestOutput) -> None:
-        """Add an output without blocking.
-
-        If MAX_PENDING_OUTPUTS outputs are unread, merge the new output into the last unread output of the same choice.
-        """
+        """Add an output without blocking; merge it into the choice's last one if MAX_PENDING_OUTPUTS are unread."""
         if output.finished:
             self._unfinished -= 1
         last = None
@@ -110,7 +106,6 @@ class OpenStreams(dict[str, RequestStream]):
 
 
 def _merge(into: RequestOutput, new: RequestOutput) -> None:
-    """Append a later output of the same choice to `into`."""
     into.text += new.text
     into.token_ids += new.token_ids
     into.pieces += new.pieces

@@ -17,8 +17,7 @@ from llmsched.engine.scheduler.scheduler import Update
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
-    `kv` manages the KV blocks and the host blocks of `executor`, so both must have the same numbers of blocks and the
-    same layout.
+    `kv` must have the numbers of blocks and the layout of `executor`.
     """
 
     def __init__(self, config: ResolvedConfig, kv: KVManager, executor: Executor, clock: Callable[[], float]) -> None:
@@ -34,17 +33,11 @@ class StepLoop:
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which the idle engine waits for more requests; see schedule_window.
-
-        Returns None if the engine does not wait.
-        """
+        """Return the time (engine's clock) until which the idle engine waits for requests; see schedule_window."""
         return self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
-        """Change the given limits while no request runs.
-
-        Raises ConfigError while requests run, and for a limit above the value for which memory was reserved.
-        """
+        """Change limits. Raises ConfigError while requests run, or for a limit above what memory was reserved for."""
         if self.scheduler.running:
             raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
         check_limits(self.config, limits)

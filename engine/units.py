@@ -1,7 +1,4 @@
-"""Byte counts and times as text.
-
-Byte counts are shown in binary units only, so that GiB (1024^3 bytes) and GB (1000^3 bytes) are never mixed.
-"""
+"""Byte counts (in binary units only, so that GiB and GB are never mixed) and times as text."""
 
 from __future__ import annotations
 

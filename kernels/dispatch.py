@@ -1,7 +1,6 @@
 """Dispatch of ops by device: Triton kernels on CUDA, CPU kernels on the CPU, the reference on other devices.
 
-The environment variable LLMSCHED_KERNELS=reference selects the reference on every device, to test whether a kernel is
-wrong.
+With the environment variable LLMSCHED_KERNELS=reference, all devices use the reference.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ def paged_attention(
     context_lens: Tensor,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention` with the backend of the query's device.
+    """Compute `reference.paged_attention` on the query's device. Raises ValueError for unfit shapes or options.
 
-    Raises ValueError unless the shapes and options fit each other. Values in tensors are not checked, because then the
-    CPU would have to wait for the GPU.
+    Values in tensors are not checked, because then the CPU would have to wait for the GPU.
     """
     _check_caches(key_cache, value_cache)
     _, heads, head_dim = query.shape
@@ -68,10 +66,7 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV like `reference.write_kv`, with the backend of the keys' device.
-
-    Raises ValueError unless the shapes fit each other.
-    """
+    """Write KV like `reference.write_kv` on the keys' device. Raises ValueError unless the shapes fit."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):

@@ -1,13 +1,11 @@
 """Specification of every op in plain torch: slow but easy to check. Tests compare the other backends with it.
 
 A packed batch holds T new tokens of B sequences, one sequence after the other. The q_len_b new tokens of sequence b are
-the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. A prefill chunk has many new tokens, a decode has one. A batch may
-mix both.
+the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1: many in a prefill chunk, one in a decode.
 
 The KV cache consists of blocks of block_size tokens, [num_blocks, kv_heads, block_size, head_dim]. Position p of
-sequence b is in block block_tables[b, p // block_size] at offset p % block_size. The blocks of a sequence may have any
-order, and sequences may share blocks. Entries of a block table after the context are never read. With a sliding window,
-entries of blocks that no query attends to are not read either.
+sequence b is in block block_tables[b, p // block_size] at offset p % block_size. Sequences may share blocks. Entries of
+a block table after the context, or before a sliding window, are never read.
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ def paged_attention(
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache in place.
 
-    `slot_mapping` is [T] int64. Token t is written to block slot_mapping[t] // block_size at offset slot_mapping[t] %
-    block_size. A negative slot marks padding, which is not written. No other slot may appear twice.
+    Token t goes to block slot_mapping[t] // block_size at offset slot_mapping[t] % block_size (int64). A negative slot
+    marks padding, which is not written. No other slot may appear twice.
     """
     real = slot_mapping >= 0
     slots = slot_mapping[real]

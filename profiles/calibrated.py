@@ -41,8 +41,8 @@ _NEEDED = {
 class Calibration:
     """Coefficients of the cost of a step, with the model, device and engine on which they were measured.
 
-    `error` is a share (0.03 means 3 %). `steps` has one mapping for each measured step. `model` has at least name and
-    digest, `device` has at least kind and name, `engine` has at least dtype and kv_cache_dtype. `created` is in UTC.
+    `error` is a share (0.03 means 3 %). `model` has at least name and digest, `device` has at least kind and name,
+    `engine` has at least dtype and kv_cache_dtype. `created` is in UTC.
     """
 
     cost: Mapping[str, float]
@@ -87,10 +87,7 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its own name and return the path. An older calibration of this name is replaced.
-
-    Raises ProfileError if the file cannot be written.
-    """
+    """Write a calibration under its own name, over an older one, and return the path. Raises ProfileError."""
     path = calibration_dir() / f"{calibration.name}.toml"
     content: dict[str, Any] = {
         name: getattr(calibration, name) for name in ("created", "error", "swap_seconds_per_byte")

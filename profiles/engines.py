@@ -13,10 +13,9 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches. engines.toml explains each share.
+    """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml).
 
-    `error` is the median relative error of TPOT on published results that the fit did not use; None without such
-    results.
+    `error` is the median relative error of TPOT on published results that the fit did not use, if any.
     """
 
     matrix: float
@@ -32,9 +31,8 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Class of engines.
+    """Class of engines with its fixed seconds per step, layer and row.
 
-    `step_seconds`, `layer_seconds` and `row_seconds` are the fixed costs of a step: in total, per layer, and per row.
     `shares` maps the key of a GPU, a GPU architecture or "default" to the shares that apply there.
     """
 
@@ -65,9 +63,8 @@ def find_engine(name: str) -> EngineSpec:
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
     """Build a class from its table in engines.toml, which states only the values that differ from the `default` class.
 
-    For each share, the most specific entry applies: the GPU's entry, then the entry of its architecture, then the entry
-    under "default". At each of these levels this class's own entry comes before that of the `default` class. `error`
-    comes only from this class's own entry.
+    For each share, the most specific entry applies: the GPU's, then that of its architecture, then "default". At each
+    level this class's own entry comes before that of the `default` class. `error` is never that of the `default` class.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}

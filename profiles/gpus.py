@@ -14,11 +14,9 @@ from llmsched.profiles.toml_files import UnknownNameError, shipped_table
 class GpuSpec:
     """Datasheet of one GPU.
 
-    `memory` is the bytes that CUDA can use. Bandwidths are in bytes/s. Fields ending in `_flops` are dense rates in
-    FLOP/s with float32 accumulation; `fp8_flops` is 0 for a GPU without fp8 units. `driver_name` is the name that the
-    driver reports. `architecture` is the generation in lower case ("hopper"). `host_bandwidth` is the bandwidth to host
-    memory in one direction. `sustained` is the share of the tensor cores' rate that the power limit allows in
-    continuous use.
+    `memory` is the bytes that CUDA can use. Bandwidths are in bytes/s, `host_bandwidth` to host memory in one
+    direction. Fields ending in `_flops` are dense rates in FLOP/s with float32 accumulation; `fp8_flops` is 0 without
+    fp8 units. `sustained` is the share of the tensor cores' rate that the power limit allows in continuous use.
     """
 
     key: str
@@ -61,8 +59,7 @@ def gpus() -> dict[str, GpuSpec]:
 def find_gpu(name: str) -> GpuSpec:
     """Return the GPU called `name`, ignoring case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
 
-    The beginning of a name is enough if it fits only one GPU. Raises UnknownNameError for an unknown name, and for a
-    name that fits several GPUs ("a100").
+    The beginning of a name is enough. Raises UnknownNameError if no GPU or several GPUs ("a100") fit.
     """
     wanted = _bare(name)
     listed = {_bare(key): spec for key, spec in gpus().items()}

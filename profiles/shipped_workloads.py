@@ -13,10 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load that `settings` describes.
-
-    `settings` maps names of flags to values. `about` is a description for users.
-    """
+    """Shipped workload: a trace in `file`, or a synthetic load that `settings` describes by names of flags."""
 
     name: str
     about: str

@@ -53,8 +53,7 @@ class TunedProfile:
 
     Only `engine` is applied; it maps field names of EngineConfig to values. The other tables inform users and cause
     warnings. `slo` is in milliseconds (ttft_ms, itl_ms, ...). `memory` has ratios of actual to predicted bytes
-    (weights_ratio, ...). `trials` has one mapping for each value that was tried. `created` is in UTC. Unknown values
-    are left out; they are never None.
+    (weights_ratio, ...). `created` is in UTC. Unknown values are left out; they are never None.
     """
 
     engine: Mapping[str, Scalar]
@@ -78,10 +77,9 @@ def profile_dir() -> Path:
 
 
 def profile_path(name_or_path: str) -> Path:
-    """Return the path of a profile's file, given as a path or as the name of a profile in profile_dir().
+    """Return the path of a profile's file, given as a path (with a slash or ending in .toml) or as a name.
 
-    A text with a slash, or that ends in .toml, is a path. Raises ProfileError for a name with characters other than
-    letters, digits, ".", "_" and "-".
+    Raises ProfileError for a name with characters other than letters, digits, ".", "_" and "-".
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(os.path.expanduser(name_or_path))
@@ -96,10 +94,7 @@ def list_profiles() -> list[str]:
 
 
 def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return True if two [model] tables describe the same model.
-
-    The digests of config.json are compared if both tables have one, else the names.
-    """
+    """Return True if two [model] tables have the same digest of config.json or, lacking one, the same name."""
     key = "digest" if "digest" in one and "digest" in other else "name"
     return one.get(key) == other.get(key)
 
@@ -113,10 +108,7 @@ def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 
 
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
-    """Return the name and content of the newest profile in profile_dir() for this model and device.
-
-    Returns None if no profile fits. Files that are not valid profiles are skipped.
-    """
+    """Return name and content of the newest valid profile in profile_dir() for this model and device."""
     found = []
     for name in list_profiles():
         try:
@@ -139,10 +131,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, in place of an older one at its path, and return the path.
-
-    Raises ProfileError if the file cannot be written.
-    """
+    """Write a profile, over an older one at its path, and return the path. Raises ProfileError on failure."""
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
@@ -152,10 +141,7 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
 
 
 def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
-    """Replace the table [memory] in the file of a profile. Keep everything else in the file, including comments.
-
-    Raises ProfileError if the file cannot be read or written.
-    """
+    """Replace only the table [memory] in a profile's file. Raises ProfileError if this is impossible."""
     path, present = profile_path(name_or_path), load_profile(name_or_path).memory
     if present == memory:
         return

@@ -30,8 +30,7 @@ class MeasuredStep(NamedTuple):
 class Fit:
     """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step.
 
-    `errors` are the errors of `cost`. `left_out` has, for each step, the error of a fit to all other steps
-    (leave-one-out cross-validation).
+    `left_out` has, for each step, the error of a fit to all other steps (leave-one-out cross-validation).
     """
 
     cost: FittedCost
@@ -45,10 +44,7 @@ class Fit:
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a cost for each knee in KNEES. Return the fit with the smallest mean absolute `left_out` error.
-
-    `window` is the model's sliding window in tokens; None means no sliding-window layers.
-    """
+    """Fit a cost for each knee in KNEES. Return the fit with the smallest mean absolute `left_out` error."""
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 
@@ -66,11 +62,7 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 
 
 def non_negative(matrix: Array) -> Array:
-    """Return the vector x >= 0 that minimises |matrix @ x - 1|.
-
-    The solution is exact: the function solves the unconstrained problem for every subset of the columns and returns the
-    best solution without negative numbers.
-    """
+    """Return the vector x >= 0 that minimises |matrix @ x - 1|, exactly: solve for every subset of the columns."""
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale
     gram, moment = scaled.T @ scaled, scaled.sum(axis=0)

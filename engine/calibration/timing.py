@@ -83,10 +83,7 @@ def choose_steps(limits: StepLimits) -> dict[str, Rows]:
 
 
 def describe(rows: Rows) -> str:
-    """Return the name of a step, for example "4 decodes of 512 + prefill of 124 after 0".
-
-    This example has 4 decodes with 512 tokens of context, and a prefill of 124 tokens with no context.
-    """
+    """Return the name of a step: "4 decodes of 512 + prefill of 124 after 0" (tokens of context)."""
     decodes = [context for context, tokens in rows if tokens == 1]
     prefills = [row for row in rows if row[1] > 1]
     parts = []
@@ -99,11 +96,10 @@ def describe(rows: Rows) -> str:
 
 
 class ServingOverhead(NamedTuple):
-    """Overhead of serving while `num_seqs` sequences decode.
+    """Overhead of serving while `num_seqs` sequences decode, when other threads compete for the Python interpreter.
 
-    `between` is the time, in seconds, from the end of a step to the start of the next. `slowdown` is the time of a step
-    divided by the time of the same step when nothing is served. Serving slows steps down because other threads compete
-    for the Python interpreter.
+    `between` is the seconds from the end of a step to the start of the next. `slowdown` is the time of a step divided
+    by its time when nothing is served.
     """
 
     num_seqs: int
@@ -113,10 +109,9 @@ class ServingOverhead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device.
+    """Timings of `engine` on its device. `fit` is of the `steps` alone; `cost` also includes the overhead of serving.
 
-    `fit` is fitted to the `steps`, which were measured while nothing was served. `cost` also includes the overhead of
-    serving. `swap_seconds_per_byte` is the time, in seconds, to copy one byte of KV in one direction.
+    `swap_seconds_per_byte` is the time to copy one byte of KV in one direction.
     """
 
     engine: Engine
@@ -130,18 +125,15 @@ class DeviceTimings:
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
     """Load the model and measure its steps, each `repeats` times.
 
-    All steps are measured once before any is measured again, so that other load on the machine affects all of them
-    alike. Raises ModelError if the model cannot be loaded, and ConfigError if the limits allow too few different steps.
+    All steps are measured once before any is measured again, so that other load on the machine affects all alike.
+    Raises ModelError if the model cannot be loaded, and ConfigError if the limits allow too few different steps.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
     return measure_engine(engine, repeats, progress)
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Measure the steps of an engine like `measure_device`.
-
-    The measurement overwrites the KV cache, so afterwards the engine may only be passed to `engine_beside`.
-    """
+    """Measure an engine's steps like `measure_device`. Its KV is overwritten: only `engine_beside` may use it next."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window
@@ -182,10 +174,7 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _RecordingExecutor:
-    """Executor that records the number of rows, the number of tokens, the start and the end of each step.
-
-    Times are in seconds of `time.perf_counter`.
-    """
+    """Executor that records rows, tokens, start and end (seconds of `time.perf_counter`) of each step."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -201,8 +190,8 @@ class _RecordingExecutor:
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
     """Measure how much longer steps take while serving, for several numbers of sequences.
 
-    For each number, the function alternates between serving and running the same steps alone, and compares the medians.
-    It leaves out a number if serving never had two consecutive steps with that many sequences.
+    The function alternates between serving and running the same steps alone, and compares the medians. It leaves out a
+    number if serving never had two consecutive steps with that many sequences.
     """
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})
@@ -231,7 +220,6 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
 
 
 async def _serve(engine: AsyncEngine, num_seqs: int, num_tokens: int) -> None:
-    """Serve `num_seqs` requests at the same time, each with its own reader."""
     engine.start()
 
     async def read(number: int) -> None:

@@ -30,12 +30,11 @@ class ParityPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts of all cases.
+    """Prompts of all cases. `general` prompts have varied lengths; the first is exactly 3 blocks long.
 
-    `general` prompts have varied lengths; the first is exactly 3 blocks long. Each prompt in `edges` begins with the
-    first tokens of that prompt. `shared` has the number of these tokens for each prompt in `edges`: 1 block - 1, 1
-    block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1. The first four `edges` are two blocks long, so that
-    each needs a third block for its second output token.
+    Each prompt in `edges` shares the first `shared` tokens with it: 1 block - 1, 1 block, 1 block + 1, 2 blocks - 1, 2
+    blocks, and 2 blocks + 1. The first four `edges` are two blocks long, so that each needs a third block for its
+    second output token.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -89,9 +88,8 @@ class ParityCase:
     """Case of the parity check: an engine's settings and the prompts that it gets.
 
     The prompts of a wave are added together after the previous wave has finished. `token_budget` is
-    max_num_batched_tokens, `num_blocks` is the size of the KV cache, and `num_tokens` is the length of each output.
-    `caching` enables prefix caching. `cached_tokens` are the expected prefix hits, in tokens, of the prompts in the
-    last wave. If `preempted` is set, at least one request must be preempted in this way.
+    max_num_batched_tokens, and `num_tokens` is the length of each output. `cached_tokens` are the expected prefix hits,
+    in tokens, of the last wave. If `preempted` is set, at least one request must be preempted in this way.
     """
 
     name: str

@@ -19,11 +19,10 @@ IMPLEMENTATION = "eager"
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Greedy output of transformers' `generate`.
+    """Greedy output of transformers' `generate`: n tokens and their logits [n, V] from one full forward pass.
 
-    `token_ids` has n tokens. `logits` [n, V] come from one full forward pass over prompt and output. `spread` is the
-    largest difference between these logits and the logits of `generate`, which computes one token at a time with a KV
-    cache. So `spread` shows how much two correct computations by transformers differ.
+    `spread` is the largest difference between these logits and those of `generate`, which uses a KV cache. So it shows
+    how much two correct computations differ.
     """
 
     token_ids: tuple[int, ...]
@@ -32,10 +31,7 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers as the reference. It runs `model` with eager attention, one prompt at a time.
-
-    Afterwards the model's attention implementation is still eager.
-    """
+    """Plain transformers as the reference: `model` with eager attention (kept afterwards), one prompt at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -66,10 +62,7 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Compute the logits [len(token_ids) - start, V] that predict token_ids[start:] in one full pass.
-
-        The result is on the CPU.
-        """
+        """Compute the logits [len(token_ids) - start, V] that predict token_ids[start:] in one full pass, on CPU."""
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -78,10 +71,7 @@ class Reference:
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the largest |one - other| over the last dimension, in float64. Equal infinities differ by 0.
-
-    The result is NaN where one of the logits is NaN.
-    """
+    """Return the largest |one - other| over the last dimension, in float64: 0 for equal infinities, NaN for NaN."""
     return torch.where(one == other, 0.0, (one.double() - other.double()).abs()).amax(dim=-1)
 
 
@@ -89,13 +79,12 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 class Tolerance:
     """Tolerance for one model: the largest difference of logits that counts as correct.
 
-    The shape of a batch decides in which order floating-point numbers are added. So the logits of two correct
-    computations differ, and the difference is proportional to the size of the logits. On SmolLM2-135M, whose largest
-    logits are about 40, transformers' generation with a KV cache differs from its full forward pass by up to 8e-5 in
-    float32 and 0.75 in bfloat16.
+    The shape of a batch decides in which order floating-point numbers are added, so correct logits differ in proportion
+    to their size. On SmolLM2-135M, whose largest logits are about 40, transformers' generation with a KV cache differs
+    from its full forward pass by up to 8e-5 in float32 and 0.75 in bfloat16.
 
     `routed` is True for a mixture of experts, where rounding may select another expert and change logits abruptly. In
-    types shorter than float32, only the median over positions must be within the limit for such a model.
+    types shorter than float32, only the median over positions must then be within the limit.
     """
 
     dtype: torch.dtype
@@ -118,10 +107,7 @@ class Tolerance:
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the number that must be within the limit, from the differences [n] at all positions of a case.
-
-        It is the largest difference; for a routed model in a type shorter than float32 it is the median.
-        """
+        """Return the number that must be within the limit: the largest difference, or the median (see class)."""
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
@@ -139,11 +125,7 @@ class Tolerance:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """Output of the engine for one prompt.
-
-    `logits` has one CPU tensor [V] for each token in `token_ids`: the logits from which it was chosen.
-    `num_cached_tokens` is the prefix hit in tokens.
-    """
+    """Output of the engine for one prompt, with the CPU logits [V] from which each token was chosen."""
 
     prompt: ParityPrompt
     token_ids: list[int] = field(default_factory=list)
@@ -156,9 +138,8 @@ class EngineOutput:
 class Divergence:
     """First output token of `prompt` that differs from the reference, at index `position` of the output.
 
-    `expected` is the reference's token and `got` the engine's. `margin` is the reference's logit of `expected` minus
-    its logit of `got`. `explained` is True if the engine's logits differ from the reference's enough to swap these
-    tokens.
+    `margin` is the reference's logit of `expected` minus its logit of `got`. `explained`: the logits differ enough to
+    swap these tokens.
     """
 
     prompt: str
@@ -171,11 +152,10 @@ class Divergence:
 
 @dataclass(slots=True)
 class CaseResult:
-    """Result of one case.
+    """Result of one case, with the largest difference of logits at each position, `differences` [n].
 
-    `differences` [n] has the largest difference of logits at each position. `judged_logit_diff` must be within
-    `tolerance` (see Tolerance.judged); None means that no logits could be compared. `problems` describes other faults:
-    the engine failed, or an expected preemption or prefix hit did not happen.
+    `judged_logit_diff` must be within `tolerance` (None: no logits could be compared). `problems` describes other
+    faults: the engine failed, or an expected preemption or prefix hit did not happen.
     """
 
     name: str
@@ -217,10 +197,9 @@ class ParityReport:
 def compare(
     result: CaseResult, output: EngineOutput, expected: Continuation, reference: Reference, tolerance: Tolerance
 ) -> None:
-    """Compare the engine's output with the reference's continuation of the same prompt. Add the outcome to `result`.
+    """Compare the engine's output with the reference's continuation; add the outcome to `result`.
 
-    If the tokens diverge, the reference computes logits for the engine's tokens. So the compared logits always follow
-    the same tokens.
+    If the tokens diverge, the reference computes logits for the engine's tokens.
     """
     name, prompt, tokens = output.prompt.name, output.prompt.token_ids, output.token_ids
     if output.error is not None or not tokens or len(tokens) != len(output.logits):

@@ -58,10 +58,7 @@ class LoadedModel:
 
 
 def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
-    """Load `config.model` on the device and in the dtype that `serve` would use.
-
-    Raises ModelError if the model cannot be loaded, and ConfigError for an unusable device.
-    """
+    """Load `config.model` as `serve` would. Raises ModelError, and ConfigError for an unusable device."""
     opened = open_model(config, progress)
     model = opened.load(progress)
     return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
@@ -72,7 +69,7 @@ def check_parity(
 ) -> ParityReport:
     """Compare the engine with plain transformers over `num_tokens` greedy tokens for each prompt.
 
-    Raises ConfigError if outputs of that length exceed the model's context, or if their logits exceed MAX_LOGIT_BYTES.
+    Raises ConfigError if outputs exceed the model's context, or if their logits exceed MAX_LOGIT_BYTES.
     """
     prompts = make_prompts(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed

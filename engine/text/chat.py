@@ -21,9 +21,8 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kw
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template, which transformers runs in a
-    sandbox. The template itself writes all special tokens, so encoding its text adds none.
-
-    Raises RequestError if the model has no chat template, the template rejects the messages, or a keyword is reserved.
+    sandbox. The template writes all special tokens itself. Raises RequestError if the model has no chat template, the
+    template rejects the messages, or a keyword is reserved.
     """
     from jinja2 import TemplateError
 
@@ -49,7 +48,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kw
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """Return the message with its text parts joined to one string. Raises RequestError for a part of another type."""
+    """Return the message with its text parts joined. Raises RequestError for a part of another type."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)

@@ -10,9 +10,8 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one output.
 
-    The texts that `push` returns, followed by the text that `flush` returns, equal `tokenizer.decode(ids,
-    skip_special_tokens)` for any ids. `push` holds back only the bytes of an incomplete character, which the next token
-    may change.
+    The texts of `push` and a final `flush` equal `tokenizer.decode(ids, skip_special_tokens)` for any ids. `push` holds
+    back only the bytes of an incomplete character, which the next token may change.
 
     For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives the
     same text for invalid bytes: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
@@ -45,10 +44,7 @@ class Detokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        """Return the text that was held back. An incomplete character becomes U+FFFD.
-
-        Call `flush` once, at the end of the output.
-        """
+        """Return the text that was held back, at the end of the output. An incomplete character becomes U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_pending() if self._pending else ""

@@ -1,8 +1,8 @@
 """Numba compilation, and small functions that the CPU kernels share.
 
-Numba caches compiled code on disk, beside the source or in the user's cache directory. If neither can be written, each
-process compiles again. Numba recompiles a function when the function's own file changes, but not when a function that
-it calls changes. So after editing this file, remove the *.nbi and *.nbc files in __pycache__.
+Numba caches compiled code on disk, beside the source or in the user's cache directory. It recompiles a function when
+the function's own file changes, but not when a function that it calls changes. So after editing this file, remove the
+*.nbi and *.nbc files in __pycache__.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that immediately compiles a function to a C function `void f(argument)`.
-
-    The compiled function's attribute `address` is a pointer to the C function.
-    """
+    """Return a decorator that compiles a function at once to C, `void f(argument)`, with its `address` as attribute."""
 
     def decorate(function: Callable[..., None]) -> Any:
         return with_cache(lambda **cache: numba.cfunc(types.void(argument), **cache)(function))
@@ -93,8 +90,7 @@ def from_float16(element: Any) -> Any:
 def exp32(x: Any) -> Any:
     """Return exp(x) for x <= 0, accurate to about one unit in the last place. Below -87 the result is exp(-87).
 
-    Unlike math.exp, it allows LLVM to vectorise loops. Algorithm of Cephes' expf: x = k ln 2 + r, with ln 2 in two
-    parts, and a polynomial in r.
+    Unlike math.exp, it lets LLVM vectorise loops. As in Cephes' expf, x = k ln 2 + r, with a polynomial in r.
     """
     x = np.float32(-87) if x < np.float32(-87) else x
     k = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))

@@ -1,9 +1,8 @@
 """Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place.
 
-A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. Each split yields its
-maximum score, its sum of exponentials and its weighted sum of values. `join_splits` joins the splits of a row, as in
-flash-decoding. Every thread gets the same number of splits. The splits of a row depend on this row alone, so its result
-is bit for bit the same in every batch.
+A row is one query token. Its keys are divided into splits of SPLIT tokens. Each split yields its maximum score, its sum
+of exponentials and its weighted sum of values, which `join_splits` joins, as in flash-decoding. Every thread gets the
+same number of splits. A row's result depends on this row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ ARGUMENTS = np.dtype(
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
     """List the query tokens of all sequences with at most max_queries of them, as an array [5, rows + 1] of intp.
 
-    With r = the returned array, row i is the token r[TOKEN, i] of the batch and belongs to the sequence r[SEQUENCE, i].
-    It attends to the keys r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its
-    splits are r[FIRST_SPLIT, i] to r[FIRST_SPLIT, i + 1] - 1.
+    With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
+    r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
+    i] to r[FIRST_SPLIT, i + 1] - 1.
     """
     rows = np.empty((5, cu_seqlens_q[-1] + 1), np.intp)
     count = splits = 0
@@ -90,7 +89,7 @@ def attend_rows(
 
     `output` is [tokens, heads, value_dim]; other sequences' tokens are left as they are. `output`, `sinks` and `slopes`
     are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. `bounds` are the values of
-    cu_seqlens_q, `contexts` those of context_lens. All tensors but `query` and `block_tables` must be contiguous.
+    cu_seqlens_q. All tensors but `query` and `block_tables` must be contiguous.
     """
     rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
     if rows.shape[1] == 1:
@@ -173,8 +172,7 @@ def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale:
 def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
     """Set scores to scale * query keys^T. Four keys at a time share one load of a query vector.
 
-    Each iteration prefetches a part of the block `ahead`, because prefetching the whole block at once would saturate
-    the memory bus.
+    Each iteration prefetches a part of the block `ahead`; the whole at once would saturate the memory bus.
     """
     length = keys.shape[0]
     for head in range(query.shape[0]):
@@ -211,10 +209,7 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 @jit()
 def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """Lower each score by the head's slope times the distance of the key from the query.
-
-    `distance` is the distance of the first key, in tokens.
-    """
+    """Lower each score by the head's slope times the key's distance, which is `distance` tokens for the first."""
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -223,10 +218,7 @@ def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None
 
 @jit()
 def exponentiate(scores: Any, length: int, stats: Any) -> None:
-    """Replace each score by exp(score - maximum of its head). Store the maximum and the sum of the results.
-
-    stats[head] gets (maximum, sum).
-    """
+    """Replace each score by exp(score - maximum of its head). stats[head] gets (maximum, sum of the results)."""
     for head in range(scores.shape[0]):
         maximum = np.float32(-np.inf)
         for i in range(length):
@@ -262,10 +254,7 @@ def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, out
 
 @jit()
 def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
-    """Add the product of weights and values to output. Four values at a time share one load and store of output.
-
-    Each iteration prefetches a part of the block `ahead`.
-    """
+    """Add weights x values to output, four values per load and store, and prefetch parts of the block `ahead`."""
     length = values.shape[0]
     for head in range(output.shape[0]):
         key = 0
@@ -289,9 +278,9 @@ def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
 
 @jit()
 def join_splits(parts: Any, stats: Any, rows: Any, sinks: Any, output: Any) -> None:
-    """Write each row's output: the sum of its splits' weighted values, divided by the sum of all exponentials.
+    """Write each row's output: its splits' weighted values, divided by the sum of all exponentials.
 
-    All exponentials are first rescaled to the row's largest maximum. A sink adds only to the sum of exponentials.
+    All are first rescaled to the row's largest maximum. A sink adds only to the sum of exponentials.
     """
     _, heads, value_dim = parts.shape
     for row in range(rows.shape[1] - 1):

@@ -2,9 +2,8 @@
 
 Numba's own thread pool, in addition to torch's, would double the number of spinning threads: on two cores, a kernel of
 0.1 ms then takes up to 8 ms (measured). So GOMP_parallel starts the compiled function, as in code that GCC compiles
-from `#pragma omp parallel`. The function runs on torch's threads, which are still awake after the previous matrix
-product. LLVM's OpenMP runtime has GOMP_parallel too. If torch's runtime lacks it (macOS, Windows), the function runs on
-the calling thread alone.
+from `#pragma omp parallel`, on torch's threads, which are still awake after the previous matrix product. If torch's
+runtime lacks GOMP_parallel (macOS, Windows), the function runs on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
-    """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
+    """Call `body`, a numba.cfunc, on all of torch's threads (`parallel`) or on the calling thread.
 
-    `parallel` selects all threads. `body` gets a pointer to `arguments`, one record, of which `run` sets the field
-    num_threads. In `body`, thread_num() returns the number of the thread. `run` never uses a smaller team of threads,
-    because libgomp would end the other threads, and starting them again is slow.
+    `body` gets a pointer to `arguments`, one record, of which `run` sets the field num_threads. In `body`, thread_num()
+    returns the number of the thread. The team is never smaller, because libgomp would end the other threads.
     """
     runtime = load_runtime() if parallel else None
     arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1

@@ -1,7 +1,4 @@
-"""Attention of a prefill chunk, computed with torch matrix products over gathered keys and values.
-
-Only the blocks that the chunk attends to are gathered. Scores are computed for one tile of queries at a time.
-"""
+"""Attention of a prefill chunk: torch matrix products over gathered keys and values, one tile of queries at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def attend_chunk(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of one sequence's chunk. Return it as [q_len, heads, value_dim] in the query's dtype.
+    """Compute the attention of one sequence's chunk, [q_len, heads, value_dim] in the query's dtype.
 
     `query` [q_len, heads, head_dim] has the last q_len of the sequence's `context` tokens.
     """
@@ -74,7 +71,7 @@ def attend_tile(
 ) -> Tensor:
     """Compute the attention of one tile in float32, with the options that scaled_dot_product_attention lacks.
 
-    `query` is [heads, queries, head_dim]; the result is [heads, queries, value_dim]. `visible` [queries, keys] is True
+    `query` is [heads, queries, head_dim], the result [heads, queries, value_dim]. `visible` [queries, keys] is True
     where a query attends to a key. `bias` is added to the scores.
     """
     heads, queries, _ = query.shape

@@ -17,11 +17,9 @@ MAX_SPLITS = 64
 
 
 class Tiling(NamedTuple):
-    """Sizes of the tiles of one launch.
+    """Sizes of the tiles of one launch: block_m rows (queries x query heads of one KV head) and block_n keys.
 
-    A tile has block_m rows (queries x query heads of one KV head) and block_n keys. Head sizes are padded: those of
-    keys to block_d, those of values to block_v. The keys of a tile are divided into `splits` parts for separate
-    programs.
+    Head sizes of keys are padded to block_d, those of values to block_v. `splits` programs share the keys of a tile.
     """
 
     block_m: int
@@ -46,9 +44,8 @@ def paged_attention(
 ) -> Tensor:
     """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
 
-    Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in float32,
-    and the softmax weights are rounded to the query's dtype, as in every flash attention. Without `tiling`, the shapes
-    determine the tiles.
+    Products of float32 are computed without TF32. Products of 16-bit types are accumulated in float32, and the softmax
+    weights are rounded to the query's dtype, as in every flash attention. The default tiles depend on the shapes.
     """
     _check_heads(query)
     tokens, heads, _ = query.shape
@@ -186,11 +183,10 @@ def choose_tiling(
     """Choose the tile sizes for a batch.
 
     `group` is the number of query heads per KV head. `max_context`, in tokens, may be an upper bound. `item_size` is
-    the bytes of one element of the query. `num_processors` is the GPU's number of streaming multiprocessors.
-
-    For each dtype and head size there are only two values of block_m, one for batches of decodes and one for all other
-    batches, so that few kernels are compiled. The number of splits is the smallest that gives every multiprocessor two
-    programs, within limits.
+    the bytes of one element of the query. `num_processors` is the GPU's number of streaming multiprocessors. For each
+    dtype and head size there are only two values of block_m, for batches of decodes and for all others, so that few
+    kernels are compiled. The number of splits is the smallest that gives every multiprocessor two programs, within
+    limits.
     """
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
