@@ -19,11 +19,7 @@ _LIMIT, _MARK = "-", ":"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Series of points (x, y) with a name.
-
-    The style "line" connects the points in their order, "steps" keeps each y until the next x, and "dots" draws only
-    the points.
-    """
+    """Series of points (x, y) with a name. The style "steps" keeps each y until the next x."""
 
     name: str
     points: Sequence[Point]
@@ -36,8 +32,7 @@ class Chart:
 
     `stacked` series are areas, each on top of the previous series, with points at the same x. `limits` are named
     horizontal lines, such as an SLO. `marks` are named vertical lines, such as a knee. The x axis covers at least
-    `span`, so that charts of one run can be compared. Values that are not finite, or not positive on a logarithmic
-    axis, are left out.
+    `span`. Values that are not finite, or not positive on a logarithmic axis, are left out.
     """
 
     title: str
@@ -69,10 +64,7 @@ class Axis:
 
 
 def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
-    """Return an axis that covers all finite values, with about `ticks` ticks at round values.
-
-    `from_zero` makes a linear axis include 0. Without values, a linear axis covers 0 to 1.
-    """
+    """Return an axis that covers all finite values (and 0 if `from_zero`), with about `ticks` round ticks."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0) if log else (0.0, 1.0)
     if log:
@@ -103,10 +95,7 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def drawable(chart: Chart) -> Chart:
-    """Return a copy of the chart without values that cannot be drawn.
-
-    In a stacked chart, the y values of the previous series are added to those of each series.
-    """
+    """Return a copy of the chart without values that cannot be drawn, and with stacked series added up."""
 
     def fits(value: float, log: bool) -> bool:
         return math.isfinite(value) and (value > 0 or not log)
@@ -126,10 +115,7 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return the points, in order, thinned to at most `most`.
-
-    If there are more points, they are split into `most` // 2 parts. Each part keeps its lowest and its highest point.
-    """
+    """Return the points, in order, thinned to at most `most`: the lowest and highest of each of `most` // 2 parts."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
@@ -145,8 +131,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
-    If there are more than `most` samples, the result has about `most` of them: samples at evenly spaced ranks,
-    including the lowest and the highest.
+    Of more than `most` samples, it takes about `most` at evenly spaced ranks, with the lowest and the highest.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)
@@ -164,7 +149,7 @@ def number(value: float) -> str:
 
 
 def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_MARKS) -> list[str]:
-    """Draw a chart with characters. Return its lines: title, `height` lines of `width` characters, ticks and legend.
+    """Draw a chart with characters: title, `height` lines of `width` characters, ticks and legend.
 
     `marks` has a character for the points of each series.
     """

@@ -98,7 +98,7 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
-    """Print the events that the client saw in a saved bench run, and the scheduler's decisions, if known.
+    """Print the events that the client saw in a bench run, and the scheduler's decisions, if known.
 
     `request` is a request as `read_request` returns it. With `as_json`, print JSON.
     """
@@ -190,7 +190,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Return as text how many blocks are missing now, or at the predicted peak of the running requests."""
+    """Return how many blocks are missing now, or at the predicted peak of the running requests."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",

@@ -1,7 +1,4 @@
-"""Typer app with all commands, and the printing of errors.
-
-The module of a command is imported only when the command is called.
-"""
+"""Typer app with all commands, whose modules are imported only when called, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ from llmsched.profiles.toml_files import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """Command of the app. `summary` is its line in the help.
-
-    `function` in `module` is the function of the command, or the Typer app of a command with subcommands.
-    """
+    """Command of the app: the `function` (or Typer app of subcommands) in `module`, and its `summary` in the help."""
 
     module: str
     function: str
@@ -137,9 +131,8 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    The exit code is 0 for success, 1 if the result is negative, 2 for bad input (one line on stderr) or output that
-    cannot be written, and 130 if interrupted. The exit code is also 1 if the reader of the output has closed the pipe
-    (`| head`).
+    The exit code is 0 for success, 1 if the result is negative or the reader of the output has closed the pipe (`|
+    head`), 2 for bad input (one line on stderr) or output that cannot be written, and 130 if interrupted.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it (`>&-`): discard the output

@@ -1,7 +1,6 @@
 """Timelines of requests as JSON: the scheduler's decisions, and the events that the client of a bench run saw.
 
-The server's answer, `bench --save-detailed` and `explain` share this format. An entry has the keys `what` (the name of
-the decision or event), `at_ms`, `until_ms`, `count` and `details`.
+The server's answer, `bench --save-detailed` and `explain` share this format. `what` names the decision or event.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of a request saved by `bench --save-detailed`, ordered by time.
+    """Return a saved request's entries (client's events and scheduler's decisions) by time.
 
-    The entries are events that the client saw and decisions of the scheduler. Times are in milliseconds after the
-    request should have been sent.
+    Times are in milliseconds after the request should have been sent.
     """
     due = request["scheduled_s"]
 
@@ -75,6 +73,5 @@ def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _entry(what: str, begin: float, end: float, details: Mapping[str, Any], count: int = 1) -> dict[str, Any]:
-    """Return an entry; `begin` and `end` are in seconds."""
     at, until = round(1e3 * begin, 3), round(1e3 * end, 3)
     return {"at_ms": at, "until_ms": until, "what": what, "count": count, "details": details}

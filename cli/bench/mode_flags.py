@@ -16,10 +16,7 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class ModeFlags:
-    """Flags that select a mode of `bench`. A flag that was not given is None or False.
-
-    Raises LlmschedError if flags exclude each other.
-    """
+    """Flags that select a mode of `bench`. Raises LlmschedError if flags exclude each other."""
 
     compare: Annotated[
         str | None,

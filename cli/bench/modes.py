@@ -37,10 +37,7 @@ async def bench_target(
     plan: RunPlan,
     progress: Progress,
 ) -> Result:
-    """Open a target and run the load once or, with --find-knee, search for the knee of the target.
-
-    `url` is the address of the target if the target is a server, else None.
-    """
+    """Open a target, at `url` if it is a server, and run the load once or, with --find-knee, search for its knee."""
     if modes.find_knee:
         return await _bench_knee(opening, modes, plan, progress)
     return await _bench_once(opening, url, plan, progress)
@@ -75,9 +72,8 @@ async def bench_compare(
     """Run the plan's load with the settings of each variant and compare the figures.
 
     The engines run in this process or, if `simulate` names a device, in a simulation of that device. `base` has the
-    settings that a variant omits. `given` has the settings that flags set. `quantization` replaces the format of a
-    simulated model's weights. Raises LlmschedError for invalid variants, and ModelError or ConfigError if an engine
-    cannot be built.
+    settings that a variant omits, `given` those that flags set. Raises LlmschedError for invalid variants, and
+    ModelError or ConfigError if an engine cannot be built.
     """
     assert modes.compare is not None
     variants = parse_variants(modes.compare)

@@ -37,8 +37,7 @@ async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag
     """Measure the lag of the event loop while the block runs. Yield the list that receives the lags.
 
     A timer is due every `interval` seconds. Timers that were due while the loop was busy are listed too, because
-    otherwise long lags would count too little. A lag adds to the target's latency: the client sees a token only when
-    the loop is free.
+    otherwise long lags would count too little.
     """
     lags: list[LoopLag] = []
     watch = asyncio.create_task(_watch(interval, lags))
@@ -68,8 +67,8 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
 def settled_heap() -> Iterator[None]:
     """Disable full garbage collections while the block runs. Young objects are still collected.
 
-    A full collection takes about 80 ms with a model's libraries loaded and 200 ms with a million recorded tokens. It
-    would look like a stall of every stream.
+    A full collection (80 ms with a model's libraries, 200 ms with a million tokens) would look like a stall of every
+    stream.
     """
     gc.collect()
     gc.freeze()
@@ -87,8 +86,8 @@ class ClientLag:
     """Lags of the client in seconds.
 
     `send` is the time from when a request could be sent until the client sent it. `loop` is how late the timers of the
-    client's event loop fired. `machine` is the part of `loop` during which the machine gave the client no CPU core.
-    `streaming` has only the loop lags after the first token. The last three are None if the loop was not watched.
+    client's event loop fired, if it was watched; `machine` is the part during which the machine gave the client no CPU
+    core, and `streaming` has only the lags after the first token.
     """
 
     send: Summary
@@ -114,8 +113,7 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
     """Decide if the client was so late that the run is invalid. Return the decision and a warning for the user, if any.
 
-    Each lag is compared with the latency to which it adds. A late send adds to TTFT. A loop lag adds to TTFT and to
-    gaps between chunks.
+    A late send adds to TTFT. A loop lag adds to TTFT and to gaps between chunks.
     """
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0

@@ -14,10 +14,7 @@ from llmsched.engine.provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Setup of a run: the target's name and origin, the load, the SLOs and the engine's settings.
-
-    `warmup` is the number of requests sent before the run.
-    """
+    """Setup of a run: target, load, SLOs, engine settings, and the number of `warmup` requests sent before."""
 
     name: str
     provenance: Provenance

@@ -21,11 +21,10 @@ DEFINITIONS = {
 
 
 class TargetState(NamedTuple):
-    """State of a target at the time `time` in seconds. A value that the target does not report is None.
+    """State of a target at `time` in seconds. A value that the target does not report is None.
 
-    `running` and `waiting` are numbers of requests. The other values are shares of all KV memory. Requests hold the
-    share `kv_held`. `kv_empty` is the part of that share without KV in it. `kv_cached` is held only by the prefix
-    cache.
+    KV values are shares of all KV memory: `kv_held` by requests, `kv_empty` the part of it without KV, and `kv_cached`
+    held only by the prefix cache.
     """
 
     time: float
@@ -46,9 +45,8 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. `held_steps` counts the
-    steps in which requests held KV memory. For each of these steps, `shares` adds the share of the held memory that was
-    empty.
+    `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. Over the `held_steps`, in
+    which requests held KV memory, `shares` sums the share of it that was empty.
     """
 
     steps: int = 0
@@ -91,12 +89,11 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory usage of a target during a run.
+    """Memory usage of a target during a run, over the `steps` of an engine or the `samples` of a target's metrics.
 
-    The values cover the `steps` of an engine or, if `steps` is None, the `samples` of a target's metrics. Shares refer
-    to all KV memory. An unknown value is None. `kv_waste` is the empty share of the KV memory held by requests,
-    averaged over the steps or samples in which requests held any. `mean_kv_share` is the share held, averaged over
-    samples. `parts` is in bytes.
+    Shares refer to all KV memory. `kv_waste` is the empty share of the KV memory held by requests, averaged over the
+    steps or samples in which requests held any. `mean_kv_share` is the share held, averaged over samples. `parts` is in
+    bytes.
     """
 
     steps: int | None
@@ -122,10 +119,7 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """Return the memory usage, from the meter if it observed steps, else from the samples.
-
-    Return None if the target does not report its KV memory.
-    """
+    """Return the memory usage, if reported, from the meter if it observed steps, else from the samples."""
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:

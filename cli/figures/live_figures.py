@@ -22,10 +22,7 @@ _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Figures of the latest requests and the number of requests in flight, as text for the progress display.
-
-    `tell` shows a text. `now` returns the time in seconds.
-    """
+    """Figures of the latest requests and the number in flight, told as text. `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now

@@ -23,10 +23,7 @@ _SAMPLES_BEYOND = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Numbers of requests. `failures` counts failures by reason. `failure_examples` has one message per reason.
-
-    `preemptions` is None if the target does not report preemptions.
-    """
+    """Numbers of requests. `failures` counts failures by reason. `failure_examples` has one message per reason."""
 
     completed: int
     failed: int
@@ -39,8 +36,7 @@ class RequestCounts:
 class TokenCounts:
     """Token counts of the completed requests. `source` says how output tokens were counted.
 
-    `prefix_hit_rate` is the share of prompt tokens served from the cache. `input` and `prefix_hit_rate` are None if the
-    target does not report them.
+    `prefix_hit_rate` is the share of prompt tokens served from the cache.
     """
 
     input: int | None
@@ -54,7 +50,7 @@ class Measurement:
     """Figures of a run. Times are in seconds, rates per second. A figure is None if unknown.
 
     `duration` is the time from the start of the schedule to the end of the last request. `valid` is False if nothing
-    was served or the client itself was too late. The figures were computed from `run` and its `served` requests.
+    was served or the client itself was too late.
     """
 
     requests: RequestCounts
@@ -87,10 +83,7 @@ class Measurement:
 
 
 def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens | None = None) -> Measurement:
-    """Compute the figures of a run.
-
-    `count_tokens` counts the tokens of a text. It is used if the target reports no token counts.
-    """
+    """Compute the figures of a run. `count_tokens` counts a text's tokens if the target does not report them."""
     done = tuple(one for record in run.records if (one := served(record, count_tokens)))
     failed = len(run.records) - len(done)
     duration = run.end - run.start
@@ -145,10 +138,7 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
-    """Yield warnings about estimated token counts, short answers, and a P99 that rests on too few samples.
-
-    `source` is the source of the token counts, `gaps` the number of ITL samples.
-    """
+    """Yield warnings about estimated token counts, short answers, and a P99 that rests on too few ITL samples."""
     if source in (RETOKENISED, CHUNKS):
         yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]

@@ -45,11 +45,10 @@ class RequestRecord:
     """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen.
 
     `scheduled` is when the request should have been sent. `ready` is when --max-concurrency allowed that, never before
-    `scheduled`. `connecting` is when the client began to open a connection, `connected` when the connection was open;
-    both are None if the client reused a connection. `sent` is when the first byte was written. `end` is when the
-    response ended or failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter.
-    `request_id` and `finish_reason` come from the target. `timeline` has the decisions of the target's scheduler, if
-    available.
+    `scheduled`. `connecting` is when the client began to open a connection, `connected` when it was open; both are None
+    if the client reused a connection. `sent` is when the first byte was written. `end` is when the response ended or
+    failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter. `timeline` has the
+    decisions of the target's scheduler.
     """
 
     index: int
@@ -108,12 +107,10 @@ class LoopLag(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Record of one run of a load. All times are seconds on one clock.
+    """Record of one run of a load. All times are seconds on one clock. None means unknown.
 
-    `preemptions`, `loop_lags`, `memory` and `meter` are None if the target or the client does not know them.
     `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
-    `samples` are the target's states over time. `interrupted` means that the user ended the run. Requests in flight at
-    that moment have no record.
+    `interrupted` means that the user ended the run. Requests in flight at that moment have no record.
     """
 
     records: Sequence[RequestRecord]

@@ -1,7 +1,4 @@
-"""Registry of figures. It has one entry per figure, from which JSON, tables, CSV, ratios and definitions are made.
-
-To add a figure, add its entry to `FIGURES` and test its value.
-"""
+"""Registry of figures: each has one entry in `FIGURES`, from which JSON, tables, CSV, ratios and definitions come."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ class Place(Flag):
 class Figure:
     """Figure of a run. `name` is the JSON key of the figure, `label` its name in tables.
 
-    `get` returns the value. `definition` maps each term that is printed with the figure to a sentence. If the JSON
-    value is an object, `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
+    `definition` maps each term that is printed with the figure to a sentence. If the JSON value is an object,
+    `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
     """
 
     name: str
@@ -120,7 +117,7 @@ def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
 
 
 def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
-    """Return the parts of the target's memory in bytes, the mean KV share, and the numbers of samples and steps."""
+    """Return the parts of memory in bytes, the mean KV share, and the numbers of samples and steps."""
     parts = {} if used.parts is None else used.parts._asdict()
     return {**parts, "mean_kv_share": used.mean_kv_share, "looks": used.samples, "steps": used.steps}
 
@@ -184,10 +181,7 @@ def _goodput(
 def _memory(
     name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = ""
 ) -> Figure:
-    """Return a figure whose value is None if the target does not report its memory.
-
-    `label` is also the term that the figure defines.
-    """
+    """Return a figure of the target's memory. `label` is also the term that the figure defines."""
     definition = _define(label) if label else {}
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)
 

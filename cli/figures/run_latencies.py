@@ -35,8 +35,8 @@ class LatencySummary(Summary):
 class Latencies:
     """Latency distributions of the completed requests, in seconds.
 
-    `worst_stall` is the longest gap between two chunks of a request. `stalls` lists the requests with the longest
-    stalls, each as the index of the request and its worst stall. `Stall.at` is in seconds after the start of the run.
+    `stalls` has the index and worst stall of the requests with the longest stalls. `Stall.at` counts from the run's
+    start.
     """
 
     ttft: LatencySummary
@@ -52,9 +52,9 @@ class Latencies:
 class ReadingPauses:
     """Pauses noticed by a reader who reads `tokens_per_s` tokens per second.
 
-    A token is late if the reader has to wait for it. `waits` has one sample in seconds per late token. `late_tokens` is
-    the share of late tokens among the tokens of served requests. `interrupted` is the share of all requests that had a
-    late token or failed.
+    `waits` has one sample in seconds for each late token, for which the reader has to wait. `late_tokens` is the share
+    of late tokens among the tokens of served requests. `interrupted` is the share of all requests that had a late token
+    or failed.
     """
 
     tokens_per_s: float
@@ -64,10 +64,7 @@ class ReadingPauses:
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
-    """Summarise the latencies of the served requests `done` of a run.
-
-    `connect` has the seconds that opening each connection took. `start` is the time at which the run began.
-    """
+    """Summarise the latencies of a run's served requests, and the seconds that opening each connection took."""
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
@@ -94,10 +91,7 @@ def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple
 
 
 def reading_pauses(done: Sequence[ServedRequest], failed: int, tokens_per_s: float) -> ReadingPauses | None:
-    """Compute the pauses that a reader at `tokens_per_s` notices. Return None if no token arrived.
-
-    `failed` is the number of failed requests.
-    """
+    """Compute the pauses that a reader notices. `failed` counts failed requests. Return None if no token arrived."""
     tokens = sum(arrival.tokens for one in done for arrival in one.arrivals)
     if not tokens:
         return None
@@ -113,10 +107,9 @@ def reading_pauses(done: Sequence[ServedRequest], failed: int, tokens_per_s: flo
 def p99_interval(requests: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """Return the 95 % bootstrap confidence interval of the P99, from the samples of each request.
 
-    Whole requests are resampled with replacement, because the gaps within a request are not independent (Davison and
-    Hinkley, Bootstrap Methods and their Application, section 3.8). The seed is fixed, so the same samples give the same
-    interval. Return None for fewer than two requests. No resample exceeds the largest sample, so with few requests the
-    upper end is too low.
+    Whole requests are resampled, because the gaps within a request are not independent (Davison and Hinkley, Bootstrap
+    Methods and their Application, section 3.8). The seed is fixed. Return None for fewer than two requests. No resample
+    exceeds the largest sample, so with few requests the upper end is too low.
     """
     sizes = np.array([len(samples) for samples in requests if len(samples)])
     if len(sizes) < 2:

@@ -68,10 +68,7 @@ def worst_source(requests: Sequence[ServedRequest]) -> str | None:
 
 
 def _spread(tokens: int, times: Sequence[float]) -> list[Arrival]:
-    """Spread `tokens` over chunks that arrived at `times`, as evenly as whole numbers allow.
-
-    The first chunk gets at least one token.
-    """
+    """Spread `tokens` evenly over chunks that arrived at `times`. The first chunk gets at least one token."""
     if not times:
         return []
     ends = [-(-tokens * (index + 1) // len(times)) for index in range(len(times))]

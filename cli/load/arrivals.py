@@ -1,8 +1,8 @@
 """Random arrival times of requests, at a rate that may change over time and with random gaps.
 
-A schedule is made in two steps. First, arrivals with independent gaps are drawn at a mean rate of 1. Then they are
-stretched in time: request k is due when the integral of the rate since the start equals the time of the k-th of these
-arrivals. This is the time rescaling of an inhomogeneous Poisson process.
+First, arrivals with independent gaps are drawn at a mean rate of 1. Then they are stretched in time: request k is due
+when the integral of the rate since the start equals the time of the k-th of these arrivals. This is the time rescaling
+of an inhomogeneous Poisson process.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ _HALVINGS = 64
 class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
-    `burstiness` is the shape parameter of the gamma distribution of the gaps. The gaps have a coefficient of variation
-    of 1 / sqrt(burstiness): 1 gives Poisson arrivals, a smaller value gives bursts, and a larger value steadier
-    arrivals. `ramp_to` is the rate at the end of a ramp. The rate of "daynight" follows a cosine with a period of
-    `day_period` seconds: it rises from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a period, and
-    falls in the other half.
-
-    Raises ConfigError if a setting is out of range or has no effect.
+    The gaps have a gamma distribution with a coefficient of variation of 1 / sqrt(burstiness): 1 gives Poisson
+    arrivals, a smaller `burstiness` gives bursts, and a larger one steadier arrivals. `ramp_to` is the rate at the end
+    of a ramp. The rate of "daynight" follows a cosine with a period of `day_period` seconds: it rises from rate x (1 -
+    day_amplitude) to rate x (1 + day_amplitude) in half a period, and falls in the other half. Raises ConfigError if a
+    setting is out of range or has no effect.
     """
 
     rate: float
@@ -96,8 +94,8 @@ class Arrivals:
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Return the times of requests in seconds after the start, in ascending order. The first is 0.
 
-        There are at most `count` requests, and all times are below `duration` seconds; None stands for no limit. A ramp
-        ends at `duration` or, if that is None, with the last request. Raises ValueError if both limits are None.
+        There are at most `count` requests, and all times are below `duration` seconds; one of the two may be None. A
+        ramp ends at `duration` or, if that is None, with the last request.
         """
         if duration is None:
             if count is None:
@@ -135,10 +133,7 @@ class Arrivals:
         return self.rate * times
 
     def _stretch(self, units: Times, ramp: float) -> Times:
-        """Return the times (seconds) at which the integral of the rate equals each of `units`.
-
-        A ramp takes `ramp` seconds. The method bisects, because the integral has no simple inverse.
-        """
+        """Return the times at which the integral of the rate equals `units`, by bisection. See `_integral`."""
         if self.process not in ("ramp", "daynight"):
             return units / self.rate
         last = float(units[-1]) if len(units) else 0.0

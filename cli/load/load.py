@@ -20,10 +20,7 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load. It is due `offset` seconds after the start; a closed loop ignores `offset`.
-
-    `output_len` is in tokens.
-    """
+    """Request of a load for `output_len` tokens, due `offset` seconds after the start unless the loop is closed."""
 
     index: int
     offset: float
@@ -33,10 +30,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Schedule, ABC):
-    """Base class of SyntheticLoad and TraceLoad: requests and the times to send them.
-
-    Loads with equal settings have equal requests.
-    """
+    """Base class of SyntheticLoad and TraceLoad. Loads with equal settings have equal requests and times."""
 
     @property
     def num_requests(self) -> int:
@@ -52,15 +46,14 @@ class Load(Schedule, ABC):
         """Return the requests in the order of their offsets.
 
         Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the prompts of
-        a trace into token ids and counts the tokens of its answers. The prompts stay text if `ids` or `encode` is None.
-        Each word of an answer counts as one token if `encode` is None.
+        a trace into token ids and counts the tokens of its answers. Without it (or `ids`), prompts stay text and each
+        word of an answer counts as a token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [PlannedRequest(index, *part) for index, part in enumerate(parts)]
 
     @cached_property
     def _offsets(self) -> Times:
-        """Times of the requests in seconds after the start, in ascending order."""
         raise NotImplementedError
 
     @abstractmethod
@@ -102,10 +95,7 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return a load of `count` similar requests with new prompts, all sent at once.
-
-        The answers have `output_len` tokens or, if that is None, lengths like those of this load.
-        """
+        """Return `count` similar requests with new prompts, sent at once, with answers of `output_len` or similar."""
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
         """Return a load of `count` similar requests with new prompts. Each is sent when the previous one has ended."""
@@ -141,10 +131,10 @@ async def run_load(
 ) -> list[RequestRecord]:
     """Send each request when it is due, and return the records in the order of `planned`.
 
-    At most `max_concurrency` requests run at the same time (None: no limit). A request fails `timeout` seconds after it
-    was sent. If the loop is `closed`, each request is sent when an earlier one ends, and none is sent after
-    `stop_after` seconds. A request that was not sent has no record. `on_end` is called with the record of each request
-    that ends. A failed request does not stop the load.
+    At most `max_concurrency` requests run at the same time. A request fails `timeout` seconds after it was sent. If the
+    loop is `closed`, each request is sent when an earlier one ends, and none is sent after `stop_after` seconds. A
+    request that was not sent has no record. `on_end` is called with the record of each request that ends, failed or
+    not.
     """
     now = asyncio.get_running_loop().time
     free = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)

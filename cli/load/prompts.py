@@ -1,8 +1,7 @@
 """Prompts: random tokens or words of an exact length, given texts, or given token ids.
 
-Random prompts depend only on the seed. With a new seed, no prefix cache holds the prompts. A prompt is stored as
-positions in random sequences, and its tokens are drawn when it is sent. So loads of many millions of tokens need little
-memory.
+Random prompts depend only on the seed. A prompt is stored as positions in random sequences, and its tokens are drawn
+when it is sent. So loads of many millions of tokens need little memory.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text. Either `token_ids` or `text` is None.
-
-    Each access computes the value again, so keep a value that you need twice.
-    """
+    """Prompt of token ids or of text; the other is None. Each access computes the value again."""
 
     __slots__ = ()
 
@@ -75,10 +71,7 @@ class TextEncoder(Protocol):
 
 
 class Part(NamedTuple):
-    """Part of a prompt: the first `length` symbols of a random sequence.
-
-    `family` is PREFIX, OWN or BLOCK, and `number` tells the sequences of a family apart. Sequences are infinite.
-    """
+    """Part of a prompt: the first `length` symbols of the infinite random sequence `number` of a `family`."""
 
     family: int
     number: int
@@ -95,8 +88,8 @@ class Vocabulary:
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
         """Return the symbols of all parts, in order.
 
-        A symbol depends only on the seed, the family and number of its part, and its position in the part, because the
-        random generator is counter-based.
+        A symbol depends only on the seed, its part's family and number, and its position: the generator is
+        counter-based.
         """
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
@@ -171,10 +164,7 @@ class TokenizerEncoder:
 
 
 def load_encoder(model: str) -> TokenizerEncoder:
-    """Return an encoder with the tokenizer of `model`.
-
-    Raises ConfigError, which names the setting `tokenizer`, if the tokenizer cannot be loaded.
-    """
+    """Return an encoder with the tokenizer of `model`. Raises ConfigError, which names the setting `tokenizer`."""
     from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
 

@@ -29,10 +29,8 @@ class Schedule:
     `request_rate` is in requests per second; inf sends all requests at once. With `max_concurrency` and no rate, the
     loop is closed: each request is sent when an earlier one ends. With both, a request is due at a time of the
     schedule; if it then has to wait for an earlier request to end, the wait counts as latency. With neither, all
-    requests are sent at once. No request is due later than `duration` seconds after the start. `Arrivals` documents
-    `arrivals` and the four settings after it.
-
-    Raises ConfigError if a setting is out of range or has no effect.
+    requests are sent at once. No request is due later than `duration` seconds after the start. For the other settings,
+    see `Arrivals`. Raises ConfigError if a setting is out of range or has no effect.
     """
 
     seed: int = 0
@@ -61,10 +59,7 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if settings in SHAPES are given without a rate.
-
-        Call this after `at_rate`, which may set a rate.
-        """
+        """Raise LlmschedError if settings in SHAPES are given without a rate. Call this after `at_rate`."""
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"
@@ -86,10 +81,7 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """Names of the settings in SHAPES that differ from their defaults.
-
-        If `burstiness` is among them, `arrivals` "gamma" is left out, because it follows from `burstiness`.
-        """
+        """Names of the settings in SHAPES that differ from their defaults, except what `burstiness` implies."""
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":
@@ -117,17 +109,11 @@ class Schedule:
         return None if self.process is None else self.process.mean_rate
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a new random generator for `stream` (ARRIVALS, INPUTS or OUTPUTS).
-
-        Generators with the same seed and stream give the same numbers.
-        """
+        """Return a new random generator that depends on the seed and `stream` (ARRIVALS, INPUTS or OUTPUTS)."""
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:
-        """Return the times of at most `count` requests, in seconds after the start.
-
-        If `count` is None, there are as many requests as `duration` allows.
-        """
+        """Return the times of at most `count` requests (None: as many as `duration` allows), in seconds."""
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
         return np.zeros(_MOST_CLOSED if count is None else count)

@@ -22,8 +22,7 @@ from llmsched.engine.errors import ConfigError, check_range, setting
 class SyntheticLoad(Load):
     """Load of random prompts. Lengths are in tokens. All prompts share their first `prefix_len` tokens.
 
-    If `num_prompts` is None, `duration` limits the load. Raises ConfigError if a setting is out of range or has no
-    effect.
+    If `num_prompts` is None, `duration` limits the load. Raises ConfigError if a setting is invalid or has no effect.
     """
 
     num_prompts: int | None = 100

@@ -42,8 +42,7 @@ class TraceLoad(Load):
     to this mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, requests are sent
     by the settings of `Schedule`, which must include a rate or `max_concurrency`.
 
-    Only requests that are due within `duration` seconds are sent. `max_input_len` and `max_output_len` (tokens) cut
-    longer prompts and answers; by default nothing is cut, and the target rejects a request that is too long.
+    `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers; by default nothing is cut.
     `output_len` (tokens) is for requests whose answer length the trace does not state. A length of 0 becomes 1, because
     a request needs a token.
     """
@@ -93,7 +92,6 @@ class TraceLoad(Load):
 
     @property
     def _pace(self) -> float:
-        """Speed of the replay, as a multiple of the recorded speed."""
         return self.speedup if self.request_rate is None else self.request_rate / (self.trace.rate or math.nan)
 
     @property
@@ -201,5 +199,4 @@ class TraceLoad(Load):
 
 
 def _sendable(length: int, most: int | None) -> int:
-    """Return `length` cut to `most` tokens (None: not cut), but at least 1."""
     return max(1, length if most is None else min(length, most))

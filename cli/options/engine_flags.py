@@ -36,10 +36,7 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags given on the command line. `given` maps the name of each knob to its value.
-
-    `automatic` names the knobs whose flag is "auto". For these knobs a profile's value is ignored.
-    """
+    """Engine flags given on the command line. `automatic` knobs have the flag "auto" and ignore a profile's value."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
@@ -58,8 +55,8 @@ def with_engine_options(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command one option per knob of EngineConfig.
 
-    The knobs are those in `only` (default: all), except `model` and those in `exclude`. The command receives the option
-    values as its keyword argument `engine_options: EngineOptions`.
+    The knobs are those in `only` (default: all), except `model` and those in `exclude`. The command receives them as
+    its keyword argument `engine_options: EngineOptions`.
     """
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
@@ -98,10 +95,7 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Parse `text` as the flag of the knob `name` does. Return None for "auto".
-
-    Raises ConfigError if the knob is unknown or if its flag would reject the text.
-    """
+    """Parse `text` as the knob's flag does ("auto": None). Raises ConfigError for an unknown knob or a bad value."""
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)

@@ -35,10 +35,7 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return the model to use: the argument, else the environment variable LLMSCHED_MODEL, else "demo".
-
-    If no argument was given, say on stderr which model is used.
-    """
+    """Return the model: the argument, else LLMSCHED_MODEL, else "demo". Without the argument, name it on stderr."""
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):
@@ -75,18 +72,12 @@ def simulate_option(doing: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """Return the flag that sets `name`, such as --max-num-seqs for max_num_seqs.
-
-    The name "model" is returned unchanged, because the model is an argument.
-    """
+    """Return the flag that sets `name`, such as --max-num-seqs. The argument "model" is returned unchanged."""
     return name if name == "model" else "--" + name.replace("_", "-")
 
 
 def typed_options(context: typer.Context) -> list[str]:
-    """Return the names of the options and arguments that were given on the command line.
-
-    Values from defaults or environment variables do not count.
-    """
+    """Return the names of options and arguments given on the command line, not by defaults or the environment."""
     sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
     return [max(option.opts, key=len) for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
@@ -114,9 +105,8 @@ def with_options(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command one option per field of the dataclass `flags`.
 
-    The annotation of a field holds its typer.Option. `make` receives an instance of `flags`. The command receives the
-    result as its keyword argument `keyword`. `shown` maps fields whose default is None to the default that the help
-    states.
+    The annotation of a field holds its typer.Option. The command receives `make(flags)` as its keyword argument
+    `keyword`. `shown` maps fields whose default is None to the default that the help states.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
@@ -139,7 +129,7 @@ def replace_keyword(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
 
-    `make` receives the option values by name. The command receives the result as its keyword argument `keyword`.
+    The command receives the result of `make`, which gets the option values by name, as that parameter.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:

@@ -229,8 +229,8 @@ class LoadOptions:
 def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that passes the options of a load to a Typer command as `load_options: LoadOptions`.
 
-    `defaults` are the command's defaults for a synthetic load. The default max_concurrency applies only if neither
-    --request-rate nor the times of a trace determine when to send requests.
+    `defaults` are for a synthetic load. The default max_concurrency applies only if neither --request-rate nor the
+    times of a trace determine when to send requests.
     """
 
     def make(flags: LoadFlags) -> LoadOptions:
@@ -298,9 +298,6 @@ def _trace_load(
 
 
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
-    """Set max_concurrency in `given` to the default `concurrency`, unless --request-rate or --max-concurrency is given.
-
-    If `concurrency` is None, nothing is set.
-    """
+    """Set max_concurrency in `given` to a default, unless --request-rate or --max-concurrency is given."""
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)

@@ -63,8 +63,5 @@ class SloFlags:
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the options of latency targets to a Typer command.
-
-    The command receives the targets as its keyword argument `slo: Slo`.
-    """
+    """Add the options of latency targets to a Typer command, which receives them as its argument `slo: Slo`."""
     return with_options("slo", SloFlags, SloFlags.slo)(command)

@@ -63,10 +63,7 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for requests to the server at `url`.
-
-    Raises LlmschedError if the URL is invalid or if flags of the engine were given.
-    """
+    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or an engine's flag."""
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
@@ -99,10 +96,7 @@ def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options:
 
 
 def refuse_url_target_flags(typed: Sequence[str]) -> None:
-    """Raise LlmschedError if the flags on the command line, `typed`, include flags that apply only to a URL.
-
-    An API key from the environment is accepted, because OPENAI_API_KEY may be set for other reasons.
-    """
+    """Raise LlmschedError for `typed` flags that apply only to a URL. OPENAI_API_KEY in the environment is accepted."""
     useless = {flag(f.name) for f in fields(UrlTargetFlags)}
     if given := [name for name in typed if name in useless]:
         raise LlmschedError(

@@ -41,8 +41,7 @@ async def compare(
 ) -> list[VariantResult]:
     """Run the plan's load with each of the named variants, `rounds` times.
 
-    In each round, all variants get the same requests. The next round draws new requests from the next seed, so that the
-    figures do not depend on one draw.
+    All variants get the same requests in a round. Each round draws new requests from the next seed.
     """
     runs: dict[str, list[VariantRun]] = {name: [] for name in names}
     for number in range(rounds):
@@ -63,11 +62,7 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole` with its steady-state and send rates replaced by their means over the rounds.
-
-    `whole` is the measurement of the concatenated rounds. Its own rates would include the ramp-up and ramp-down of each
-    round.
-    """
+    """Return `whole`, measured over all rounds, with steady-state and send rates replaced by their means."""
     if len(rounds) == 1:
         return whole
     means: dict[str, float | None] = {}

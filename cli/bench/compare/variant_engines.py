@@ -27,16 +27,10 @@ if TYPE_CHECKING:
 
 
 class VariantEngines:
-    """Engines in this process, one per variant. Only one engine runs at a time.
-
-    Variants that need the same memory share weights and KV memory, which are loaded once.
-    """
+    """Engines in this process, one per variant. Variants that need the same memory share weights and KV memory."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Set the token budget of each variant that has none to the default of the variant's device.
-
-        Raises ConfigError if this machine does not have the device.
-        """
+        """Give variants without a token budget the device's default. Raises ConfigError for an absent device."""
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 
@@ -94,10 +88,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings with which to build the engine that `config` shares with other variants.
-
-        Variants share an engine if they need the same memory. Each limit is the largest among these variants.
-        """
+        """Return `config` with the largest limits of the variants that need the same memory and share the engine."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:

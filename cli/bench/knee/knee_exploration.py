@@ -37,10 +37,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits of a search, set by flags. `highest` is the highest rate to try, in requests per second (None: default).
-
-    `KneeGoal` explains the other fields.
-    """
+    """Limits that flags set (see `KneeGoal`). `highest` is the highest rate in requests per second (None: default)."""
 
     highest: float | None
     attainment: float
@@ -49,10 +46,7 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """Attempt at a rate in requests per second: the share of requests that met every SLO, and the run's JSON report.
-
-    `figures` are None if they were dropped to save memory.
-    """
+    """Attempt at a rate in requests per second, with the share of requests that met every SLO, and the JSON report."""
 
     rate: float
     attainment: float
@@ -62,11 +56,7 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a knee search.
-
-    `idle` is the report of a run of the idle target, `burst` the report of a run with all requests sent at once. A
-    report is None if the search did not need the run.
-    """
+    """Result of a knee search, with reports of runs of the idle target and of a burst, if they were made."""
 
     goal: KneeGoal
     slo: Slo
@@ -98,8 +88,7 @@ def check(load: Load, limits: KneeLimits) -> None:
 async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progress: Progress) -> Exploration:
     """Find the knee of a target under the load of `plan`, which must have passed `check`.
 
-    Each attempt sends new requests. Raises LlmschedError if the target serves no request, because the rates to try are
-    then unknown.
+    Each attempt sends new requests. Raises LlmschedError if the target serves no request.
     """
     load = plan.workload
     seeds = iter(range(load.seed + 1, load.seed + 1_000))
@@ -147,10 +136,7 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. The runs `idle` and `burst` determine limits that no flag sets.
-
-    The highest rate follows from the throughput of `burst`, the lowest rate from the latency of `idle`.
-    """
+    """Return the goal of the search. Unless flags set them, `burst` gives the highest rate and `idle` the lowest."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

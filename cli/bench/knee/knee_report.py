@@ -128,10 +128,7 @@ def _or_na(value: float | None, form: str) -> str:
 
 
 def sustained(figures: dict[str, Any]) -> bool | None:
-    """Return True if a target kept up with the rate sent in steady state; None if the run was too short to tell.
-
-    `figures` is a JSON report, or the part of it that a knee search keeps.
-    """
+    """Return True if a target kept up with the rate sent in steady state; None if the run was too short to tell."""
     served, sent = figures["requests_per_s_steady"], figures["achieved_rate"]
     return None if served is None or not sent else served >= _KEEPS_UP * sent
 

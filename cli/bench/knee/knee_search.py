@@ -24,9 +24,7 @@ class KneeGoal:
 
     A rate counts as met if at least the share `attainment` of its requests meets every SLO. The search starts at
     `start` (default: `low`). It ends when the lowest missed rate is at most `tolerance` (a share) above the highest met
-    rate.
-
-    Raises LlmschedError for a value out of range. The message names the flag and the allowed range.
+    rate. Raises LlmschedError, which names the flag and its range, for a value out of range.
     """
 
     low: float
@@ -65,8 +63,7 @@ class Attempt:
 class Knee:
     """Result of a search. `rate` is the highest met rate below all missed rates (None if the lowest rate was missed).
 
-    `missed` is the lowest missed rate (None if no rate was missed). A rate that was tried twice is judged by its mean
-    attainment.
+    `missed` is the lowest missed rate. A rate that was tried twice is judged by its mean attainment.
     """
 
     verdict: Verdict
@@ -76,11 +73,7 @@ class Knee:
 
 
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
-    """Find the knee by calling `attempt` with one rate after another.
-
-    `attempt` runs the load at a rate in requests per second and returns the attainment. The search makes at most
-    MAX_ATTEMPTS attempts.
-    """
+    """Find the knee with at most MAX_ATTEMPTS calls of `attempt`, which returns the attainment at a rate per second."""
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))
@@ -92,9 +85,9 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal
 def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
     """Return the next rate to try in requests per second; None when the knee is known.
 
-    The search doubles the rate until a rate is missed, or halves it until a rate is met, within the range of the goal.
-    Then it bisects the interval between the met and the missed rate on a logarithmic scale. Finally, it tries both ends
-    of the last interval once more. If noise changes a result, the search continues from there.
+    The search doubles or halves the rate until it has a met and a missed rate. Then it bisects the interval on a
+    logarithmic scale. Finally, it tries both ends of the last interval once more. If noise changes a result, the search
+    continues from there.
     """
     if not attempts:
         return goal.low if goal.start is None else goal.start
@@ -111,10 +104,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below all missed rates, and the lowest missed rate.
-
-    The first is None if no such rate was met. The second is None if all rates were met.
-    """
+    """Return the highest met rate below all missed rates, and the lowest missed rate; None where there is none."""
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

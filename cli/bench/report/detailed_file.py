@@ -1,7 +1,4 @@
-"""Files of --save-detailed: a JSON line for the run, for each request, and for each sample of the target's state.
-
-Times are in seconds after the start of the run, rounded to microseconds.
-"""
+"""Files of --save-detailed: JSON lines of the run, its requests and the target's states, in seconds after the start."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the saved request whose id is `name` or, if no id matches, whose index is `name`.
-
-    Raises LlmschedError if the file has no such request or was not written by --save-detailed.
-    """
+    """Return the saved request whose id or else index is `name`. Raises LlmschedError if the file has none."""
     found: dict[str, Any] | None = None
     try:
         if path.is_char_device():

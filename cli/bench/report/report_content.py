@@ -26,7 +26,7 @@ class Table(NamedTuple):
 class ReportContent:
     """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts.
 
-    `decisions` are choices that the command made for the user. A terminal shows them on stderr.
+    It shows `decisions`, which the command made for the user, on stderr.
     """
 
     notes: Sequence[str] = ()
@@ -45,8 +45,8 @@ class ReportContent:
 class Result:
     """Result of a mode of `bench`: the JSON report and its content. If `well` is False, the exit code is 1.
 
-    `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
-    is further content that only the end of the HTML page shows.
+    `rows` are the JSON reports of single runs, for the CSV file. `run` is for --save-detailed. Only the HTML page shows
+    `detail`.
     """
 
     report: Mapping[str, Any]

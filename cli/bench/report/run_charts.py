@@ -49,10 +49,7 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
-    """Return a chart of cumulative distributions in ms, with one line per name.
-
-    `samples` maps each name to lists of samples in seconds, one list per request.
-    """
+    """Return a chart of cumulative distributions in ms of `samples` in seconds, a list per request, by name."""
     lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
     return Chart(title, "ms, logarithmic", "% of samples at or below", tuple(lines), log_x=True)
 
@@ -107,10 +104,7 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
-    """Return a chart of all memory in GiB or, if `memory` is unknown, of KV memory in percent.
-
-    Parts that the target does not report separately are drawn as one part.
-    """
+    """Return a chart of all memory in GiB or, if `memory` is unknown, of KV memory in percent."""
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
     parts = [Series("KV used or reserved", [(at, scale * used) for at, used, _, _ in held])]

@@ -1,7 +1,7 @@
 """Server with known timing, against which the bench checks itself. It runs in another process and logs its writes.
 
-The log has times of time.monotonic, a clock that all processes of a machine share. So the bench can tell a late server
-from an error of measurement. Run as a module, the server prints its port. It ends when its stdin is closed.
+The log has times of time.monotonic, which all processes share, so the bench can tell a late server from an error of
+measurement. Run as a module, the server prints its port. It ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ScriptPart:
 class Script:
     """Script of an answer: its parts, and how the answer ends.
 
-    The ending "done" sends usage and [DONE], "cut" closes the connection early, and "error" sends an error event.
-    "refused" means an HTTP 500 instead of the parts. With `role_first`, chunks without tokens carry the assistant role.
+    The ending "done" sends usage and [DONE], "cut" closes the connection early, "error" sends an error event, and
+    "refused" an HTTP 500 instead of the parts. With `role_first`, chunks without tokens carry the assistant role.
     """
 
     parts: tuple[ScriptPart, ...]
@@ -50,10 +50,7 @@ class Script:
 
 
 def steady(count: int, first: float, gap: float, *, tokens: int = 1, ending: Ending = "done") -> Script:
-    """Return a script of `count` chunks with `tokens` tokens each.
-
-    The server writes the first chunk `first` seconds after the request arrives, and one more every `gap` seconds.
-    """
+    """Return a script of `count` chunks of `tokens` tokens: one after `first` seconds, then one every `gap` seconds."""
     return Script(tuple(ScriptPart(first + gap * n, " x" * tokens, tokens) for n in range(count)), ending)
 
 
@@ -103,10 +100,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... with the scripts of NAME.
-
-    GET /NAME/log returns the log of these answers and clears it.
-    """
+    """Server that answers POST /NAME/v1/... with the scripts of NAME, and GET /NAME/log with the answers' log once."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Self-check of `bench`: probes load a server with known timing and compare the figures with the server's log.
 
-The figures are not compared with the server's script, because on a busy machine the server may be late. The client may
-be late, too. If such a delay explains an error, the error is "disturbed", not "wrong", and the probe is repeated.
+The log is used, not the script, because on a busy machine the server may be late. The client may be late, too. If such
+a delay explains an error, the error is "disturbed", not "wrong", and the probe is repeated.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Check of one figure: its value according to the script and to the server's log, and as measured by the bench.
+    """Check of one figure by the script, the server's log, and the bench. Times are in ms, rates per second.
 
-    A value is None if undefined. Times are in ms, rates per second. An error that exceeds `allowed` by at most `excuse`
-    may be due to other work on the machine.
+    An error that exceeds `allowed` by at most `excuse` may be due to other work on the machine.
     """
 
     probe: str
@@ -90,10 +89,7 @@ class FigureCheck:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """Outcome of a probe: the checks of its last try, and the number of tries.
-
-    `held_up` is the longest delay of the client or the server in seconds.
-    """
+    """Outcome of a probe: the checks of its last try. `held_up` is the longest delay of client or server in seconds."""
 
     probe: Probe
     checks: Sequence[FigureCheck]
@@ -162,10 +158,7 @@ async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
 
 @asynccontextmanager
 async def scripted_server() -> AsyncIterator[str]:
-    """Start the scripted server, yield its URL, and stop the server when the block ends.
-
-    Raises LlmschedError if the server does not start.
-    """
+    """Yield the URL of the scripted server, which runs while the block does. Raises LlmschedError if it fails to."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "llmsched.cli.bench.selfcheck.scripted_server"),
         stdin=asyncio.subprocess.PIPE,
@@ -209,8 +202,7 @@ async def bench_self(progress: Progress) -> Result:
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
     """Return the checks as a JSON object. Times are in ms, rates per second; `error` is measured - server.
 
-    `right` is True if all figures are right. `wrong` is True if any figure is wrong. If both are False, a probe was
-    disturbed.
+    If neither `right` (all figures) nor `wrong` (any figure) is True, a probe was disturbed.
     """
     return {
         "measured": True,
@@ -274,8 +266,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
     """Return the checks of a probe, which compare measured figures with those from the server's log.
 
-    If `held_up`, the longest delay in seconds, is above the allowed error, errors of up to twice its length are
-    excused, because one delay may affect a token twice.
+    If the longest delay `held_up` (seconds) exceeds the allowed error, errors of up to twice its length are excused.
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}

@@ -57,11 +57,7 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """Options that apply to one format each.
-
-    `turns` is the largest number of requests from one ShareGPT conversation. `block_tokens` is the number of tokens per
-    block of a Mooncake trace.
-    """
+    """Options of single formats: most `turns` from a ShareGPT conversation, tokens per block of a Mooncake trace."""
 
     turns: int
     block_tokens: int
@@ -69,11 +65,10 @@ class FormatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """File format of traces.
+    """File format of traces: functions that read the records and return the requests of a record, with an offset of 0.
 
-    `rows` reads the records of a file. `requests` returns the requests of a record, with an offset of 0. `time` returns
-    the name of the field with the record's timestamp, or None. `unit` is the unit of timestamps that are numbers. The
-    functions raise TraceError for a bad record.
+    `time` returns the name of the field with the record's timestamp. `unit` is the unit of timestamps that are numbers.
+    The functions raise TraceError for a bad record.
     """
 
     rows: Callable[[Path], Iterator[Row]]
@@ -88,10 +83,7 @@ def has_lengths(line: str, names: Collection[str]) -> bool:
 
 
 def length_rows(path: Path) -> Iterator[Row]:
-    """Yield a row per request, with the field INPUT and, if the file states answer lengths, the field OUTPUT.
-
-    Raises TraceError for a file or a record without lengths.
-    """
+    """Yield a row per request, with INPUT and, if stated, OUTPUT. Raises TraceError for records without lengths."""
     line = first_line(path)
     if _NUMBERS.fullmatch(line):
         # Each line has one length, or those of a prompt and its answer. Commas and brackets are ignored.
@@ -121,10 +113,9 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
-    """Return the names (of columns or keys) that hold lengths, mapped to INPUT and OUTPUT.
+    """Return the names (of columns or keys) that hold lengths, mapped to INPUT and OUTPUT; empty if none fits.
 
-    If no name stands for prompt lengths, one that stands for total lengths is mapped to INPUT. Without such a name, the
-    result is empty.
+    If no name stands for prompt lengths, one that stands for total lengths is mapped to INPUT.
     """
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
@@ -159,10 +150,7 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request for each user message that was answered, up to `options.turns` requests.
-
-    The prompt of a request is the conversation up to and including the user message.
-    """
+    """Return a request for each answered user message, up to `options.turns`. Its prompt is the conversation so far."""
     field = "items" if "items" in row.values and "conversations" not in row.values else "conversations"
     said = row.values.get(field)
     if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
@@ -179,10 +167,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record, in a list.
-
-    The record is the body of an OpenAI API request, or an object with such a body in its field `body`.
-    """
+    """Return the request of a record: the body of an OpenAI API request, or an object with it in a field `body`."""
     body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
     limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)
     answer = None if limit is None else body.length(limit)

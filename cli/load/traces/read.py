@@ -30,8 +30,8 @@ def read_trace(
 
     Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
     kept. `timestamp_unit` is the unit of timestamps that are numbers; if it is None, the unit is found as timestamps.py
-    describes. `turns`, only for ShareGPT, is the largest number of requests from one conversation (1 if None).
-    `trace_block_size`, only for Mooncake, is the number of tokens per block (512 if None).
+    describes. `turns` (1 if None) is only for ShareGPT, `trace_block_size` (512 tokens if None) only for Mooncake: see
+    FormatOptions.
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, if the unit of the timestamps is ambiguous, or if an option does not fit the format.
@@ -83,10 +83,7 @@ def _entries(
 
 
 def detect(path: Path) -> TraceFormat:
-    """Return the format of a file, judged by its header or by the fields of its first object.
-
-    Raises TraceError if the file has no known format.
-    """
+    """Return a file's format by its header or its first object's fields. Raises TraceError if none is known."""
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")

@@ -50,10 +50,7 @@ class Row:
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """Return the number of tokens in the field `name`.
-
-        Raises TraceError unless it is a whole number from 0 to MOST_TOKENS.
-        """
+        """Return a number of tokens. Raises TraceError unless it is a whole number from 0 to MOST_TOKENS."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
@@ -75,10 +72,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 file for reading. Decompress it if it is gzipped, and skip a byte order mark.
-
-    An OSError, a decoding error or a decompression error within the block becomes a TraceError.
-    """
+    """Open a UTF-8 file, gzipped or not, without its byte order mark. Errors in the block become TraceErrors."""
     try:
         if path.is_char_device():
             raise TraceError(f"{path} is a device, not a file")
@@ -132,10 +126,7 @@ def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
 
 
 def json_objects(path: Path) -> Iterator[Row]:
-    """Yield the JSON objects of a file, which has one object per line or a single array of objects.
-
-    Raises TraceError for invalid JSON and for a value that is not an object.
-    """
+    """Yield the objects of a file with one per line, or with a single array. Raises TraceError for other content."""
     if first_line(path).startswith("["):
         yield from _elements(path)
         return

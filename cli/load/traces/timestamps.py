@@ -1,9 +1,8 @@
 """Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
 If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise they are in the format's unit,
-unless they look like Unix timestamps in another unit. If the other unit is finer, they are in that unit. If it is
-coarser, the trace is rejected. Unix timestamps of 2001 to 2099 look different in seconds, milliseconds, microseconds
-and nanoseconds, because these units are a factor of 1000 apart.
+unless they look like Unix timestamps (2001 to 2099) in another unit. If the other unit is finer, they are in that unit.
+If it is coarser, the trace is rejected.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ _EPOCH = (1e9, 4.1e9)
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
-    """Timestamp of a record. `value` is the number in the file or, for a date, the microseconds since 1970.
-
-    A date without a time zone is in UTC.
-    """
+    """Timestamp of a record: the number in the file or, for a date (by default in UTC), the microseconds since 1970."""
 
     value: float
     is_date: bool = False
@@ -58,9 +54,8 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
 def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
     """Return the seconds from the earliest timestamp to each.
 
-    `unit` is the user's choice or None, `stated` the format's unit. `where` names the file in errors.
-
-    Raises TraceError if dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
+    `unit` is the user's choice, `stated` the format's unit. `where` names the file in errors. Raises TraceError if
+    dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
